@@ -99,7 +99,7 @@ class TimedEngine(VllmEngine):
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         self.parts.clear()
         applied = await super().apply(version, kv_policy)
-        self.parts["resume"] = applied.stall_s - sum(self.parts.values())
+        self.parts["resume"] = max(0.0, applied.stall_s - self.parts["flotilla_apply"])
         return applied
 
 
@@ -273,7 +273,7 @@ def _rows(rounds: list[Round], parameters: int) -> list[Row]:
             ratio <= BAR,
         ),
         Row("  stall / a copy of the bytes", f"{to_copy:.2f}"),
-        Row("  stall of decoding, pause to resume", ms(lambda one: one.applied.stall_s)),
+        Row("  stall of decoding, last step to resume", ms(lambda one: one.applied.stall_s)),
         *(
             Row(f"    {name}", ms(lambda one, part=part: one.parts[part]))
             for part, name in part_names.items()

@@ -62,6 +62,12 @@ class StallWorker(WrongWorker):
         """Have the next standby take host memory, as where the GPU has no room."""
         return self._flotilla_guarded(lambda _: setattr(standby, "_has_room", lambda *_: False))
 
+    def flotilla_standby(self) -> dict[str, Any]:
+        """Return the kind of memory that the standby lies in."""
+        return self._flotilla_guarded(
+            lambda weights: {"memory": weights._live._standby._memory.bytes.device.type}
+        )
+
 
 def write_folder(folder: Path, shape: str) -> None:
     """Write the description of a model, and names and shapes of its tensors without their bytes."""
@@ -254,6 +260,9 @@ async def measure(asked: argparse.Namespace, folder: Path, wire: Connection) -> 
                 await asyncio.gather(*tasks, return_exceptions=True)
         if torch.cuda.is_available():
             assert all(one["tensors_compared"] for one in rounds), "live memory is not compared"
+            (lies,) = await engine.workers.ask("flotilla_standby")
+            expected = "cuda" if asked.standby == "gpu" else "cpu"
+            assert lies["memory"] == expected, f"the standby is in memory of {lies['memory']}"
             await syncs.require_damage_is_found()
         return rounds
     finally:

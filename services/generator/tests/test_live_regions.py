@@ -388,7 +388,7 @@ def test_live_memory_that_changes_after_a_commit_is_found(
 ) -> None:
     for seed in range(commits):
         commit(live, seed)
-    assert live.check() == {"tensors": len(SHAPES), "unchecked": "", "faults": []}
+    assert live.check() == {"tensors": len(SHAPES), "unchecked": "", "faults": [], "copies_s": 0.0}
     change(worker.model)
     assert any(fault.startswith(named) for fault in live.check()["faults"])
     assert commit(live, 8)["error"] == "" and worker.loads == 2, "a whole load repairs it"

@@ -67,16 +67,19 @@ async def test_weights_change_between_pause_and_resume(tmp_path) -> None:
     assert workers.calls == ["pause keep", "flotilla_apply", "resume"]
 
 
-RIGHT = {"tensors": 3, "unchecked": "", "faults": []}
-STALE = {"tensors": 3, "unchecked": "", "faults": ["norm.weight: live tensor differs"]}
+RIGHT = {"tensors": 3, "unchecked": "", "faults": [], "copies_s": 0.5}
+STALE = {"tensors": 3, "unchecked": "", "faults": ["norm.weight: live tensor differs"], "copies_s": 0.5}
 
 
 async def test_copies_are_compared_when_decoding_goes_on(tmp_path) -> None:
     workers = Workers([DONE | {"check": True}] * 2)
     workers.live = [RIGHT, RIGHT]
     engine = engine_on(workers, tmp_path)
-    await engine.apply(VERSION, KvPolicy.RECOMPUTE)
+    applied = await engine.apply(VERSION, KvPolicy.RECOMPUTE)
     assert workers.calls == ["pause keep", "flotilla_apply", "resume", "flotilla_check", "flotilla_status"]
+    assert applied.apply_s == 0.5 and applied.stall_s > 0.4, (
+        "copies that were queued at the resume hold the next step"
+    )
     assert await engine.verify() == Verified(3)
 
 
@@ -95,7 +98,7 @@ async def test_a_wrong_copy_on_one_worker_ends_what_decodes_and_is_named(tmp_pat
 
 async def test_memory_that_cannot_be_compared_is_said_to_be_unchecked(tmp_path) -> None:
     workers = Workers([DONE])
-    workers.live = [{"tensors": 0, "unchecked": "packed", "faults": []}]
+    workers.live = [{"tensors": 0, "unchecked": "packed", "faults": [], "copies_s": 0.0}]
     assert await engine_on(workers, tmp_path).verify() == Verified(0, "packed")
 
 

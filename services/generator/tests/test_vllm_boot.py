@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from flotilla_generator.engine.vllm.boot import (
     booted,
     check_options,
     engine_arguments,
+    engine_share,
     graph_sizes,
     prepare_environment,
     require_quantization,
@@ -96,6 +98,28 @@ def test_a_kv_cache_has_the_size_that_the_stack_says_on_gpus_and_cpus(
     arguments = engine_arguments(config, Checkpoint(tmp_path, {}))
     default = None if gpu else 1 << 30
     assert arguments.get("kv_cache_memory_bytes") == (default if gib is None else int(gib * (1 << 30)))
+
+
+@pytest.mark.parametrize(
+    ("said", "share"),
+    [({}, 0.81), ({"memory_fraction": 0.9}, 0.9), ({"kv_cache_gib": 2.0}, 0.9), ({"dtype": "float32"}, 0.69)],
+)
+def test_an_engine_leaves_room_for_a_second_copy_of_its_weights_where_the_stack_says_nothing(
+    said: dict[str, Any], share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    checkpoint = Checkpoint(tmp_path, {})
+    vars(checkpoint)["tensors"] = {"w": (6, 10**9)}
+    config = GeneratorConfig(**{"dtype": "bfloat16", "max_model_tokens": 64} | said)
+    found = engine_share(config, checkpoint, 100 * 10**9)
+    assert found == pytest.approx(share, abs=0.04)
+    assert engine_arguments(config, checkpoint, share=found)["gpu_memory_utilization"] == found
+
+
+def test_a_second_copy_without_room_beside_the_weights_takes_nothing_from_the_engine(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, {})
+    vars(checkpoint)["tensors"] = {"w": (22, 10**9)}
+    assert engine_share(GeneratorConfig(dtype="bfloat16"), checkpoint, 80 * 10**9) == 0.9
 
 
 def test_all_that_a_start_compiles_is_kept_unless_the_user_has_a_place_for_it(

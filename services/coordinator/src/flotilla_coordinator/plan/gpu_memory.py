@@ -11,7 +11,6 @@ suffice, and else warned of.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,14 +21,11 @@ from flotilla_coordinator.plan.trainer_memory import BYTES, frozen_bytes, reside
 from flotilla_coordinator.plan.update_lines import groups_under_way
 from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.gpu_shares import set_aside, share_beside
 from flotilla_launch.gpus import gpu_bytes
 
 GIB = 1 << 30
 CPU_KV_CACHE_GIB = 1.0
-RESERVED = 4 * GIB
-"""Two CUDA contexts with their kernels, the captured graphs, the buckets of a weight sync, and NCCL's buffers."""
-SPARE = 0.04
-"""Share of a GPU for what allocators cannot use."""
 STEP_TOKENS = 16_384
 """Tokens of one step of the engine, whose activations exist at one time."""
 SAMPLED_COPIES = 3
@@ -58,7 +54,7 @@ class SharedGpu:
         resident, frozen = resident_bytes(model, stack.trainer), frozen_bytes(model, stack.trainer)
         engine = generator_bytes(model, generator)
         longest = longest_sample_bytes(model, generator)
-        room = total - _set_aside(total) - engine
+        room = total - set_aside(total) - engine
         left = room - (resident if resident + longest <= room else frozen)
         wanted = generator.max_running_samples * longest
         kv_cache = min(wanted, max(left, 0) // 2)
@@ -69,7 +65,7 @@ class SharedGpu:
     @property
     def rank_room(self) -> int:
         """Return the bytes that the trainer rank may use."""
-        return self.total - _set_aside(self.total) - self.generator - self.kv_cache
+        return self.total - set_aside(self.total) - self.generator - self.kv_cache
 
     @property
     def learns(self) -> bool:
@@ -108,7 +104,7 @@ def token_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
 def share_beside_standby(model: ModelFacts, generator: GeneratorConfig, total: int) -> float:
     """Return the most of a GPU of so many bytes that an engine may take, beside the second copy of its weights."""
     standby = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
-    return max(0.01, math.floor((1 - (standby + _set_aside(total)) / total) * 1000) / 1000)
+    return share_beside(standby, total)
 
 
 def longest_sample_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
@@ -143,7 +139,7 @@ def compiles(trainer: TrainerConfig, gpu: int | None) -> bool:
 def rank_room(model: ModelFacts, stack: StackConfig, gpu: int) -> int:
     """Return the bytes that a trainer rank may use of a GPU of so many bytes."""
     shared = stack.placement == "colocated"
-    return SharedGpu.of(model, stack, gpu).rank_room if shared else gpu - _set_aside(gpu)
+    return SharedGpu.of(model, stack, gpu).rank_room if shared else gpu - set_aside(gpu)
 
 
 def gpu_problems(
@@ -208,10 +204,6 @@ def kv_cache_warnings(
             f"responses are written, and it has {shown_bytes(kv_cache)}: samples are set back and computed again; "
             "raise generator.kv_cache_gib or generator.memory_fraction, or lower generator.max_running_samples"
         )
-
-
-def _set_aside(total: int) -> int:
-    return RESERVED + int(total * SPARE)
 
 
 def generator_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:

@@ -541,7 +541,9 @@ class CommitWeightsResponse(_message.Message):
     VERIFY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stall(self) -> _duration_pb2.Duration:
-        """Time from pause to resume, as running requests saw it."""
+        """Time without a step, as running requests saw it: from the end of the last one before the commit to the resume,
+        and longer where copies were still queued then.
+        """
 
     @_builtins.property
     def apply(self) -> _duration_pb2.Duration: ...

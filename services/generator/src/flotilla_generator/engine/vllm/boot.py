@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -19,6 +20,7 @@ import structlog
 
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_core.errors import InvalidConfig
+from flotilla_core.gpu_shares import share_beside
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
@@ -55,6 +57,9 @@ GPU_BATCHED_TOKENS = 16_384
 QUANTIZATIONS = {"fp8": "fp8_per_channel"}
 """vLLM's names: one scale for each output of a matrix and one for each token, both from what is multiplied."""
 FP8_CAPABILITY = (8, 9)
+
+LEAST_BESIDE_WEIGHTS = 0.1
+"""Share of a GPU that an engine needs for its cache and its steps."""
 
 KEYS_OF_OPTIONS = {
     "model": "model",
@@ -137,8 +142,12 @@ def engine_arguments(
     worker_extension: str = WORKER_EXTENSION,
     *,
     eager: bool = True,
+    share: float | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`; an `eager` engine neither compiles nor captures graphs."""
+    """Keyword arguments of `AsyncEngineArgs`; an `eager` engine neither compiles nor captures graphs.
+
+    It takes this `share` of its GPU, or what the stack says.
+    """
     import torch
 
     arguments: dict[str, Any] = {
@@ -158,7 +167,7 @@ def engine_arguments(
         "disable_log_stats": True,  # they cost time for each token, and nobody reads them
     }
     if torch.cuda.is_available():
-        arguments["gpu_memory_utilization"] = config.memory_fraction
+        arguments["gpu_memory_utilization"] = config.memory_fraction if share is None else share
         if config.kv_cache_gib is not None:
             # vLLM then measures nothing, which a neighbour on the same GPU would disturb.
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
@@ -218,6 +227,21 @@ def require_quantization(config: GeneratorConfig) -> None:
             why=f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}",
             next_step=next_step,
         )
+
+
+def engine_share(config: GeneratorConfig, checkpoint: Checkpoint, total: int) -> float:
+    """Return the share of a GPU of so many bytes that the engine takes: if the stack does not say, beside the standby.
+
+    A stack that was placed says it. A standby that has no room beside the weights at all lies in host memory.
+    """
+    import torch
+
+    if config.sets("memory_fraction") or config.kv_cache_gib is not None:
+        return config.memory_fraction
+    numbers = sum(math.prod(shape) for shape in checkpoint.tensors.values())
+    weights = numbers * getattr(torch, config.dtype).itemsize // config.tensor_parallel_size
+    share = min(config.memory_fraction, share_beside(weights, total))
+    return share if share * total - weights >= LEAST_BESIDE_WEIGHTS * total else config.memory_fraction
 
 
 def check_options(options: Iterable[str], known: Collection[str]) -> None:

@@ -37,6 +37,7 @@ from flotilla_generator.engine.vllm.boot import (
     booted,
     check_options,
     engine_arguments,
+    engine_share,
     fork_the_engine_process,
     import_for_the_engine_process,
     prepare_environment,
@@ -161,6 +162,7 @@ class VllmEngine(Engine):
         import torch
         import vllm
         from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         require_quantization(self._config)
@@ -168,9 +170,15 @@ class VllmEngine(Engine):
 
         if forks:
             fork_the_engine_process()
+        share = None
+        if torch.cuda.is_available():
+            total = current_platform.get_device_total_memory()
+            share = engine_share(self._config, self._checkpoint, total)
 
         def boot(eager: bool) -> Any:
-            arguments = engine_arguments(self._config, self._checkpoint, self._worker_extension, eager=eager)
+            arguments = engine_arguments(
+                self._config, self._checkpoint, self._worker_extension, eager=eager, share=share
+            )
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
         llm = booted(boot, self._config)

@@ -80,6 +80,7 @@ class LiveModel:
         self._has_twins = worker.device.type == "cpu"
         self._regions: LiveRegions | None = None
         self._standby: Standby | None = None
+        self._copied = False
         self._may_learn = True
         self._committed: Digests = {}
         self._unchecked = (
@@ -151,23 +152,27 @@ class LiveModel:
 
     @torch.no_grad()
     def check(self) -> dict[str, Any]:
-        """Compare the memory that decodes with what the last commit put there. Returns tensors, unchecked and faults.
+        """Compare the memory that decodes with what the last commit put there.
+
+        Returns tensors, unchecked, faults, and how long the GPU copied at the commit (copies_s).
 
         It reads on a stream of its own, beside decoding. After the first commit it also makes the standby.
         """
         regions = self._regions
         if regions is None or not self._committed:
-            return {"tensors": 0, "unchecked": self._unchecked, "faults": []}
+            return {"tensors": 0, "unchecked": self._unchecked, "faults": [], "copies_s": 0.0}
+        compared = len(self._committed)
         if self._standby is None:
             self._standby = Standby.beside(regions)
         with self._standby.beside_decoding():
             self._standby.wait_for_commit()
             faults = regions.differing(self._committed)
+        copies_s = self._standby.copies_s if self._copied else 0.0
         if not regions.stand():
             faults.append("the parameters lie elsewhere than at the commit")
         if faults:
             self._give_up_copies("live memory was found wrong after a commit")
-        return {"tensors": len(self._committed), "unchecked": "", "faults": faults}
+        return {"tensors": compared, "unchecked": "", "faults": faults, "copies_s": copies_s}
 
     def repair_tied_layers(self, model: torch.nn.Module, recorded: dict[int, Recorded]) -> None:
         """Give layers whose weights were loaded through another one the kernel copy of that one.
@@ -207,7 +212,7 @@ class LiveModel:
         except Exception as failure:  # noqa: BLE001
             self._give_up_copies("copies failed")
             return answer | {"error": f"copying failed: {type(failure).__name__}: {failure}", "broken": True}
-        self._committed = filled.expected
+        self._committed, self._copied = filled.expected, True
         return answer | {"error": "", "apply_s": time.perf_counter() - started, "check": True}
 
     @torch.no_grad()
@@ -258,7 +263,7 @@ class LiveModel:
         log.warning("every commit loads the whole model anew: %s", why)
 
     def _forget_places(self) -> None:
-        self._regions, self._standby, self._committed = None, None, {}
+        self._regions, self._standby, self._committed, self._copied = None, None, {}, False
 
     @torch.no_grad()
     def _load_recorded(

@@ -32,6 +32,7 @@ SUMMED_AT_ONCE = 256 << 20
 """Bytes of sums with adapters that exist at one time."""
 
 Named = Iterable[tuple[str, torch.Tensor]]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Standby:
@@ -51,18 +52,20 @@ class Standby:
             (piece, self._memory.bytes[start : start + piece.nbytes].view(piece.dtype))
             for piece, start in zip(pieces, starts, strict=True)
         ]
+        self._on_host = on.type != self._device.type
+        self._copies = _Copies.of(self._pairs, alone=self._on_host)
         twins = {piece.untyped_storage().data_ptr(): twin for piece, twin in self._pairs}
         self._places = {
             name: [(region, _same_part(region, twins)) for region in found]
             for name, found in regions.by_name.items()
         }
-        self._on_host = on.type != self._device.type
         self._lock = threading.Lock()
         self._filling: Filling | None = None
         cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if cuda else None
         self._filled = torch.cuda.Event() if cuda else None
-        self._copied = torch.cuda.Event() if cuda else None
+        self._began = torch.cuda.Event(enable_timing=True) if cuda else None
+        self._copied = torch.cuda.Event(enable_timing=True) if cuda else None
         with self.beside_decoding():
             for piece, twin in self._pairs:
                 twin.copy_(piece)
@@ -97,9 +100,17 @@ class Standby:
         """Queue copies of all of it into the live memory, on the stream that decodes."""
         if self._filled is not None:
             torch.cuda.current_stream(self._device).wait_event(self._filled)
+        self._record(self._began)
         with torch.no_grad():
-            _copy(self._pairs, alone=self._on_host)
+            self._copies.queue()
         self._record(self._copied)
+
+    @property
+    def copies_s(self) -> float:
+        """Return what the copies of the last commit took the GPU, once they have ended; a CPU makes them at once."""
+        if self._began is None or self._copied is None:
+            return 0.0
+        return float(self._began.elapsed_time(self._copied)) / 1000
 
     def wait_for_commit(self) -> None:
         """Have the present stream wait until the copies of the last commit have ended."""
@@ -119,14 +130,14 @@ class Standby:
             if self._filled is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._filled)
             self.wait_for_commit()
-            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            pairs: Pairs = []
             for name, tensor in tensors:
                 places = self._places[name]
                 parts = [region.part_of(tensor).to(self._device) for region, _ in places]
                 pairs += [(twin, part) for (_, twin), part in zip(places, parts, strict=True)]
                 told = name not in computed and self.regions.is_whole(name, tensor)
                 filling.note(name, None if told else self.regions.digests(name, parts))
-            _copy(pairs, alone=self._on_host)
+            _Copies.of(pairs, alone=self._on_host).queue()
             self._record(self._filled)
 
     def wait_until_filled(self) -> None:
@@ -199,13 +210,28 @@ def _same_part(region: Region, twins: dict[int, torch.Tensor]) -> torch.Tensor:
     return twin.as_strided(live.shape, live.stride(), twin.storage_offset() + live.storage_offset())
 
 
-def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], *, alone: bool) -> None:
-    """Small pieces share launches, unless they cross between host and GPU; slices of rows take a launch each."""
-    shared = [] if alone else [pair for pair in pairs if _is_small(*pair)]
-    if shared:
-        torch._foreach_copy_([target for target, _ in shared], [source for _, source in shared])
-    for target, source in pairs:
-        if alone or not _is_small(target, source):
+class _Copies:
+    """Copies in few launches: small pieces share some, unless they cross between host and GPU."""
+
+    def __init__(self, shared: Pairs, alone: Pairs) -> None:
+        self._targets = [target for target, _ in shared]
+        self._sources = [source for _, source in shared]
+        self._alone = alone
+
+    @classmethod
+    def of(cls, pairs: Pairs, *, alone: bool) -> Self:
+        """Return the copies of pairs of target and source, `alone` if none can share a launch."""
+        small = [not alone and _is_small(*pair) for pair in pairs]
+        return cls(
+            [pair for pair, shares in zip(pairs, small, strict=True) if shares],
+            [pair for pair, shares in zip(pairs, small, strict=True) if not shares],
+        )
+
+    def queue(self) -> None:
+        """Queue them on the present stream."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        for target, source in self._alone:
             target.copy_(source, non_blocking=True)
 
 

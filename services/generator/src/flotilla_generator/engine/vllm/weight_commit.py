@@ -15,7 +15,7 @@ from flotilla_core.errors import FlotillaError, WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import Applied, KvPolicy, Verified, WeightsNotLive
 from flotilla_generator.engine.vllm.decoding import Decoding
-from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
+from flotilla_generator.engine.vllm.worker_calls import Answers, WorkerCalls
 
 PAUSES = {
     KvPolicy.RECOMPUTE: {"mode": "keep", "clear_cache": True},
@@ -35,10 +35,9 @@ class Commits:
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         """Make what is staged live as `version`."""
-        started = time.perf_counter()
         # Nothing runs under broken weights that a drain could wait for.
         await self._stand_still(KvPolicy.RECOMPUTE if self._broken else kv_policy)
-        unproved = False
+        started, unproved = time.perf_counter(), False  # until here steps ran that had begun before
         try:
             answers = await self._replace(version)
             self._broken = False
@@ -51,17 +50,24 @@ class Commits:
         finally:
             if not self._broken:
                 await self._llm().resume_generation()
-        stall_s, resumed = time.perf_counter() - started, time.perf_counter()
-        if unproved:
-            await self._prove()
+        resumed = time.perf_counter()
+        apply_s = max(answer["apply_s"] for answer in answers)
+        # The next step waits for copies that were still queued at the resume.
+        queued_s = max(0.0, await self._prove() - apply_s) if unproved else 0.0
         return Applied(
-            stall_s=stall_s,
-            apply_s=max(answer["apply_s"] for answer in answers),
+            stall_s=resumed - started + queued_s,
+            apply_s=apply_s + queued_s,
             verify_s=max(answer["verify_s"] for answer in answers) + time.perf_counter() - resumed,
         )
 
     async def verify(self) -> Verified:
         """Compare what decodes with what was committed, on all workers and beside decoding."""
+        found = await self._found()
+        unchecked = next((one["unchecked"] for one in found if one["unchecked"]), "")
+        return Verified(0 if unchecked else min(one["tensors"] for one in found), unchecked)
+
+    async def _found(self) -> Answers:
+        """Return what each worker finds in its live memory; raise where that is not what was committed."""
         answers = await self._workers.transfer("flotilla_check", (), lambda _: None)
         found = [answer["live"] for answer in answers]
         faults = {
@@ -77,17 +83,16 @@ class Commits:
                 why="; ".join(faults),
                 next_step="sync a whole version to this replica; if it happens again, restart it",
             )
-        unchecked = next((one["unchecked"] for one in found if one["unchecked"]), "")
-        return Verified(0 if unchecked else min(one["tensors"] for one in found), unchecked)
+        return found
 
     async def untag(self) -> None:
         """Record that the weights have no known version from now on."""
         self._decoding.switch(None)
 
-    async def _prove(self) -> None:
-        """Compare what was copied, while decoding goes on; no sample leaves before."""
+    async def _prove(self) -> float:
+        """Compare what was copied, while decoding goes on; no sample leaves before. Return what the copies took."""
         try:
-            await self.verify()
+            return max(float(one["copies_s"]) for one in await self._found())
         except WeightsNotLive:
             raise
         except FlotillaError as error:
