@@ -44,8 +44,8 @@ from flotilla_weights.ring import IN_TURN, Named, Ring, unpack
 from flotilla_weights.wire import Link, Message
 
 BACKENDS = {weights_pb2.WEIGHT_BACKEND_GLOO: "gloo", weights_pb2.WEIGHT_BACKEND_NCCL: "nccl"}
-SPARE_BYTES = 1 << 30
-"""Memory of a GPU that staged weights leave to buckets on their way and to other processes."""
+SPARE_BYTES = 3 << 30
+"""Memory of a GPU that staged weights leave to other processes and to buckets on their way: an 8B model's ring."""
 
 Sink = Callable[[Named], None]
 Rows = torch.Tensor | Sequence[torch.Tensor]
