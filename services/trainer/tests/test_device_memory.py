@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from flotilla_core.config import LoraConfig
 from flotilla_core.errors import Exhausted
 from flotilla_trainer.rank import device_memory
+from flotilla_trainer.rank.compilation import one_pass
 from flotilla_trainer.rank.device_memory import MicroBatchMemory, Taken
+from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.sharded_model import ShardedModel
 
 GPU = torch.device("cuda", 0)
 GIB = 1 << 30
@@ -71,3 +77,23 @@ def test_a_cpu_measures_nothing() -> None:
         raise AssertionError(tokens)
 
     assert MicroBatchMemory(torch.device("cpu"), never).require(1 << 40) == 0.0
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, alpha=4.0)], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_a_measuring_pass_leaves_no_gradient(
+    tmp_path: Path, on_ranks: OnRanks, lora: LoraConfig | None, packed: bool
+) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(vocab_size=31, num_hidden_layers=2, head_dim=8, **shape)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+
+    def act() -> list[str]:
+        cpu = torch.device("cpu")
+        model = ShardedModel(tmp_path, torch.float32, RankMesh.form("cpu"), cpu, frozen=lora is not None)
+        model.load(tmp_path)
+        model.adapt(lora, 0)
+        one_pass(model, [8, 8, 8], packed)
+        return [name for name, parameter in model.trainable().items() if parameter.grad is not None]
+
+    assert on_ranks(1, act) == [[]]

@@ -91,6 +91,9 @@ def one_pass(model: ShardedModel, lengths: Sequence[int], packed: bool) -> None:
     if numbers.requires_grad:
         numbers.sum().backward()
         model.policy.zero_grad(set_to_none=True)
+        # Adapters are no part of the policy's module.
+        for parameter in model.trainable().values():
+            parameter.grad = None
 
 
 class CompilerWatch:

@@ -115,7 +115,7 @@ def _tried(device: torch.device) -> bool:
         error = max(
             float((f - r).float().norm() / r.float().norm()) for f, r in zip(found, right, strict=True)
         )
-    except (RuntimeError, AttributeError) as failure:
+    except (RuntimeError, TypeError, AttributeError) as failure:
         logger.warning("Attention goes without cuDNN, which is slower: %s", str(failure).partition("\n")[0])
         return False
     if not error < TRIAL_TOLERANCE:
@@ -178,6 +178,7 @@ def grid_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients by queries, keys and values."""
     rows, length = size.tolist()
+    slope = slope.contiguous()
     if back is not None:
         # What fills the grid up has no gradient, and a normalizer that leaves it no share.
         slope = slope.new_zeros(rows * length, *slope.shape[1:]).index_copy_(0, back, slope)
