@@ -78,7 +78,7 @@ class Said:
 class Twins:
     """vLLM's scheduler and ours, step by step."""
 
-    def __init__(self, config: Any, *, asynchronous: bool, seed: int) -> None:
+    def __init__(self, config: Any, *, asynchronous: bool, seed: int, newer_runner: bool = False) -> None:
         config.scheduler_config.async_scheduling = asynchronous
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         layers = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -90,6 +90,8 @@ class Twins:
         }
         self.theirs = (AsyncScheduler if asynchronous else Scheduler)(**named)
         self.ours = recording_scheduler(**named)
+        for scheduler in (self.theirs, self.ours):
+            scheduler.use_v2_model_runner = newer_runner
         self.several = 1 if asynchronous else 3
         """Tokens of a request in one step, at most."""
         self.random = np.random.default_rng(seed)

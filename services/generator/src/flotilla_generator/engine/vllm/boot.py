@@ -9,10 +9,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Collection, Iterable
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,10 +42,6 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",  # skips the compile warm-up
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its own choice pins every replica of a host to the same cores
 }
-
-ENGINE_MODULES = ["vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner"]
-"""What vLLM's engine process imports before it does anything; importing them uses no GPU."""
-START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 CPU_KV_CACHE_GIB = 1.0
 CPU_BATCHED_TOKENS = 8192
@@ -112,28 +106,6 @@ def prepare_environment(config: GeneratorConfig, cache: Path | None = None) -> N
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     os.environ[SERVICE_PID] = str(os.getpid())
-
-
-def import_for_the_engine_process() -> bool:
-    """Have another process import what vLLM's engine process needs, while this one does; return whether it does.
-
-    vLLM starts its engine process when this one has imported everything, and the new one imports it all again.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return False
-    multiprocessing.set_forkserver_preload(ENGINE_MODULES)
-    forkserver.ensure_running()
-    return True
-
-
-def fork_the_engine_process() -> None:
-    """Have vLLM fork its engine process from the one that has imported everything."""
-    from vllm import envs
-
-    # vLLM takes no such name from the environment. The engine process itself spawns its workers, if it has any.
-    envs.environment_variables[START_METHOD] = lambda: "forkserver"
 
 
 def engine_arguments(

@@ -7,7 +7,6 @@ Invariants: the service answers while vLLM starts; a stop is never taken for the
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -31,15 +30,12 @@ from flotilla_generator.engine.base import (
     Verified,
 )
 from flotilla_generator.engine.vllm.boot import (
-    START_METHOD,
     WORKER_EXTENSION,
     accepts,
     booted,
     check_options,
     engine_arguments,
     engine_share,
-    fork_the_engine_process,
-    import_for_the_engine_process,
     prepare_environment,
     require_quantization,
 )
@@ -156,9 +152,7 @@ class VllmEngine(Engine):
         await self.workers.drop()
 
     def _boot(self) -> tuple[Any, dict[str, str]]:
-        users_choice = os.environ.get(START_METHOD)
         prepare_environment(self._config, self._cache)
-        forks = users_choice is None and import_for_the_engine_process()
         import torch
         import vllm
         from vllm import AsyncEngineArgs
@@ -168,8 +162,6 @@ class VllmEngine(Engine):
         require_quantization(self._config)
         check_options(self._config.engine_options, {field.name for field in fields(AsyncEngineArgs)})
 
-        if forks:
-            fork_the_engine_process()
         share = None
         if torch.cuda.is_available():
             total = current_platform.get_device_total_memory()

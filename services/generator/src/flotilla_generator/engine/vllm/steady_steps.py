@@ -75,7 +75,7 @@ class SteadyScheduler(Scheduler):
         super().__init__(*arguments, **named)
         self._steady: dict[str, Steady] = {}
         self._late_tokens = ""
-        self._block = self._plain_block() if self.use_v2_model_runner else 0
+        self._block = self._plain_block()
         self._allocate = self.kv_cache_manager.allocate_slots
         if self._block:
             self.kv_cache_manager.allocate_slots = self._slots
