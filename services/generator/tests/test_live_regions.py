@@ -394,6 +394,17 @@ def test_live_memory_that_changes_after_a_commit_is_found(
     assert commit(live, 8)["error"] == "" and worker.loads == 2, "a whole load repairs it"
 
 
+def test_a_worker_without_memory_for_a_standby_loads_every_version(
+    live: LiveModel, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError("full")
+
+    monkeypatch.setattr(Standby, "__init__", full)
+    assert [commit(live, seed)["error"] for seed in (1, 2)] == ["", ""] and worker.loads == 2
+    assert "no memory for a second copy" in live.check()["unchecked"]
+
+
 def test_a_model_without_regions_says_why_its_memory_is_not_compared(live: LiveModel, worker: Worker) -> None:
     assert live.check()["unchecked"] == "nothing was committed yet"
     kept_beside(worker.model)

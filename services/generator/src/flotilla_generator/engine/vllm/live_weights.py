@@ -158,12 +158,11 @@ class LiveModel:
 
         It reads on a stream of its own, beside decoding. After the first commit it also makes the standby.
         """
-        regions = self._regions
-        if regions is None or not self._committed:
+        if self._regions is not None and self._standby is None:
+            self._make_standby(self._regions)
+        regions, compared = self._regions, len(self._committed)
+        if regions is None or self._standby is None or not compared:
             return {"tensors": 0, "unchecked": self._unchecked, "faults": [], "copies_s": 0.0}
-        compared = len(self._committed)
-        if self._standby is None:
-            self._standby = Standby.beside(regions)
         with self._standby.beside_decoding():
             self._standby.wait_for_commit()
             faults = regions.differing(self._committed)
@@ -254,6 +253,12 @@ class LiveModel:
             self._regions, self._committed = regions, regions.expected(staged)
         except NoRegionsError as failure:
             self._give_up_copies(str(failure))
+
+    def _make_standby(self, regions: LiveRegions) -> None:
+        try:
+            self._standby = Standby.beside(regions)
+        except (MemoryError, torch.OutOfMemoryError) as failure:
+            self._give_up_copies(f"there is no memory for a second copy of the weights: {failure}")
 
     def _give_up_copies(self, why: str) -> None:
         """From now on every version is loaded and proved as the first one was."""

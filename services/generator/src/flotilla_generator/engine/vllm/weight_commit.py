@@ -37,7 +37,13 @@ class Commits:
         """Make what is staged live as `version`."""
         # Nothing runs under broken weights that a drain could wait for.
         await self._stand_still(KvPolicy.RECOMPUTE if self._broken else kv_policy)
-        started, unproved = time.perf_counter(), False  # until here steps ran that had begun before
+        try:
+            return await self._apply(version)
+        finally:
+            self._decoding.release()
+
+    async def _apply(self, version: Version) -> Applied:
+        started, unproved = time.perf_counter(), False
         try:
             answers = await self._replace(version)
             self._broken = False
@@ -90,16 +96,15 @@ class Commits:
         self._decoding.switch(None)
 
     async def _prove(self) -> float:
-        """Compare what was copied, while decoding goes on; no sample leaves before. Return what the copies took."""
+        """Compare what was copied, while decoding goes on; return the seconds that the GPU copied."""
         try:
             return max(float(one["copies_s"]) for one in await self._found())
         except WeightsNotLive:
             raise
         except FlotillaError as error:
             self._decoding.retract()
+            await self._decode_nothing()
             raise WeightsNotLive("the new weights were not compared", why=str(error)) from error
-        finally:
-            self._decoding.release()
 
     async def _decode_nothing(self) -> None:
         """End what runs under weights that are wrong; what comes waits until whole ones are live."""
