@@ -27,7 +27,6 @@ from flotilla_weights.manifest import Manifest
 pytestmark = pytest.mark.timeout(120)
 OnRanks = Callable[[int, Callable[[], Any]], list[Any]]
 CPU = torch.device("cpu")
-SENDERS = [0, 3]
 LIMIT_S = 10.0
 BUCKET_BYTES = 4000
 
@@ -91,36 +90,39 @@ class Pair:
         self._pool = ThreadPoolExecutor(1)
         self.arrived: dict[str, torch.Tensor] = {}
 
-    def open(self, epoch: int, *, leaves: bool = False) -> Future[list[int]]:
+    def open(self, epoch: int, generators: int = 2, *, leaves: bool = False) -> Future[list[int]]:
         """Form the group; return the digests that the generator will have of one publication."""
+        senders = [0, 1 + generators]
         opened = self._publisher.open(
             {
                 "host": "127.0.0.1",
                 "epoch": epoch,
-                "world_size": 4,
-                "senders": SENDERS,
+                "world_size": generators + 2,
+                "senders": senders,
                 "backend": "nccl",
                 "timeout_s": LIMIT_S,
                 "bucket_bytes": BUCKET_BYTES,
             }
         )
-        return self._pool.submit(self._receive, opened, epoch, leaves)
+        if dist.get_rank() >= generators:
+            return Future()
+        return self._pool.submit(self._receive, opened, epoch, senders, leaves)
 
     def publish(self, epoch: int) -> Any:
         """Return what the rank answers, or how it fails."""
         try:
-            return self._publisher.publish({"epoch": epoch, "bucket_bytes": BUCKET_BYTES})["digests"]
+            return self._publisher.publish({"epoch": epoch, "bucket_bytes": BUCKET_BYTES}).get("digests")
         except FlotillaError as error:
             return str(error)
 
-    def _receive(self, opened: dict[str, Any], epoch: int, leaves: bool) -> list[int]:
+    def _receive(self, opened: dict[str, Any], epoch: int, senders: list[int], leaves: bool) -> list[int]:
         group = weights_pb2.WeightGroup(
             epoch=epoch,
             backend=weights_pb2.WEIGHT_BACKEND_NCCL,
             host=opened["host"],
             port=opened["port"],
-            world_size=4,
-            sender_ranks=SENDERS,
+            world_size=1 + senders[-1],
+            sender_ranks=senders,
         )
         group.timeout.FromNanoseconds(int(LIMIT_S * 1e9))
         described = weights_pb2.WeightManifest.FromString(bytes.fromhex(opened["manifest"]))
@@ -133,14 +135,16 @@ class Pair:
 
 
 def published(folder: Path) -> dict[str, Any]:
-    """What one rank and its generator have after a publication, and after one that the second generator leaves."""
+    """What one rank and its generator have after publications: to both, to the first, to a second one that leaves."""
     pair = Pair(folder)
     taking = pair.open(1)
     sent = pair.publish(1)
     taken = taking.result(LIMIT_S)
     whole = dict(pair.model.whole_tensors(pair.arrived, torch.bfloat16))
-    pair.open(2, leaves=dist.get_rank() == 1)
-    failed = pair.publish(2)
+    generator = pair.open(2, generators=1)
+    alone = pair.publish(2)
+    pair.open(3, leaves=dist.get_rank() == 1)
+    failed = pair.publish(3)
     # The ranks are still in step.
     again = list(pair.model.whole_tensors(pair.arrived, torch.bfloat16))
     return {
@@ -148,6 +152,8 @@ def published(folder: Path) -> dict[str, Any]:
         "taken": taken,
         "expected": tensor_digests(whole.values()),
         "equal": all(torch.equal(pair.arrived[name], tensor) for name, tensor in whole.items()),
+        "alone": alone,
+        "taken_alone": generator.result(LIMIT_S) if dist.get_rank() == 0 else None,
         "failed": failed,
         "in_step": len(again) == len(whole),
     }
@@ -160,5 +166,7 @@ def test_each_rank_sends_the_same_to_its_generator_and_a_loss_costs_the_group_al
     for found in both:
         assert found["sent"] == found["taken"] == found["expected"]
         assert found["equal"] and found["in_step"]
+        assert found["alone"] == found["taken_alone"]
+    assert [found["alone"] for found in both] == [both[0]["sent"], None]
     # The other rank may have been done with its own generator by then.
     assert "rank 2: aborted: the replica leaves" in both[1]["failed"]
