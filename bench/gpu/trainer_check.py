@@ -32,7 +32,7 @@ def checked(asked: argparse.Namespace, record: Record) -> int:
     plain: dict[str, Outcome] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         with one_rank(dtype, **shape(asked.shape, num_hidden_layers=LAYERS)) as (model, place):
-            compilation = Compilation("on" if GPU else "off", DEVICE, Line().progress)
+            compilation = Compilation(asked.compile, DEVICE, Line().progress)
             assert compilation.begin(model, packed=True), compilation.refusal
             fast[name] = _fast_path(model, asked)
             plain[name] = _plain_path(place, dtype, asked)

@@ -2,7 +2,7 @@
 
 Invariants: the raw output of the head exists for one chunk of tokens at a time, in the type that the model computes in;
 the backward pass computes it again, except that of the last chunk, which is still there when it begins, and writes the
-gradient over it. Where a GPU has plenty of memory left, all tokens are one chunk, and nothing is computed again. The
+gradient over it. Where a GPU has plenty of memory, chunks are larger, and with one chunk nothing is computed again. The
 gradient of the weight adds up over the chunks in float32. On GPUs Triton kernels read and write the raw output once
 each; elsewhere plain operations compute the same in float32. Where the output is rounded, the logits of targets are
 computed once more in float32, for the log-probabilities that are returned; gradients are those of the rounded output.
@@ -28,8 +28,8 @@ TARGETS_AT_ONCE = 4096
 """The tokens whose hidden states and rows of the weight are widened at once."""
 KERNEL_CHUNKS = 4
 """The kernels take this many chunks at once: they hold 2 or 4 bytes a logit, where plain operations hold 16."""
-SPARE_SHARE = 0.25
-"""The share of the free memory that the raw output of all tokens may take, so that none is computed again."""
+SPARE_SHARE = 0.4
+"""The share of the free memory that the raw output of a chunk may take."""
 
 
 @dataclass(frozen=True)
@@ -278,14 +278,13 @@ def _by_exact_targets(
 def _most_tokens(
     hidden: torch.Tensor, weight: torch.Tensor, work: HeadWork, operations: HeadOperations
 ) -> int:
-    """Return how many tokens a chunk may have: all of them where their raw output may stay until the backward pass."""
+    """Return how many tokens a chunk may have: the more there is memory for, the fewer are computed again."""
     if operations is PLAIN:
         return work.chunk_tokens
     limit = work.chunk_tokens * KERNEL_CHUNKS
-    whole = len(hidden) * len(weight) * hidden.element_size()
-    if work.learns and len(hidden) > limit and whole <= free_bytes(hidden.device) * SPARE_SHARE:
-        return len(hidden)
-    return limit
+    if not work.learns or len(hidden) <= limit:
+        return limit
+    return max(limit, int(free_bytes(hidden.device) * SPARE_SHARE / (len(weight) * hidden.element_size())))
 
 
 def _chunks(count: int, limit: int) -> list[slice]:
