@@ -148,6 +148,25 @@ def test_a_standby_becomes_the_model_that_a_load_makes(dtype: torch.dtype, bucke
         assert torch.equal(copied[name], tensor), name
 
 
+def test_buckets_that_are_lent_again_bring_what_is_in_them_then() -> None:
+    """A ring lends the same tensors to every publication; one of another group lends others."""
+    model = Model()
+    regions = learned(model)
+    standby = Standby.beside(regions)
+    for ring in (staged(1).weights, staged(2).weights):
+        for seed in (3, 4, 5):
+            brought = staged(seed)
+            for (_, lent), (_, tensor) in zip(ring, brought.weights, strict=True):
+                lent.copy_(tensor)
+            filling = standby.begin()
+            filling.put(ring)
+            expected = filling.settle(brought.digests)
+            standby.commit()
+            assert regions.differing(expected) == []
+            assert torch.equal(model.qkv.weight[:4], dict(brought.weights)["q.weight"])
+    assert len(standby._plans) <= 2, "what is lent no more is kept no longer"
+
+
 def test_weights_of_another_type_are_rounded_as_they_are_loaded() -> None:
     model = Model(torch.bfloat16)
     regions = learned(model)

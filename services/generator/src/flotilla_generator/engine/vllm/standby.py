@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -31,7 +32,7 @@ COPIED_ALONE = 1 << 20
 SUMMED_AT_ONCE = 256 << 20
 """Bytes of sums with adapters that exist at one time."""
 
-Named = Iterable[tuple[str, torch.Tensor]]
+Named = list[tuple[str, torch.Tensor]]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -59,6 +60,8 @@ class Standby:
             name: [(region, _same_part(region, twins)) for region in found]
             for name, found in regions.by_name.items()
         }
+        self._plans: dict[int, _Plan] = {}
+        """What to do with lists of tensors that come again, because a ring lends the same ones to every publication."""
         self._lock = threading.Lock()
         self._filling: Filling | None = None
         cuda = self._device.type == "cuda"
@@ -93,6 +96,9 @@ class Standby:
     def begin(self) -> Filling:
         """Begin with a publication, in place of one that was given up."""
         with self._lock:
+            self._plans = {key: plan for key, plan in self._plans.items() if plan.used}
+            for plan in self._plans.values():
+                plan.used = False
             self._filling = Filling(self)
             return self._filling
 
@@ -122,23 +128,36 @@ class Standby:
 
         The digests of `computed` tensors are taken here, those of other whole ones by who received them.
         """
-        tensors = list(named)
-        from_host = any(tensor.device != self._device for _, tensor in tensors)
+        from_host = any(tensor.device != self._device for _, tensor in named)
         with self._lock, self.beside_decoding() if from_host else nullcontext(), torch.no_grad():
             if self._filling is not filling:
                 raise RuntimeError("this publication was given up")
             if self._filled is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._filled)
             self.wait_for_commit()
-            pairs: Pairs = []
-            for name, tensor in tensors:
-                places = self._places[name]
-                parts = [region.part_of(tensor).to(self._device) for region, _ in places]
-                pairs += [(twin, part) for (_, twin), part in zip(places, parts, strict=True)]
-                told = name not in computed and self.regions.is_whole(name, tensor)
-                filling.note(name, None if told else self.regions.digests(name, parts))
-            _Copies.of(pairs, alone=self._on_host).queue()
+            known = self._plans.get(id(named))
+            plan = known if known is not None and known.named is named else self._plan(named, computed)
+            plan.used = True
+            if not from_host and not computed:
+                self._plans[id(named)] = plan
+            filling.note(plan.whole)
+            filling.note({name: self.regions.digests(name, parts) for name, parts in plan.parts})
+            plan.copies.queue()
             self._record(self._filled)
+
+    def _plan(self, named: Named, computed: Collection[str]) -> _Plan:
+        pairs: Pairs = []
+        whole: dict[str, torch.Tensor | None] = {}
+        digested: list[tuple[str, list[torch.Tensor]]] = []
+        for name, tensor in named:
+            places = self._places[name]
+            parts = [region.part_of(tensor).to(self._device) for region, _ in places]
+            pairs += [(twin, part) for (_, twin), part in zip(places, parts, strict=True)]
+            if name not in computed and self.regions.is_whole(name, tensor):
+                whole[name] = None
+            else:
+                digested.append((name, parts))
+        return _Plan(named, _Copies.of(pairs, alone=self._on_host, most=None), whole, digested)
 
     def wait_until_filled(self) -> None:
         """Wait on this thread until all that was put has been copied."""
@@ -173,9 +192,9 @@ class Filling:
             for batch in _batches(staged.tensors(device)):
                 self.standby.put(self, batch, computed)
 
-    def note(self, name: str, digests: torch.Tensor | None) -> None:
-        """Keep the digests of a tensor's parts; those of whole tensors are told by who received them."""
-        self._pending[name] = digests
+    def note(self, digests: Mapping[str, torch.Tensor | None]) -> None:
+        """Keep the digests of the parts of tensors; those of whole tensors are told by who received them."""
+        self._pending.update(digests)
 
     def settle(self, sent: dict[str, int]) -> Digests:
         """Wait for the copies; return the digests that the regions will have, of which `sent` are known."""
@@ -210,6 +229,19 @@ def _same_part(region: Region, twins: dict[int, torch.Tensor]) -> torch.Tensor:
     return twin.as_strided(live.shape, live.stride(), twin.storage_offset() + live.storage_offset())
 
 
+@dataclass
+class _Plan:
+    """What one list of tensors means for a standby."""
+
+    named: Named
+    copies: _Copies
+    whole: dict[str, torch.Tensor | None]
+    """The tensors that have a digest of their own: names without a value."""
+    parts: list[tuple[str, list[torch.Tensor]]]
+    """Of the other ones."""
+    used: bool = False
+
+
 class _Copies:
     """Copies in few launches: small pieces share some, unless they cross between host and GPU."""
 
@@ -219,9 +251,9 @@ class _Copies:
         self._alone = alone
 
     @classmethod
-    def of(cls, pairs: Pairs, *, alone: bool) -> Self:
-        """Return the copies of pairs of target and source, `alone` if none can share a launch."""
-        small = [not alone and _is_small(*pair) for pair in pairs]
+    def of(cls, pairs: Pairs, *, alone: bool, most: int | None = COPIED_ALONE) -> Self:
+        """Return the copies of pairs of target and source; those below `most` bytes share launches unless `alone`."""
+        small = [not alone and _can_share(*pair, most) for pair in pairs]
         return cls(
             [pair for pair, shares in zip(pairs, small, strict=True) if shares],
             [pair for pair, shares in zip(pairs, small, strict=True) if not shares],
@@ -235,8 +267,8 @@ class _Copies:
             target.copy_(source, non_blocking=True)
 
 
-def _is_small(target: torch.Tensor, source: torch.Tensor) -> bool:
-    return target.nbytes < COPIED_ALONE and target.is_contiguous() and source.is_contiguous()
+def _can_share(target: torch.Tensor, source: torch.Tensor, most: int | None) -> bool:
+    return (most is None or target.nbytes < most) and target.is_contiguous() and source.is_contiguous()
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:
