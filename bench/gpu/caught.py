@@ -63,7 +63,18 @@ class Check(NamedTuple):
 
 
 class CaughtWorker(WrongWorker):
-    """A worker one of whose matrices can be scaled by any factor."""
+    """A worker one of whose matrices can be scaled by any factor, and whose head can be tied again."""
+
+    def flotilla_tie(self) -> dict[str, Any]:
+        """Give a head that shares the embeddings' memory, and got its own for a fault, the shared one again."""
+
+        def tie(weights: Any) -> None:
+            model = weights._worker.model_runner.get_model()
+            tied = getattr(model.config, "tie_word_embeddings", False)
+            if tied and "cpu_linear" not in vars(model.lm_head):
+                model.lm_head.weight = model.model.embed_tokens.weight
+
+        return self._flotilla_guarded(tie)
 
     def flotilla_scale(self, factor: float) -> dict[str, Any]:
         """Scale one matrix in the middle of the model; on CPUs, where it is packed, its products."""
@@ -152,6 +163,7 @@ class Syncs:
             await self._join(weights)
         sender = self._sender
         assert sender is not None
+        await self.ask("flotilla_tie")
         self._step += 1
         named = [(spec.name, weights[spec.name]) for spec in self._manifest.tensors]
         digests, _ = await asyncio.gather(
