@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,13 @@ def staged(model: Any) -> StagedModel:
     """What the trainer would publish of it."""
     specs = [(name, parameter.dtype, parameter.shape) for name, parameter in model.named_parameters()]
     layout = CheckpointLayout.of(model, specs)
-    order = [name for name, _, _ in layout.specs(specs)]
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    whole = ((name, parameters[name]) for name in layout.parameters(order))
-    named = [(name, tensor.clone()) for name, tensor in layout.split(order, whole)]
+
+    def gather(groups: Iterable[list[str]]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        return ((name, [parameters[name]]) for name in chain.from_iterable(groups))
+
+    order = [name for name, _, _ in layout.specs(specs)]
+    named = [(name, torch.cat(rows)) for name, rows in layout.rows([order], gather)]
     return StagedModel(named, tensor_digests(tensor for _, tensor in named), {}, 0.0)
 
 
