@@ -95,6 +95,8 @@ def main() -> int:
         "generator": {"dtype": dtype, "max_model_tokens": 512},
         "trainer": {"dtype": dtype, "nproc": asked.ranks},
     }
+    if asked.cpu:
+        description["ready_timeout_s"] = 480
     if asked.colocated:
         description["placement"] = "colocated"
         description["generator"]["replicas"] = asked.ranks
