@@ -161,14 +161,14 @@ def _run(stack: Stack, work: Path, out: Path, steps: int) -> tuple[list[dict[str
     return metrics, str(finished["state"])
 
 
-def _make_model(folder: Path, tokenizer: Path, shape: dict[str, Any], dtype: str) -> float:
-    """Write a model with random weights and a sharp head; return the mean probability of what it would sample."""
+def random_model(shape: dict[str, Any]) -> tuple[Any, float]:
+    """Return a model with random weights and a sharp head, and the mean probability of what it would sample."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        **shape, norm_topk_prob=True, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0, dtype=dtype
+        **shape, norm_topk_prob=True, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0
     )
     model = Qwen3MoeForCausalLM(config).eval()
     prompts = torch.randint(3, 16, (16, 8))
@@ -179,6 +179,14 @@ def _make_model(folder: Path, tokenizer: Path, shape: dict[str, Any], dtype: str
             probabilities = model(prompts).logits.float().softmax(-1)
             # The mean probability of a token that is drawn from a distribution is its sum of squares.
             likely = float(probabilities.square().sum(-1).mean())
+    return model, likely
+
+
+def _make_model(folder: Path, tokenizer: Path, shape: dict[str, Any], dtype: str) -> float:
+    """Write such a model with the example's tokenizer; return the mean probability."""
+    import torch
+
+    model, likely = random_model(shape)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, folder / name)
