@@ -261,7 +261,7 @@ class LiveModel:
             self._give_up_copies(f"there is no memory for a second copy of the weights: {failure}")
 
     def _give_up_copies(self, why: str) -> None:
-        """From now on every version is loaded and proved as the first one was."""
+        """Have every later version loaded and proved as the first one was."""
         self._forget_places()
         self._may_learn = False
         self._unchecked = f"every commit loads the whole model anew, since {why}"

@@ -40,7 +40,7 @@ class Standby:
     """The twin of all memory that some regions are in."""
 
     def __init__(self, regions: LiveRegions, on: torch.device) -> None:
-        """It begins as a copy of what is live, and so has the padding that no tensor fills."""
+        """Begin with a copy of what is live, which has the padding that no tensor fills."""
         self.regions = regions
         pieces = regions.memory()
         starts, end = [], 0
@@ -231,7 +231,7 @@ def _same_part(region: Region, twins: dict[int, torch.Tensor]) -> torch.Tensor:
 
 @dataclass
 class _Plan:
-    """What one list of tensors means for a standby."""
+    """Holds what has to be done with one list of tensors."""
 
     named: Named
     copies: _Copies
