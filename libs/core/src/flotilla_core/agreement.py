@@ -34,8 +34,9 @@ EXPLAINED_BY_ROUNDING = {
     # SmolLM2-135M-Instruct, 128 tokens: equal weights differ by 0.0082 in the median and by 0.0118 once in a hundred
     # times, weights of one to eight small steps ago by 0.020.
     "bfloat16": AgreementLimits(0.012, 0.016),
-    # To be measured.
-    "fp8": AgreementLimits(0.03, 0.05),
+    # The same model, 256 tokens, matrices and tokens rounded as vLLM does (`fp8_per_channel`): 0.033 from bfloat16 of
+    # the same weights, 0.027 to 0.040 in answers of 32 tokens. Weights of some small steps ago are within that.
+    "fp8": AgreementLimits(0.045, 0.06),
 }
 """The limits where nothing was measured."""
 

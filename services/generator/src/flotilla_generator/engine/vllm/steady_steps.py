@@ -78,7 +78,7 @@ class SteadyScheduler(Scheduler):
         self._block = self._plain_block()
         self._allocate = self.kv_cache_manager.allocate_slots
         if self._block:
-            self.kv_cache_manager.allocate_slots = self._slots
+            vars(self.kv_cache_manager)["allocate_slots"] = self._slots
 
     def add_request(self, request: Request) -> None:
         """Take a request."""

@@ -27,7 +27,8 @@ TOLERANCE = 1e-5
 
 
 @triton.jit
-def _add_parts(logits, stride, vocabulary, maxima, sums, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_parts(logits, stride, vocabulary, maxima, sums, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Find the largest logit of a part of a row, and the sum of exponentials relative to it."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     width = tl.cdiv(tl.cdiv(vocabulary, BLOCK), PARTS) * BLOCK
     start = part * width
@@ -50,7 +51,8 @@ def _add_parts(logits, stride, vocabulary, maxima, sums, PARTS: tl.constexpr, BL
 
 
 @triton.jit
-def _finish(logits, stride, tokens, maxima, sums, logprobs, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finish(logits, stride, tokens, maxima, sums, logprobs, PARTS: tl.constexpr):
+    """Join the parts of a row."""
     row = tl.program_id(0).to(tl.int64)
     parts = row * PARTS + tl.arange(0, PARTS)
     tops = tl.load(maxima + parts)
