@@ -12,7 +12,7 @@ import torch._inductor.config as inductor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_trainer.rank import compiled_layers
-from flotilla_trainer.rank.compilation import Compilation, _one_pass
+from flotilla_trainer.rank.compilation import Compilation, one_pass
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
@@ -56,7 +56,7 @@ def test_an_update_finds_all_compiled_that_it_needs(
         at_load = compilation.metrics()
         assert all(parameter.grad is None for parameter in model.parameters())
         for lengths in ((11, 7, 30, 2), (3, 5)):
-            _one_pass(model, lengths, packed)
+            one_pass(model, lengths, packed)
         return fit, compilation.refusal, at_load, compilation.metrics()
 
     ((fit, refusal, at_load, later),) = on_ranks(1, costs)
