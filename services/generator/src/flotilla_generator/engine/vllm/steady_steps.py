@@ -215,10 +215,10 @@ class SteadyScheduler(Scheduler):
 
     def _plain_block(self) -> int:
         """Return the size of a block where nothing but plain decoding is configured; else 0."""
-        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec:
+        groups = self.kv_cache_config.kv_cache_groups
+        spec = groups[0].kv_cache_spec if len(groups) == 1 else None
+        if not isinstance(spec, FullAttentionSpec) or type(spec) is not FullAttentionSpec:
             return 0
-        (spec,) = specs
         whole = spec.sliding_window is None and spec.attention_chunk_size is None
         plain = whole and spec.block_size == self.block_size == self.hash_block_size
         return self.block_size if plain and not any(getattr(self, name, None) for name in NOT_PLAIN) else 0

@@ -93,14 +93,15 @@ def use_in_vllm(device: torch.device) -> bool:
         from vllm.v1.outputs import LogprobsTensors
         from vllm.v1.worker.gpu.sample import sampler
 
-        original = sampler.compute_topk_scores
+        names = vars(sampler)
+        original = names["compute_topk_scores"]
         if not agrees_with_torch(device):
             raise RuntimeError("its numbers are not those of torch")
     # Whatever a compiler or another release of vLLM says: the engine works as it is.
     except Exception as error:  # noqa: BLE001
         log.warning("log-probabilities are computed by vLLM's slower kernels: %s", error)
         return False
-    sampler.compute_topk_scores = _sampled_only(original, LogprobsTensors)
+    names["compute_topk_scores"] = _sampled_only(original, LogprobsTensors)
     return True
 
 
