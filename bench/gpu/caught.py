@@ -110,7 +110,7 @@ class Learner:
             tokens = torch.from_numpy(row)[None].to(self._device)
             logits = self._model(input_ids=tokens, use_cache=False).logits[0, len(answer.prompt) - 1 : -1]
             scores = logits.float().log_softmax(-1).gather(-1, tokens[0, len(answer.prompt) :, None])
-            (-float(sign) * scores.exp().mean() / len(answers)).backward()
+            (-float(sign) * scores.mean() / len(answers)).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.updates += 1
