@@ -41,9 +41,9 @@ EXPLAINED_BY_ROUNDING = {
 """The limits where nothing was measured."""
 
 BOTH_ENDS = math.sqrt(2)
-KERNELS = 1.25
+KERNELS = 1.1
 WARN_ERRORS = 2.0
-FAIL_ERRORS = 4.0
+FAIL_ERRORS = 3.0
 WARN_OTHER_TOKENS = 1.5
 FAIL_OTHER_TOKENS = 2.0
 """What is explained on the tokens of a check, times this, is explained on the many of an update."""
