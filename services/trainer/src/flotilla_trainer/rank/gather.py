@@ -56,14 +56,12 @@ class _Group:
         for name, tensor in together:
             self._places[name] = end
             end += -(-_rows_each(tensor, self._shards) * _row_size(tensor) // ALIGNMENT) * ALIGNMENT
-        locals_ = [tensor.to_local() for _, tensor in together]
-        ours = torch.empty(end, dtype=dtype, device=locals_[0].device)
-        targets = [
-            ours[self._places[name] :][: part.numel()].view(part.shape)
-            for (name, _), part in zip(together, locals_, strict=True)
-            if part.numel()
-        ]
-        torch._foreach_copy_(targets, [part for part in locals_ if part.numel()])
+        ours = torch.empty(end, dtype=dtype, device=together[0][1].device)
+        # A rank may hold no row of any of them: a head with one row has them all on the first rank.
+        held = [(name, part) for name, tensor in together if (part := tensor.to_local()).numel()]
+        if held:
+            targets = [ours[self._places[name] :][: part.numel()].view(part.shape) for name, part in held]
+            torch._foreach_copy_(targets, [part for _, part in held])
         self._all = ours.new_empty(self._shards, end)
         self._work = dist.all_gather_into_tensor(
             self._all.view(-1), ours, group=mesh.get_group(mesh.ndim - 1), async_op=True
