@@ -32,6 +32,7 @@ from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_core import rpc
+from flotilla_core.agreement import AgreementLimits
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import Cancelled, FlotillaError, InvalidRequest, Unavailable
 from flotilla_core.service import Activities
@@ -53,6 +54,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.version = Version(0, 0)
+        self.agreement = AgreementLimits(None, None)
         self.waiting: list[str] = []
         self.seen: list[str] = []
         self.skips = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, model_validator
 
 from flotilla_core.config.model import AgreementLimit, ConfigModel
 
@@ -54,11 +54,11 @@ class BatchingConfig(ConfigModel):
     It divides an update to fit into memory, and never changes the result.
     """
 
-    tokens_per_microbatch: Literal["auto"] | Annotated[int, Field(ge=1, le=10_000_000)] = "auto"
+    tokens_per_microbatch: Literal["auto"] | Annotated[int, Field(ge=1, le=10_000_000, strict=True)] = "auto"
     """Tokens of one forward pass on one rank, padding included; `auto`: what a GPU has memory for, else 8192."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Join sequences in one row, without padding; `auto`: on GPUs, if the model allows it."""
-    activation_checkpointing: Literal["auto", "selective"] | bool = "auto"
+    activation_checkpointing: Literal["auto", "selective"] | StrictBool = "auto"
     """`true`: layers keep their inputs and recompute the rest in the backward pass, 1/3 more work; `selective`: they
     keep narrow products and attention too, 1/6 more; `auto`: the least that the memory of a GPU demands."""
     activation_offload: bool = False

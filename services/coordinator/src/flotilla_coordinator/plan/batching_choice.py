@@ -89,5 +89,5 @@ def _settled(asked: BatchingConfig, tokens: int, *, recompute: Recompute) -> Bat
         update["tokens_per_microbatch"] = tokens
     if asked.activation_checkpointing == "auto":
         update["activation_checkpointing"] = recompute
-    # A copy would count these as set by the user.
-    return BatchingConfig.model_construct(asked.model_fields_set, **(dict(asked) | update))
+    # A copy would count these as set by the user, who left them open, also where a file says `auto`.
+    return BatchingConfig.model_construct(asked.model_fields_set - update.keys(), **(dict(asked) | update))
