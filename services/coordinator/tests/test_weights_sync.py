@@ -561,3 +561,36 @@ async def test_a_newcomer_waits_for_the_live_check_of_the_others(monkeypatch: py
     async with asyncio.timeout(TIMEOUT_S):
         await bench.sync.keep_serving(rollouts())
     assert all(looks[:20]) and bench.epochs == [1, 2]
+
+
+async def test_equal_weights_have_one_digest_and_others_another() -> None:
+    bench = Bench("a", "b")
+    await bench.sync.publish(V1)
+    first, second = bench.sync.serving.held()
+    digest = first.digest
+    assert digest == second.digest == first.to_proto().digest
+    bench.stub.answers["PublishWeights"].digests.tensor_digests.append(7)
+    await bench.sync.publish(V2)
+    assert digest != bench.sync.serving.held()[0].digest
+
+
+async def test_a_generator_with_another_model_is_refused_at_the_door_and_the_others_go_on() -> None:
+    bench = Bench("a", "b")
+    bench.fail(
+        "b", "JoinWeightGroup", WeightsMismatch("the manifest does not fit", why="missing: lm_head.weight")
+    )
+    await bench.sync.publish(V1)
+    [(instance_id, error)] = bench.evicted
+    assert instance_id == "b-1" and isinstance(error, Mismatch)
+    assert "b holds another model" in str(error) and "lm_head.weight" in str(error)
+    assert bench.serving(V1) == {"a"}
+
+
+async def test_where_no_generator_holds_the_trainers_model_the_run_ends() -> None:
+    bench = Bench("a")
+    bench.fail(
+        "a", "JoinWeightGroup", WeightsMismatch("the manifest does not fit", why="missing: lm_head.weight")
+    )
+    with pytest.raises(Mismatch, match="lm_head"):
+        await bench.sync.publish(V1)
+    assert bench.evicted == []
