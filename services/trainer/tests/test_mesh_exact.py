@@ -267,7 +267,7 @@ def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
     lanes = torch.distributed.get_world_size() // case.sequence_parallel
     lane = torch.distributed.get_rank() // case.sequence_parallel
     per_lane = pack(work(case.lengths), Layout(case.budget, lanes, case.packed))
-    asked = command(per_lane[lane], temperature=0.7, chunk_tokens=5, top_k=2, squares=False)
+    asked = command(per_lane[lane], temperature=0.7, chunk_tokens=5, top_k=2, squares=False, in_float32=False)
     ask = values_of if case.objective in HEADS else score
     scores = ask(asked, model, line)
     settings = session(OBJECTIVES[case.objective])
