@@ -150,7 +150,8 @@ async def test_a_notice_that_was_lost_is_made_up_for(monkeypatch: pytest.MonkeyP
     transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), lambda _: None))
     await asked(workers, "flotilla_status")
     workers.busy = False
-    await asyncio.wait_for(transfer, LIMIT_S)
+    assert await asyncio.wait_for(transfer, LIMIT_S)
+    assert workers.asked.count("flotilla_status") >= 2, "it was asked again without a notice"
 
 
 def test_a_worker_tells_the_end_of_a_transfer_after_it_can_be_asked_for() -> None:
