@@ -77,6 +77,7 @@ class Loop:
             candidates,
             lambda: [generator],
             lambda gone, error: self.done.append(f"evicted {gone.name}: {error}"),
+            lambda report: None,
             self._verify,
         )
         nobody: Any = None

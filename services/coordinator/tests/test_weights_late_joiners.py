@@ -51,6 +51,7 @@ class Bench:
             self._candidates,
             lambda: list(self.ready),  # type: ignore[arg-type]
             self._evict,
+            self.reports.append,
             self._verify,
         )
 
@@ -62,7 +63,6 @@ class Bench:
         self.ready.remove(gone)
 
     async def _verify(self, report: SyncReport) -> dict[str, FlotillaError]:
-        self.reports.append(report)
         self.served_at_check.append(self.sync.serving.serves(JOINER, report.version))
         return {m.name: self.verdicts[m.name] for m in report.members if m.name in self.verdicts}
 

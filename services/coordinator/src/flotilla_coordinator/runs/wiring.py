@@ -160,7 +160,7 @@ class RunWiring:
             self._status.notice,
             lambda replicas: replicas if self._pinned is None else self._pinned.spared(replicas),
         )
-        check = LiveCheck(canary, self._metrics, self._canary_figures, measured, self._warn)
+        check = LiveCheck(canary, self._canary_figures, measured, self._warn)
         sync = WeightSync(
             self._run_id,
             weights,
@@ -169,6 +169,7 @@ class RunWiring:
             candidates.fitting,
             self._fleet.generators.replicas,
             candidates.evict,
+            lambda report: report.record_in(self._metrics),
             check.verify,
             fence,
             self._config.rollout.longest_sample_s,

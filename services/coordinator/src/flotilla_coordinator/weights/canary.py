@@ -5,7 +5,7 @@ every prompt, or is reported as failed; so is one whose mean probability differe
 what rounding explains, with a mismatch: its later samples could not be attributed to the weights that they name. It
 gets no more work, and where no member is left that agrees, the run ends. The mean of one short answer would judge by
 chance: rounding alone moves it by half of itself. The check compares with the trainer's present weights, so no update
-may begin before it has ended. The cost of each sync is recorded as metrics as well.
+may begin before it has ended.
 
 What rounding explains is measured in the first check of a run, and again before a member is named: a policy that has
 moved may round more than at first.
@@ -250,7 +250,7 @@ class Canary:
 
 
 class LiveCheck:
-    """Records the cost of each sync of a run as metrics, then compares trainer and generators on the same tokens.
+    """Compares trainer and generators of a run on the same tokens, after each sync.
 
     The comparison may end in a later step than the sync, so `figures` keeps what the last one found. It calls `warn`
     with a difference beyond `weights.canary.warn_at`, and `measured` with what is known of the trainer's rounding.
@@ -259,20 +259,17 @@ class LiveCheck:
     def __init__(
         self,
         canary: Canary,
-        metrics: dict[str, float],
         figures: dict[str, float],
         measured: Callable[[Rounding], None],
         warn: Callable[[str], None],
     ) -> None:
         self._canary = canary
-        self._metrics = metrics
         self._figures = figures
         self._measured = measured
         self._warn = warn
 
     async def verify(self, report: SyncReport) -> dict[str, FlotillaError]:
         """Return the members that could not answer, or that answered with other weights, with the reasons."""
-        self._note_cost(report)
         started = time.monotonic()
         outcome = await self._canary.check(report.version, report.members)
         result = outcome.report
@@ -293,17 +290,6 @@ class LiveCheck:
                 f"at version {report.version}, above {result.warn_at:.4f} (weights.canary.warn_at)"
             )
         return outcome.failures
-
-    def _note_cost(self, report: SyncReport) -> None:
-        metrics = self._metrics
-        if report.caught_up:
-            metrics["sync/caught_up"] = metrics.get("sync/caught_up", 0.0) + len(report.members)
-            return
-        metrics["sync/bytes"] = float(report.bytes)
-        metrics["sync/stage_s"] = report.stage_s
-        metrics["sync/stall_s"] = report.stall_s
-        metrics["sync/members"] = float(len(report.members))
-        metrics["sync/epochs"] = float(report.epochs)
 
 
 def _above(difference: np.ndarray, limit: float | None) -> bool:

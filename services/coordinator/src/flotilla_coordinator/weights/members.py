@@ -163,6 +163,17 @@ class SyncReport:
     caught_up: bool = False
     """True where the members joined after the version was published, and took it in a group of their own."""
 
+    def record_in(self, metrics: dict[str, float]) -> None:
+        """Add the cost to the metrics of the step that is under way."""
+        if self.caught_up:
+            metrics["sync/caught_up"] = metrics.get("sync/caught_up", 0.0) + len(self.members)
+            return
+        metrics["sync/bytes"] = float(self.bytes)
+        metrics["sync/stage_s"] = self.stage_s
+        metrics["sync/stall_s"] = self.stall_s
+        metrics["sync/members"] = float(len(self.members))
+        metrics["sync/epochs"] = float(self.epochs)
+
 
 class Candidates:
     """The generators of one run that the next weight group may have.

@@ -58,6 +58,7 @@ class WeightSync:
         candidates: Callable[[], Awaitable[list[GeneratorReplica]]],
         ready: Callable[[], list[GeneratorReplica]],
         evict: Callable[[GeneratorReplica, FlotillaError], None],
+        record: Callable[[SyncReport], None],
         verify: Callable[[SyncReport], Awaitable[dict[str, FlotillaError]]],
         fence: int = 0,
         longest_sample_s: float = 0.0,
@@ -67,12 +68,13 @@ class WeightSync:
         self._candidates = candidates
         self._ready = ready
         self._evict = evict
+        self._record = record
         self._compare = verify
         self._epochs = WeightEpochs(run_id, config, backend, policy, fence, longest_sample_s, max_staleness)
         self.serving = Serving()
         self._let_go: set[str] = set()
         """Instances that were released for another run since the group was formed."""
-        self._joiners = LateJoiners(run_id, self._epochs, self.serving, self._expel, self._verify)
+        self._joiners = LateJoiners(run_id, self._epochs, self.serving, self._expel, record, self._verify)
         self._group: Group | None = None
         self._moving_to: frozenset[str] = frozenset()
         self.version: Version | None = None
@@ -137,6 +139,7 @@ class WeightSync:
                 with self._moving():
                     report = await self._publish_once(version, attempt)
                     self.version = version
+                    self._record(report)
                     if not served.done():
                         served.set_result(report)
                     await self._verified(report)
@@ -287,12 +290,14 @@ class LateJoiners:
         epochs: WeightEpochs,
         serving: Serving,
         expel: Callable[[Member, FlotillaError], None],
+        record: Callable[[SyncReport], None],
         verify: Callable[[SyncReport], Awaitable[dict[str, FlotillaError]]],
     ) -> None:
         self._run_id = run_id
         self._epochs = epochs
         self._serving = serving
         self._expel = expel
+        self._record = record
         self._verify = verify
         self._tried: set[tuple[str, Version]] = set()
 
@@ -327,7 +332,9 @@ class LateJoiners:
     async def _catch_up(self, replicas: list[GeneratorReplica], version: Version) -> None:
         group = await self._epochs.form(replicas)
         report, taken, failures = await self._epochs.move(group, version)
-        failures |= await self._verify(replace(report, caught_up=True))
+        report = replace(report, caught_up=True)
+        self._record(report)
+        failures |= await self._verify(report)
         for held in taken:
             if held.member.name not in failures:
                 self._serving.took(held)
