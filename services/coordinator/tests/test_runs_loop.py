@@ -77,7 +77,7 @@ class Loop:
             candidates,
             lambda: [generator],
             lambda gone, error: self.done.append(f"evicted {gone.name}: {error}"),
-            lambda report: None,
+            lambda report: report.record_in(self.run.metrics),
             self._verify,
         )
         nobody: Any = None
@@ -201,6 +201,7 @@ async def test_a_batch_that_is_ready_waits_for_the_canary_in_a_phase_that_says_s
     assert [step["canary/mean"] for step in loop.metrics] == [0.0, 1.0, 2.0], (
         "of the version that it trains from"
     )
+    assert [step["sync/members"] for step in loop.metrics] == [1, 1, 1], "also where the canary goes on"
 
 
 async def test_a_canary_that_fails_ends_the_run_before_anything_of_that_version_is_trained() -> None:

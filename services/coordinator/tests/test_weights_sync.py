@@ -50,8 +50,7 @@ class Bench:
         self.checking.set()
         self.mismatch: Mismatch | None = None
         self.stub = scripted_trainer()
-        self.recorded: list[SyncReport] = []
-        callbacks = (self._candidates, self._ready, self._evict, self.recorded.append, self._verify)
+        callbacks = (self._candidates, self._ready, self._evict, lambda report: None, self._verify)
         self.sync = WeightSync(
             "run",
             config or WeightSyncConfig(),
@@ -123,19 +122,6 @@ async def test_one_member_with_other_weights_is_evicted_its_samples_are_void_and
     assert not bench.sync.disowns({"a-1"}, [V1]) and not bench.sync.disowns({"b-1"}, [Version(0, 0)])
     await bench.sync.publish(V2)
     assert bench.serving(V2) == {"a"}
-
-
-async def test_the_cost_of_a_sync_is_recorded_when_it_serves_not_when_its_live_check_has_passed() -> None:
-    bench = Bench("a", "b")
-    bench.checking.clear()
-    report = await bench.sync.publish(V1)
-    assert bench.recorded == [report] and bench.sync.checking
-    metrics: dict[str, float] = {}
-    report.record_in(metrics)
-    assert metrics["sync/members"] == 2 and metrics["sync/epochs"] == 1
-    bench.checking.set()
-    await bench.sync.settled()
-    assert bench.recorded == [report]
 
 
 async def test_other_weights_on_every_member_end_the_run() -> None:
