@@ -36,11 +36,14 @@ def batch(step: int, samples: int = 2) -> Batch:
             text="zwölf",
             spans=(TokenSpan(Version(0, step), 0, 2),),
             reward=1.0,
+            reward_terms=(1.0, 0.0),
             generator="generator-0",
         )
         for index in range(samples)
     ]
-    group = RolloutGroup("run/0/0", "6+6=", np.array([3], dtype=np.int32), members)
+    group = RolloutGroup(
+        "run/0/0", "6+6=", np.array([3], dtype=np.int32), members, answer="12", info={"level": [1, "two"]}
+    )
     return Batch(step=step, groups=[group], cursor={})
 
 
@@ -82,13 +85,18 @@ def test_a_line_that_was_cut_off_takes_no_later_one_with_it(directory: RunDirect
 
 
 def test_samples_of_a_step_are_readable_by_zstd(directory: RunDirectory) -> None:
-    path = directory.write_samples(batch(1))
+    path = directory.write_samples(batch(1), ["exact", "mine.py:shape"])
     assert path.name == "step-000001.jsonl.zst"
     lines = zstandard.ZstdDecompressor().decompress(path.read_bytes()).decode().splitlines()
     assert json.loads(lines[0])["response"] == "zwölf"
     (first, _) = directory.read_samples()
     assert first["policy_versions"] == [{"version": "0.1", "start": 0, "end": 2}]
     assert (first["reward"], first["logprob_mean"], first["step"]) == (1.0, -1.5, 1)
+    assert (first["answer"], first["info"]) == ("12", {"level": [1, "two"]})
+    assert first["reward_parts"] == [
+        {"reward": "exact", "value": 1.0},
+        {"reward": "mine.py:shape", "value": 0.0},
+    ]
 
 
 def test_a_listed_sample_that_the_ledger_pruned_comes_from_its_step(directory: RunDirectory) -> None:

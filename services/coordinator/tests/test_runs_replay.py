@@ -59,7 +59,7 @@ class Scorer:
 
     async def score(self, items: list[Any]) -> dict[str, Outcome]:
         return {
-            item.sample_id: Outcome(None, "division by zero")
+            item.sample_id: Outcome(None, "division by zero", traceback="line 7, in reward\n")
             if item.sample_id.endswith(self.broken_for)
             else Outcome(1.0)
             for item in items
@@ -177,14 +177,26 @@ async def test_a_group_that_was_cut_in_the_middle_keeps_its_ids(ledger: Ledger, 
     assert check(tmp_path / "ledger.sqlite", RUN).passed
 
 
+async def test_step_tells_why_some_of_its_samples_have_no_reward(ledger: Ledger) -> None:
+    scorer = Scorer()
+    scorer.broken_for = ("/0/0/1",)
+    rollouts = source(ledger, Generation(), scorer)
+    batch = await train(rollouts, ledger, 0, 0)
+    says = "1 of 6 samples of step 0 could not be scored: division by zero\nline 7, in reward\n"
+    assert (batch.unscored, len(batch.samples)) == (says, 5)
+    assert not (await train(rollouts, ledger, 1, 0)).unscored
+    await rollouts.close()
+
+
 async def test_a_run_whose_reward_was_mended_is_resumed_and_one_that_was_not_fails_again(
     ledger: Ledger,
 ) -> None:
     scorer = Scorer()
     scorer.broken_for = ("/0", "/1")
     rollouts = source(ledger, Generation(), scorer)
-    with pytest.raises(UserCodeError, match="4 samples of step 0 could not be scored"):
+    with pytest.raises(UserCodeError, match="4 samples of step 0 could not be scored") as failed:
         await train(rollouts, ledger, 0, 0)
+    assert "division by zero\nline 7, in reward\n" in str(failed.value)
     await rollouts.close()
     await ledger.drop_in_flight(RUN, "run_ended")
 

@@ -103,8 +103,33 @@ async def test_prints_of_user_code_harm_nothing(pool: WorkerPool) -> None:
 async def test_a_raise_is_an_error_with_its_traceback(pool: WorkerPool) -> None:
     error = (await score(pool, [spec("exact"), spec(user("raises"))], items("4")))["s0"].error
     assert error.reward == user("raises")
-    assert error.message == f"reward {user('raises')}: RuntimeError: the judge is at lunch"
+    line = USER_FILE.read_text().partition("raise RuntimeError")[0].count("\n") + 1
+    assert error.message == (
+        f"reward {user('raises')}: {USER_FILE}:{line} in raises: RuntimeError: the judge is at lunch"
+    )
     assert 'raise RuntimeError("the judge is at lunch")' in error.traceback
+
+
+async def test_an_exit_is_an_error_like_any_other(pool: WorkerPool) -> None:
+    error = (await score(pool, [spec(user("exits"))], items("4")))["s0"].error
+    assert error.message.endswith(" in exits: SystemExit: 3")
+
+
+async def test_a_raise_within_a_library_names_the_line_of_the_user_that_called_it(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "calls.py"
+    path.write_text(
+        "import json\n"
+        "def read(text):\n    return json.loads(text)\n"
+        "def reward(prompt, response, answer, info):\n    return read(response)['score']\n"
+    )
+    outcomes = await score(pool, [spec(f"{path}:reward")], items("{}", "no json"))
+    missing, unreadable = outcomes["s0"].error, outcomes["s1"].error
+    assert missing.message == f"reward {path}:reward: {path}:5 in reward: KeyError: 'score'"
+    assert f"{path}:3 in read: JSONDecodeError: " in unreadable.message
+    assert "line 5, in reward" in unreadable.traceback and "line 3, in read" in unreadable.traceback
+    assert "decoder.py" not in unreadable.traceback and "worker.py" not in unreadable.traceback
 
 
 @pytest.mark.parametrize(
@@ -114,7 +139,6 @@ async def test_a_raise_is_an_error_with_its_traceback(pool: WorkerPool) -> None:
         ("not_a_number", "-inf", "returned -inf, expected a finite number"),
         ("not_a_number", "-1e200", "returned -1e+200, expected at most 1e+38 either way"),
         ("nothing", "4", "returned None of type NoneType, expected a number"),
-        ("exits", "4", "SystemExit: 3"),
         ("dies", "exit", "the worker exited with status 7 while it scored"),
         ("dies", "crash", "the worker was ended by SIGSEGV while it scored"),
     ],

@@ -3,7 +3,8 @@
 Run as `python -m flotilla_reward.worker CHANNEL_FD PARENT_PID`. It holds no state that the service needs:
 whatever happens here, from an endless loop to a crash, costs one sample and one restart. Two requests: `load`
 a target and `score` a sample by a loaded target. Standard output is the service's standard error, so that
-prints of user code end in its log.
+prints of user code end in its log. What user code raises is told with the line of the user's file that it came from,
+and its traceback shows no frame of ours.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,10 @@ from flotilla_reward.job import CannotScore, Failure, Sample, Target, judge
 PR_SET_PDEATHSIG = 1
 LONGEST_MESSAGE = 2_000
 LONGEST_TRACEBACK = 16_000
+
+OURS = str(Path(__file__).parent)
+NOT_THE_USERS = (OURS, "<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""Beginnings of file names whose code no user wrote for a run."""
 
 Score = Callable[[Sample], object]
 
@@ -106,10 +112,21 @@ def answer(request: dict[str, Any], loaded: dict[str, Score]) -> dict[str, Any]:
 
 def _describe(error: BaseException) -> dict[str, Any]:
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    # The frame of `answer` says nothing to the user.
-    where = error.__traceback__ and error.__traceback__.tb_next
-    lines = traceback.format_exception(type(error), error, where)
-    return {"failed": message[:LONGEST_MESSAGE], "traceback": "".join(lines)[-LONGEST_TRACEBACK:]}
+    told = traceback.TracebackException.from_exception(error)
+    trimmed: traceback.TracebackException | None = told
+    while trimmed is not None:
+        trimmed.stack = traceback.StackSummary.from_list(_users_frames(trimmed.stack))
+        trimmed = trimmed.__cause__ or trimmed.__context__
+    if told.stack:
+        last = told.stack[-1]
+        message = f"{last.filename}:{last.lineno} in {last.name}: {message}"
+    return {"failed": message[:LONGEST_MESSAGE], "traceback": "".join(told.format())[-LONGEST_TRACEBACK:]}
+
+
+def _users_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Return the frames of the user's files; of a reward that is an installed package, all that are not ours."""
+    users = [frame for frame in stack if not frame.filename.startswith(NOT_THE_USERS)]
+    return users or [frame for frame in stack if not frame.filename.startswith((OURS, "<frozen "))]
 
 
 def _die_with(parent: int) -> None:

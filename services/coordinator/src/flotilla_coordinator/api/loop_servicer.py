@@ -23,6 +23,7 @@ from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.registry import Runs
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
+from flotilla_core.structs import to_json
 from flotilla_core.tensors import from_tensor, to_tensor
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -71,7 +72,11 @@ class LoopServicer(LoopServiceServicer):
             if not prompt.text and not prompt.HasField("token_ids"):
                 raise InvalidRequest("the prompt is empty", where=f"prompt {index}")
             given = from_tensor(prompt.token_ids) if prompt.HasField("token_ids") else None
-            prompts.append(loop.sampling.prompt(prompt.text, given, prompt.conversation))
+            prompts.append(
+                loop.sampling.prompt(
+                    prompt.text, given, prompt.conversation, prompt.answer, to_json(prompt.info)
+                )
+            )
         changes: dict[str, Any] = {
             name: getattr(request, name)
             for name in ("temperature", "max_response_tokens")

@@ -116,7 +116,7 @@ class Evaluator:
             raise UserCodeError(
                 f"{len(failed)} of {len(outcomes)} held-out answers could not be scored",
                 where=f"evaluation at step {step}",
-                why=failed[0].failure,
+                why=failed[0].report,
                 next_step="fix the reward function or raise its timeout_s",
             )
 

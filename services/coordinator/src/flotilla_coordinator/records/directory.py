@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -109,11 +109,16 @@ class RunDirectory:
         line = {"step": step, "time": round(time.time(), 3), "policy_version": version, "accuracy": accuracy}
         self._append("evaluations.jsonl", line | dict(metrics or {}))
 
-    def write_samples(self, batch: Batch) -> Path:
-        """Write the samples of one step, compressed; the file is complete or does not exist."""
+    def write_samples(self, batch: Batch, rewards: Sequence[str] = ()) -> Path:
+        """Write the samples of one step, compressed; the file is complete or does not exist.
+
+        `rewards` are the names of the run's rewards, in their order.
+        """
         path = _free(self.path / "samples" / f"step-{batch.step:06d}.jsonl.zst")
         lines = (
-            _line(_sample(batch.step, group, sample)) for group in batch.groups for sample in group.samples
+            _line(_sample(batch.step, group, sample, rewards))
+            for group in batch.groups
+            for sample in group.samples
         )
         partial = path.with_name(f".{path.name}.partial")
         content = zstandard.ZstdCompressor().compress("".join(lines).encode())
@@ -227,14 +232,20 @@ class RunDirectory:
             lines.clear()
 
 
-def _sample(step: int, group: RolloutGroup, sample: RolloutSample) -> dict[str, Any]:
+def _sample(step: int, group: RolloutGroup, sample: RolloutSample, rewards: Sequence[str]) -> dict[str, Any]:
     return {
         "step": step,
         "sample_id": sample.sample_id,
         "group_id": group.group_id,
         "prompt": group.prompt_text,
         "response": sample.text,
+        "answer": group.answer,
+        "info": group.info,
         "reward": sample.reward,
+        "reward_parts": [
+            {"reward": name, "value": value}
+            for name, value in zip(rewards, sample.reward_terms, strict=False)
+        ],
         "prompt_tokens": len(group.prompt_token_ids),
         "response_tokens": len(sample.token_ids),
         "truncated": sample.truncated,

@@ -6,6 +6,7 @@ even when several callers export the same run at the same time.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -32,7 +33,7 @@ def export_parquet(run_dir: Path) -> list[Path]:
         written = [
             _write(Path(folder) / "metrics.parquet", metrics, schema),
             _write(Path(folder) / "evaluations.parquet", run.read_evaluations(), None),
-            _write(Path(folder) / "samples.parquet", run.read_samples(), SAMPLES),
+            _write(Path(folder) / "samples.parquet", map(flat, run.read_samples()), SAMPLES),
         ]
         return [path.replace(target / path.name) for path in written if path is not None]
 
@@ -44,7 +45,10 @@ SAMPLES = pa.schema(
         ("group_id", pa.string()),
         ("prompt", pa.string()),
         ("response", pa.string()),
+        ("answer", pa.string()),
+        ("info", pa.string()),
         ("reward", pa.float64()),
+        ("reward_parts", pa.list_(pa.struct([("reward", pa.string()), ("value", pa.float64())]))),
         ("prompt_tokens", pa.int32()),
         ("response_tokens", pa.int32()),
         ("truncated", pa.bool_()),
@@ -57,6 +61,12 @@ SAMPLES = pa.schema(
         ("logprob_mean", pa.float64()),
     ]
 )
+
+
+def flat(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded sample for SAMPLES: its other columns differ from row to row, so they are one JSON text."""
+    info = sample.get("info")
+    return {**sample, "info": None if info is None else json.dumps(info, ensure_ascii=False)}
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema | None) -> Path | None:

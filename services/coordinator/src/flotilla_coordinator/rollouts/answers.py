@@ -79,4 +79,6 @@ def given_group(run_id: str, prompt: Prompt, answers: list[Answer]) -> RolloutGr
         )
         for place, answer in enumerate(answers)
     ]
-    return RolloutGroup(group_id, prompt.prompt_text, prompt.token_ids, samples)
+    return RolloutGroup(
+        group_id, prompt.prompt_text, prompt.token_ids, samples, answer=prompt.answer, info=prompt.info
+    )

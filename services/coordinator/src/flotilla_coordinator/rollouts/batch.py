@@ -93,6 +93,9 @@ class RolloutGroup:
     """The data set of its prompt, where the run has several."""
     teacher: str = ""
     """The role of the teacher that scores its samples, where its prompt names one."""
+    answer: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    """The other columns of its prompt's row."""
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +116,8 @@ class Batch:
     groups: list[RolloutGroup]
     cursor: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)
+    unscored: str = ""
+    """Why some of its samples have no reward, with the user's code that raised first; empty where all have one."""
 
     @property
     def samples(self) -> list[RolloutSample]:

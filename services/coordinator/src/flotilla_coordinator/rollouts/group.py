@@ -274,6 +274,8 @@ class GroupRollout:
             [],
             data_set=prompt.data_set,
             teacher=prompt.teacher,
+            answer=prompt.answer,
+            info=prompt.info,
         )
         trainable = [sample for sample in scored if sample.drop_reason is None]
         too_few = len(recorded) + len(trainable) < self._min_group_samples

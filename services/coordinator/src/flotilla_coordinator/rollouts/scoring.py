@@ -137,6 +137,13 @@ class Outcome:
     timed_out: bool = False
     terms: tuple[float, ...] = ()
     """The value of each reward, in the order of the configuration."""
+    traceback: str = ""
+    """The frames of the user's code that raised."""
+
+    @property
+    def report(self) -> str:
+        """Return the reason of a failure, with the traceback where there is one."""
+        return f"{self.failure}\n{self.traceback}" if self.traceback else self.failure
 
 
 class Scorer:
@@ -152,7 +159,7 @@ class Scorer:
         self._run_id = run_id
         self._pool = pool
         self._wait_limit_s = wait_limit_s
-        self._specs = [_spec(term) for term in terms]
+        self._specs = [reward_spec(term) for term in terms]
         self._gathering = ScoreGathering(self._scored)
 
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
@@ -215,10 +222,11 @@ def _outcome(reply: pb.ScoreOutcome) -> Outcome:
     if kind == "timeout":
         limit_s = reply.timeout.limit.ToNanoseconds() / 1e9
         return Outcome(None, f"{reply.timeout.reward} took longer than {limit_s:g} s", timed_out=True)
-    return Outcome(None, f"{reply.error.reward}: {reply.error.message}")
+    return Outcome(None, reply.error.message, traceback=reply.error.traceback)
 
 
-def _spec(term: RewardTermConfig) -> pb.RewardSpec:
+def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
+    """Return one term as the reward service takes it."""
     parameters, timeout = Struct(), Duration()
     parameters.update(term.parameters)
     timeout.FromNanoseconds(int(term.timeout_s * 1e9))

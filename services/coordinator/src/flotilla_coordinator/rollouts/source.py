@@ -25,7 +25,7 @@ from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, batch_metri
 from flotilla_coordinator.rollouts.group import FinishedGroup, GroupRequest, GroupRollout
 from flotilla_coordinator.rollouts.prompt_queue import GroupTask, PromptQueue
 from flotilla_coordinator.rollouts.samples import Replay
-from flotilla_coordinator.rollouts.scoring import RIGHT_AT
+from flotilla_coordinator.rollouts.scoring import RIGHT_AT, Outcome
 from flotilla_core import ids
 from flotilla_core.config import RolloutConfig, RunConfig
 from flotilla_core.errors import FailedPrecondition, UserCodeError
@@ -90,6 +90,7 @@ class RolloutSource:
         self._refuse_a_step_too_old(batch)
         batch.metrics.update(batch_metrics(batch, version))
         batch.metrics.update(self._metrics(finished) | left_over)
+        batch.unscored = unscored(step, finished, self._config)
         return batch
 
     async def close(self) -> None:
@@ -224,6 +225,22 @@ def failure_rate(finished: Sequence[FinishedGroup], samples_per_prompt: int, *, 
     return failed / (len(finished) * samples_per_prompt)
 
 
+def unscored(step: int, finished: Sequence[FinishedGroup], config: RolloutConfig) -> str:
+    """Say how many samples of a step have no reward, and why the first of them has none; empty where all have one."""
+    failures = [failure for item in finished for failure in item.failures]
+    if not failures:
+        return ""
+    samples = len(finished) * config.samples_per_prompt
+    return (
+        f"{len(failures)} of {samples} samples of step {step} could not be scored: {_first(failures).report}"
+    )
+
+
+def _first(failures: Sequence[Outcome]) -> Outcome:
+    """Return the first failure that shows code, or else the first one."""
+    return next((failure for failure in failures if failure.traceback), failures[0])
+
+
 def refuse_failing_rewards(
     run_id: str, step: int, finished: Sequence[FinishedGroup], config: RolloutConfig
 ) -> None:
@@ -235,7 +252,7 @@ def refuse_failing_rewards(
         raise UserCodeError(
             f"{len(failures)} samples of step {step} could not be scored ({rate:.0%})",
             where=f"run {run_id}, rewards",
-            why=failures[0].failure,
+            why=_first(failures).report,
             next_step="fix the reward; errors and timeouts are never scores "
             "(limit: rollout.max_reward_failure_rate)",
         )

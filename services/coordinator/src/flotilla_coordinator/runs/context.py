@@ -37,6 +37,8 @@ from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
 ASK_EVERY_S = 0.02
+MOST_UNSCORED_NOTICES = 3
+"""A reward that fails now and then fails for the same few reasons."""
 
 
 class LoopLag:
@@ -112,6 +114,7 @@ class RunContext:
     disk: DiskWaits = field(init=False)
     """Repeats a write until the disk has room for it."""
     _evaluated_version: Version | None = None
+    _unscored_notices: int = 0
 
     def __post_init__(self) -> None:
         self.disk = DiskWaits(self.status, self.control)
@@ -198,6 +201,9 @@ class RunContext:
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{update} skipped: {why}")
         for skipped in updates.skipped_steps:
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"optimizer step skipped: {skipped}")
+        if batch.unscored and self._unscored_notices < MOST_UNSCORED_NOTICES:
+            self._unscored_notices += 1
+            self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, batch.unscored)
         self.cursor = batch.cursor
         if not self.source.samples_from_policy:
             await self.ledger.update_run(
@@ -207,7 +213,10 @@ class RunContext:
         # The samples are written before the ledger, which never repeats a step that it has; and only by the run's
         # owner.
         await self.ledger.check_owner()
-        await self.disk.until_taken("samples", lambda: asyncio.to_thread(self.directory.write_samples, batch))
+        rewards = [term.reward for term in self.config.rewards]
+        await self.disk.until_taken(
+            "samples", lambda: asyncio.to_thread(self.directory.write_samples, batch, rewards)
+        )
         sample_ids = [sample.sample_id for sample in batch.samples]
         if updates.policy is None or updates.policy.skipped:
             reason = DropReason.CRITIC_ONLY if updates.policy is None else DropReason.UPDATE_SKIPPED

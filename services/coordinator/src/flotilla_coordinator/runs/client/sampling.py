@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,6 +39,9 @@ class ClientPrompt:
     token_ids: np.ndarray
     conversation: str = ""
     """The conversation that the prompt continues."""
+    answer: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Other columns of the data set."""
 
 
 class ClientSampling:
@@ -68,12 +71,19 @@ class ClientSampling:
         """Return whether groups are still being drawn."""
         return any(not work.done() for work in self._works)
 
-    def prompt(self, text: str, token_ids: np.ndarray | None, conversation: str = "") -> ClientPrompt:
+    def prompt(
+        self,
+        text: str,
+        token_ids: np.ndarray | None,
+        conversation: str = "",
+        answer: str = "",
+        info: dict[str, Any] | None = None,
+    ) -> ClientPrompt:
         """Return a prompt with its tokens."""
         if token_ids is None:
             token_ids = np.array(self._tokenizer.encode(text, special=True), np.int32)
         text = text or self._tokenizer.decode(token_ids.tolist())
-        return ClientPrompt(text, token_ids.astype(np.int32), conversation)
+        return ClientPrompt(text, token_ids.astype(np.int32), conversation, answer, info or {})
 
     async def groups(
         self,
@@ -134,10 +144,7 @@ class ClientSampling:
                 continue
             origin, sample = known
             sample.reward = reward
-            group = groups.setdefault(
-                origin.group_id,
-                RolloutGroup(origin.group_id, origin.prompt_text, origin.prompt_token_ids, []),
-            )
+            group = groups.setdefault(origin.group_id, replace(origin, samples=[]))
             group.samples.append(sample)
         return list(groups.values())
 
@@ -147,7 +154,9 @@ class ClientSampling:
             self._unused.pop(sample_id, None)
 
     async def _sampled(self, request: GenerationRequest, prompt: ClientPrompt, group_id: str) -> RolloutGroup:
-        group = RolloutGroup(group_id, prompt.text, prompt.token_ids, [])
+        group = RolloutGroup(
+            group_id, prompt.text, prompt.token_ids, [], answer=prompt.answer, info=prompt.info
+        )
         async with aclosing(self._generation.samples(request)) as samples:
             group.samples += [sample async for sample in samples]
         group.samples.sort(key=lambda sample: request.sample_ids.index(sample.sample_id))
