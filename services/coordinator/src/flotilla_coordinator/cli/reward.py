@@ -1,24 +1,34 @@
-"""Implements `flotilla reward`, which lists the rewards that a run may name."""
+"""Implements `flotilla reward`, which lists the rewards that a run may name, and tries them without a fleet.
+
+Invariant: no code of a user runs in this process. A trial is scored by the reward service's own code, in a process of
+its own that ends with the command.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flotilla_coordinator.cli.options import Coordinator, Json, Stack
 
 if TYPE_CHECKING:
-    from flotilla.reward.v1.reward_pb2 import RewardInfo
+    from flotilla.reward.v1.reward_pb2 import RewardInfo, ScoreOutcome
+    from flotilla_coordinator.data.prompts import Prompt
+    from flotilla_core.config import RunConfig
 
 app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
 
 _LIST_S = 10.0
-
-
-@app.callback()
-def reward() -> None:
-    """Keeps `list` a command of its own: a single one would otherwise take its group's place."""
+_TRIAL = "flotilla_reward.trial"
+_REFUSED = 3
+"""The exit code of a trial that printed the status of an error."""
+_LONGEST_CELL = 40
+ANSWER, EMPTY = "(the answer)", "(empty)"
 
 
 @app.command("list")
@@ -86,3 +96,227 @@ def _parameter(reward: dict[str, Any], name: str) -> str:
     if isinstance(default, float):  # every number of a Struct is one
         return f"{name}={default:g}"
     return name if default is None else f"{name}={json.dumps(default)}"
+
+
+@app.command()
+def test(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[REWARD]... [FILE]... [key.path=value]...",
+            help="Rewards by name or path.py:function; run files, whose rewards and data are taken; overrides.",
+        ),
+    ],
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="FILE", help="Data file, in place of data.train.")
+    ] = None,
+    rows: Annotated[int, typer.Option("-n", "--rows", min=1, help="Rows of the data to score.")] = 5,
+    response: Annotated[
+        list[str] | None, typer.Option("--response", metavar="TEXT", help="A response to score for each row.")
+    ] = None,
+    responses: Annotated[
+        Path | None,
+        typer.Option(
+            "--responses", metavar="FILE", help='JSONL file with a "response" for each row, in order.'
+        ),
+    ] = None,
+    stack: Stack = None,
+    as_json: Json = False,
+) -> None:
+    """Score rows of the data by the rewards of a run, or by one reward; needs no fleet and no GPU.
+
+    Without responses of yours each row is scored twice: with its answer as the response, and with an empty one. Exit
+    code 1 when a response could not be scored.
+    """
+    from flotilla_coordinator.cli.options import RUN_FAILED
+    from flotilla_coordinator.cli.output import print_json
+
+    config = _config_of(arguments, data)
+    prompts = _rows(config, stack, rows)
+    tried = list(_responses(prompts, response or [], responses))
+    outcomes = _scored(config, tried)
+    found = [_trial_json(*one, outcome) for one, outcome in zip(tried, outcomes, strict=True)]
+    if as_json:
+        print_json({"rewards": [term.reward for term in config.rewards], "samples": found})
+    else:
+        _print_trial(found)
+    if any(one["failure"] for one in found):
+        raise typer.Exit(RUN_FAILED)
+
+
+def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
+    """Return the run of the files with the rewards that are named, or one of these rewards and the data alone."""
+    import json
+
+    from flotilla_core.config import RewardTermConfig, RunConfig, load, load_text
+    from flotilla_core.errors import InvalidRequest
+
+    overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
+    others = [text for text in arguments if text not in overrides]
+    files = [text for text in others if text.endswith((".yaml", ".yml")) or os.path.isfile(text)]
+    names = [text for text in others if text not in files]
+    if data is not None:
+        overrides = [f"data.train={json.dumps(str(data))}", *overrides]
+    if not files and data is None:
+        raise InvalidRequest(
+            "there are no rows to score",
+            where=" ".join(arguments),
+            next_step="name a run file, or a data file by --data FILE",
+        )
+    if not files:
+        terms = [{"reward": name} for name in names]
+        text = json.dumps({"name": "trial", "steps": 1, "data": {"train": str(data)}, "rewards": terms})
+        return load_text(RunConfig, text, source="command line", overrides=overrides, resolve_paths=True)
+    config = load(RunConfig, files, overrides, resolve_paths=True)
+    if names:
+        asked = [RewardTermConfig(reward=name).with_paths_from(Path.cwd()) for name in names]
+        known = {term.reward: term for term in config.rewards}
+        config = config.model_copy(update={"rewards": tuple(known.get(one.reward, one) for one in asked)})
+    if not config.rewards:
+        raise InvalidRequest(
+            "the run names no rewards", where=", ".join(files), next_step="name one: path.py:function"
+        )
+    return config
+
+
+def _rows(config: RunConfig, stack: str | None, rows: int) -> list[Prompt]:
+    """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
+    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
+    from flotilla_coordinator.data.prompts import load_prompts
+    from flotilla_coordinator.data.tokenizer import Tokenizer
+    from flotilla_coordinator.data.training_sets import joined, read_sets
+    from flotilla_core.model_folder import model_folder
+
+    make_example(stack_file(stack))
+    tokenizer = Tokenizer.load(model_folder(load_stack(stack).model))
+    return joined(read_sets(config.data, tokenizer, load_prompts)).prompts[:rows]
+
+
+def _responses(
+    prompts: list[Prompt], given: list[str], file: Path | None
+) -> Iterator[tuple[Prompt, str, str]]:
+    """Yield prompt, response, and a name for each response that is no text of the user's."""
+    if file is not None:
+        yield from ((prompt, text, "") for prompt, text in zip(prompts, _read_responses(file), strict=False))
+    for prompt in prompts:
+        yield from ((prompt, text, "") for text in given)
+        if not given and file is None:
+            if prompt.answer:
+                yield prompt, prompt.answer, ANSWER
+            yield prompt, "", EMPTY
+
+
+def _read_responses(file: Path) -> Iterator[str]:
+    from flotilla_core.errors import InvalidConfig
+    from flotilla_core.json_text import json_object
+
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidConfig(
+            "the responses cannot be read", where=str(file), why=error.strerror or str(error)
+        ) from None
+    for number, line in enumerate(lines, 1):
+        text = json_object(line, f"{file}, line {number}", what="the line").get("response")
+        if not isinstance(text, str):
+            raise InvalidConfig('the line has no text "response"', where=f"{file}, line {number}")
+        yield text
+
+
+def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[ScoreOutcome]:
+    """Return the outcome of each response, from a process of the reward service."""
+    import importlib.util
+    import subprocess
+    import sys
+
+    from google.protobuf.struct_pb2 import Struct
+
+    from flotilla.reward.v1 import reward_pb2 as pb
+    from flotilla_coordinator.rollouts.scoring import reward_spec
+    from flotilla_core.errors import FailedPrecondition, Internal
+    from flotilla_core.rpc.status import from_status
+
+    if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
+        raise FailedPrecondition(
+            "the reward service is not installed here", next_step="pip install flotilla-reward"
+        )
+    request = pb.ScoreRequest(rewards=map(reward_spec, config.rewards))
+    for number, (prompt, text, _) in enumerate(tried):
+        info = Struct()
+        info.update(prompt.info)
+        request.items.add(
+            sample_id=str(number),
+            prompt=prompt.prompt_text,
+            response=text,
+            answer=prompt.answer,
+            info=info,
+        )
+    done = subprocess.run(
+        [sys.executable, "-m", _TRIAL],
+        input=request.SerializeToString(),
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        check=False,
+    )
+    if done.returncode == 0:
+        return list(pb.ScoreResponse.FromString(done.stdout).outcomes)
+    refused = from_status(done.stdout) if done.returncode == _REFUSED else None
+    raise refused or Internal("the trial ended early", why=f"its process ended with code {done.returncode}")
+
+
+def _trial_json(prompt: Prompt, response: str, name: str, outcome: ScoreOutcome) -> dict[str, Any]:
+    kind = outcome.WhichOneof("outcome")
+    timeout = (
+        f"reward {outcome.timeout.reward} took longer than {outcome.timeout.limit.ToNanoseconds() / 1e9:g} s"
+    )
+    parts = [{"reward": one.reward, "value": one.value} for one in outcome.value.components]
+    return {
+        "row": prompt.index + 1,
+        "prompt": prompt.prompt_text,
+        "response": response,
+        "response_is": name.strip("()"),
+        "answer": prompt.answer,
+        "info": prompt.info,
+        "reward": outcome.value.total if kind == "value" else None,
+        "reward_parts": parts,
+        "seconds": outcome.elapsed.ToNanoseconds() / 1e9,
+        "failure": {"value": "", "timeout": timeout}.get(kind or "", outcome.error.message),
+        "traceback": outcome.error.traceback,
+    }
+
+
+def _print_trial(found: list[dict[str, Any]]) -> None:
+    """Print a line for each response, then each failure once with its traceback, then what to make of it."""
+    from flotilla_coordinator.cli.output import print_line, print_table, say
+
+    rows = []
+    for one in found:
+        parts = ", ".join(f"{Path(part['reward']).name}={part['value']:.4g}" for part in one["reward_parts"])
+        shown = f"({one['response_is']})" if one["response_is"] else _short(one["response"])
+        reward = "failed" if one["failure"] else f"{one['reward']:.4g}"
+        time = f"{one['seconds'] * 1000:.1f} ms"
+        rows.append(
+            (str(one["row"]), shown, reward, parts, time, _short(one["answer"]), _short(one["prompt"]))
+        )
+    print_table(("ROW", "RESPONSE", "REWARD", "PARTS", "TIME", "ANSWER", "PROMPT"), rows)
+    failures: dict[str, list[dict[str, Any]]] = {}
+    for one in found:
+        if one["failure"]:
+            failures.setdefault(one["failure"], []).append(one)
+    for failure, ones in failures.items():
+        print_line(f"\n{len(ones)} of {len(found)} failed, row {ones[0]['row']} first: {failure}")
+        if ones[0]["traceback"]:
+            print_line(textwrap.indent(ones[0]["traceback"].rstrip(), "  "))
+    rewards = [one["reward"] for one in found if not one["failure"]]
+    for name in dict.fromkeys(one["response_is"] for one in found):
+        of_name = [one["reward"] for one in found if one["response_is"] == name and not one["failure"]]
+        if name and of_name:
+            say(
+                f"mean reward of {name.replace('empty', 'an empty response')}: {sum(of_name) / len(of_name):.4g}"
+            )
+    if len(rewards) > 1 and len(set(rewards)) == 1:
+        say("all rewards are equal: these responses teach nothing. Try others: --response TEXT")
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, _LONGEST_CELL, placeholder="...")

@@ -1,0 +1,109 @@
+"""`flotilla reward test`: a user's rewards are tried by the reward service's own code, without a fleet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+Command = Callable[..., tuple[int, str, str]]
+
+REWARDS = """
+def shape(prompt, response, answer, info, *, longest=3):
+    print("seen", response)
+    return float(len(response) <= longest)
+
+
+def level(prompt, response, answer, info):
+    return info["level"]
+
+
+def slow(prompt, response, answer, info):
+    while True:
+        pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run file, its data and rewards, and a stack whose model has a tokenizer alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    words = tokenizers.models.WordLevel({"_": 0}, unk_token="_")
+    tokenizers.Tokenizer(words).save("model/tokenizer.json")
+    Path("stack.yaml").write_text("model: model\n")
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(8)]
+    rows[2].pop("level")
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("mine.py").write_text(REWARDS)
+    Path("run.yaml").write_text(
+        "name: count\nsteps: 1\ndata: {train: train.jsonl}\n"
+        "rewards: [{reward: exact}, {reward: 'mine.py:shape', weight: 0.5, parameters: {longest: 0}}]\n"
+    )
+
+
+def samples(flotilla: Command, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+    ended, out, err = flotilla("reward", "test", *arguments, "--json")
+    assert ended == code, err
+    found: list[dict[str, Any]] = json.loads(out)["samples"]
+    return found
+
+
+def test_rewards_of_a_run_are_tried_on_answers_and_empty_responses(flotilla: Command) -> None:
+    found = samples(flotilla, "run.yaml", "-n", "2")
+    assert [(one["row"], one["response"], one["reward"]) for one in found] == [
+        (1, "1", 1.0),
+        (1, "", 0.5),
+        (2, "2", 1.0),
+        (2, "", 0.5),
+    ]
+    parts = [(Path(part["reward"]).name, part["value"]) for part in found[0]["reward_parts"]]
+    assert parts == [("exact", 1.0), ("mine.py:shape", 0.0)]
+
+
+def test_failing_function_is_told_with_its_line_and_traceback(flotilla: Command) -> None:
+    code, out, _ = flotilla("reward", "test", "mine.py:level", "--data", "train.jsonl", "--response", "4")
+    assert code == 1
+    place = Path("mine.py").absolute()
+    assert f"1 of 5 failed, row 3 first: reward {place}:level: {place}:8 in level: KeyError: 'level'" in out
+    assert 'return info["level"]' in out and "worker.py" not in out
+
+
+def test_one_reward_keeps_its_parameters_of_the_run(flotilla: Command) -> None:
+    found = samples(flotilla, "mine.py:shape", "run.yaml", "-n", "1", "--response", "1")
+    assert [one["reward"] for one in found] == [0.0], "longest is 0 there, and its weight 0.5"
+    found = samples(flotilla, "mine.py:shape", "--data", "train.jsonl", "-n", "1", "--response", "1")
+    assert [one["reward"] for one in found] == [1.0]
+
+
+def test_given_responses_are_scored_row_by_row(flotilla: Command) -> None:
+    Path("responses.jsonl").write_text('{"response": "1"}\n{"response": "nine"}\n')
+    found = samples(flotilla, "exact", "--data", "train.jsonl", "--responses", "responses.jsonl")
+    assert [(one["response"], one["reward"]) for one in found] == [("1", 1.0), ("nine", 0.0)]
+
+
+def test_endless_function_ends_at_its_limit(flotilla: Command) -> None:
+    (one,) = samples(
+        flotilla, "run.yaml", 'rewards=[{reward: "mine.py:slow", timeout_s: 0.2}]', "-n", "1",
+        "--response", "", code=1,
+    )  # fmt: skip
+    assert one["failure"].endswith("mine.py:slow took longer than 0.2 s") and one["reward"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("exact",), "name a run file, or a data file"),
+        (("run.yaml", "rewards=[]", "algorithm={type: sft}"), "the run names no rewards"),
+        (("mine.py:nothing", "--data", "train.jsonl"), "has no nothing"),
+        (("exakt", "--data", "train.jsonl"), "did you mean exact?"),
+        (("exact", "--data", "nowhere.jsonl"), "the data file does not exist"),
+    ],
+)
+def test_what_cannot_be_tried_says_why(flotilla: Command, arguments: tuple[str, ...], words: str) -> None:
+    code, _, err = flotilla("reward", "test", *arguments)
+    assert (code, words in err) == (2, True), err

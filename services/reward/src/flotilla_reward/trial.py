@@ -1,0 +1,60 @@
+"""Scores samples once, in a process of its own that needs no fleet: how a user tries a reward.
+
+Run as `python -m flotilla_reward.trial`, with a `ScoreRequest` on standard input. It scores as the service does: the
+same terms in the same order, in workers that are killed at their limits. It prints a `ScoreResponse` with all outcomes,
+or the status of the error and exit code REFUSED. What user code prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from contextlib import aclosing
+
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_core.errors import FlotillaError
+from flotilla_core.rpc.status import encode
+from flotilla_reward import scoring
+from flotilla_reward.pool import WorkerPool
+
+MOST_WORKERS = 4
+REFUSED = 3
+
+
+async def outcomes_of(request: pb.ScoreRequest) -> pb.ScoreResponse:
+    """Return one outcome for each item of the request, in its order."""
+    terms = scoring.resolve(request.rewards)
+    needs_workers = any(term.target is not None for term in terms)
+    pool = WorkerPool(min(len(request.items), os.cpu_count() or 1, MOST_WORKERS) if needs_workers else 0)
+    await pool.start()
+    try:
+        async with aclosing(scoring.load(terms, pool)) as signs:
+            async for _ in signs:
+                pass
+        found: dict[str, pb.ScoreOutcome] = {}
+        async with aclosing(scoring.score_items(request.items, terms, pool)) as responses:
+            async for response in responses:
+                found |= {outcome.sample_id: outcome for outcome in response.outcomes}
+    finally:
+        await pool.stop()
+    return pb.ScoreResponse(outcomes=[found[item.sample_id] for item in request.items])
+
+
+def main() -> int:
+    """Answer the request on standard input."""
+    # What user code and its workers print must not come between.
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    request = pb.ScoreRequest.FromString(sys.stdin.buffer.read())
+    try:
+        answer, code = asyncio.run(outcomes_of(request)).SerializeToString(), 0
+    except FlotillaError as error:
+        answer, code = encode(error).SerializeToString(), REFUSED
+    results.write(answer)
+    results.close()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
