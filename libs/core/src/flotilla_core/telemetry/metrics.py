@@ -8,6 +8,9 @@ writes is in the table, and everything in the table is written (`tests/contract/
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from functools import cache
 from typing import Literal, NamedTuple
 
 Writer = Literal["coordinator", "trainer"]
@@ -238,3 +241,49 @@ METRICS = (
     Metric("time/optimizer_s", "seconds", TRAINER, "Optimizer steps, a part of the update."),
     Metric("time/compile_s", "seconds", TRAINER, "Compilation since the last update; absent without any."),
 )
+
+GROUPS = (
+    ("learning", r"(reward|eval|preference)/"),
+    ("responses", r"(tokens/(response|truncated)|staleness|samples|rollout|data|generator)[/_]"),
+    (
+        "update",
+        r"(loss$|grad_norm$|learning_rate$|entropy$|clip_fraction$|ratio_mean$|optimizer/|advantages/|kl/)",
+    ),
+    ("roles", r"(critic|teacher)/"),
+    ("agreement", r"(probs_diff|logprob_diff|rollout_|correction|canary)"),
+    ("time", r"(tokens_per_s$|time/|idle/|compilations$)"),
+    ("weights and checkpoints", r"(sync|checkpoint)/"),
+)
+"""Groups of metrics with patterns of their names, those first that tell whether a run learns; the rest comes last."""
+REST = "the rest"
+
+HIGHER_IS_BETTER = re.compile(
+    r"(reward/(greedy_)?mean|eval/(?!step|.*(stderr|_before))|preference/(accuracy|margin)|tokens_per_s|critic/explained_variance)"
+)
+LOWER_IS_BETTER = re.compile(r"(reward/(error|timeout)_rate|time/step_s|tokens/padding_share)")
+
+
+def higher_is_better(name: str) -> bool | None:
+    """Return whether more of a metric is better, or less; None where neither is."""
+    if HIGHER_IS_BETTER.match(name):
+        return True
+    return False if LOWER_IS_BETTER.match(name) else None
+
+
+def in_groups(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Return the groups of these metrics, each with its metrics in the order of the table above."""
+    found: dict[str, list[str]] = {group: [] for group in (*(group for group, _ in GROUPS), REST)}
+    for name in sorted(names, key=lambda name: (_place(name), name)):
+        group = next((group for group, pattern in GROUPS if re.match(pattern, name)), REST)
+        found[group].append(name)
+    return [(group, members) for group, members in found.items() if members]
+
+
+def _place(name: str) -> int:
+    """Return the row of a metric in the table, whose names may hold a part that the run gives."""
+    return next((row for row, pattern in enumerate(_patterns()) if pattern.fullmatch(name)), len(METRICS))
+
+
+@cache
+def _patterns() -> list[re.Pattern[str]]:
+    return [re.compile(re.sub(r"<[^>]*>", ".+", re.escape(metric.name))) for metric in METRICS]

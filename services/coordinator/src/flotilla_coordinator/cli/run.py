@@ -16,7 +16,7 @@ import typer
 
 from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack
 from flotilla_coordinator.cli.stack import client_of
-from flotilla_coordinator.cli.watch import print_plan, remarks, run_json, stay_with
+from flotilla_coordinator.cli.watch import print_comparison, print_plan, remarks, run_json, stay_with
 
 if TYPE_CHECKING:
     import sqlite3
@@ -32,6 +32,8 @@ Arguments = Annotated[
     typer.Argument(metavar="FILE... [key.path=value]...", help="Run files, merged left to right; overrides."),
 ]
 LONGEST_REASON = 70
+_WARNINGS = ("NOTICE_LEVEL_WARNING", "NOTICE_LEVEL_ERROR")
+_MOST_WARNINGS = 5
 _ENDED = ("succeeded", "stopped", "failed")
 Latest = Annotated[str, typer.Argument(metavar="[RUN]", help='Id, unique prefix of an id, or "latest".')]
 
@@ -132,6 +134,7 @@ def show(
 ) -> None:
     """Show one run: state, metrics, files, resolved configuration; also while the stack is down."""
     from flotilla_coordinator.cli.output import local_time, print_json, print_line
+    from flotilla_core.telemetry.metrics import in_groups
 
     async def ask() -> tuple[Run, str]:
         async with client_of(stack, coordinator) as client:
@@ -145,15 +148,82 @@ def show(
 
         print_json({**values, "config": read_values(config_yaml, f"run {found.run_id}")})
         return
-    metrics = values.pop("metrics")
+    metrics, reason = values.pop("metrics"), values.pop("reason")
     for moment in ("created_at", "ended_at"):
         values[moment] = local_time(getattr(found, moment)) if found.HasField(moment) else None
     for name, value in values.items():
         if value not in (None, ""):
             print_line(f"{name:15} {value}")
+    if reason:
+        print_line(f"{'reason':15} {textwrap.indent(reason, ' ' * 16).strip()}")
+    for warning in last_warnings(Path(found.directory)):
+        print_line(f"{'warning':15} {textwrap.indent(warning, ' ' * 16).strip()}")
     width = max(map(len, metrics), default=0)
-    for name, value in sorted(metrics.items()):
-        print_line(f"  {name:{width}}  {value:.6g}")
+    for group, names in in_groups(metrics):
+        print_line(f"{group}")
+        for name in names:
+            print_line(f"  {name:{width}}  {metrics[name]:.6g}")
+
+
+def last_warnings(run_dir: Path) -> list[str]:
+    """Return the newest warnings of a run, each once, from its directory where this machine has it."""
+    from flotilla_coordinator.records.directory import RunDirectory
+
+    notices = (event["notice"] for event in RunDirectory(run_dir).read_events() if "notice" in event)
+    told = [one.get("text", "") for one in notices if one.get("level") in _WARNINGS]
+    return list(dict.fromkeys(reversed(told)))[:_MOST_WARNINGS][::-1]
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="A run.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The run beside it.")],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME", help="A metric to draw, instead of the usual ones."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Draw the curves into a PNG as well."),
+    ] = None,
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two runs: settings that differ, last and best metrics, curves; also while the stack is down."""
+    from flotilla_coordinator.cli.options import check_folder_of
+    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.records.comparison import Comparison
+    from flotilla_coordinator.records.report import write_comparison
+    from flotilla_core.config import read_values
+
+    if output is not None:
+        check_folder_of(output)
+
+    async def ask() -> list[tuple[Run, str]]:
+        async with client_of(stack, coordinator) as client:
+            answers = [await client.get_run_and_config(run) for run in (a, b)]
+            return [(answer.run, answer.config_yaml) for answer in answers]
+
+    found = ask_or_else(ask(), lambda paths: [get_run(paths, run) for run in (a, b)], stack, coordinator)
+    runs = [run for run, _ in found]
+    left, right = ((Path(run.directory), read_values(config, f"run {run.run_id}")) for run, config in found)
+    compared = Comparison.of(left, right, metric or ())
+    plot = output if compared.drawn else None
+    if plot is not None:
+        write_comparison(compared.drawn, compared.curves, [run.run_id for run in runs], plot)
+    if as_json:
+        print_json(
+            {
+                "runs": [run_json(run) for run in runs],
+                **compared.to_json(),
+                "plot": None if plot is None else str(plot),
+            }
+        )
+        return
+    print_comparison(runs, compared)
+    if output is not None:
+        say("neither run has a metric to draw yet" if plot is None else f"curves: {plot}")
 
 
 @app.command()
@@ -297,7 +367,7 @@ def list_runs(paths: StackPaths, limit: int) -> list[Run]:
     from flotilla_coordinator.ledger import queries
     from flotilla_coordinator.runs.status import interrupted_run
 
-    return [interrupted_run(record) for record in _query(paths, lambda db: queries.runs(db, limit))]
+    return [interrupted_run(record) for record in query_ledger(paths, lambda db: queries.runs(db, limit))]
 
 
 def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
@@ -305,7 +375,7 @@ def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
     from flotilla_coordinator.ledger import queries
     from flotilla_coordinator.runs.status import interrupted_run
 
-    record: RunRecord = _query(paths, lambda db: queries.run(db, reference))
+    record: RunRecord = query_ledger(paths, lambda db: queries.run(db, reference))
     return interrupted_run(record), record.config_yaml
 
 
@@ -322,7 +392,10 @@ def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None)
     return plan.plan_run(load(RunConfig, files, overrides, resolve_paths=True), placed(load_stack(stack)))
 
 
-def _query(paths: StackPaths, query: Callable[[sqlite3.Connection], Result]) -> Result:
+def query_ledger(
+    paths: StackPaths, query: Callable[[sqlite3.Connection], Result], *, silent: bool = False
+) -> Result:
+    """Ask the ledger on disk of a stack that does not run; say so unless it was said before."""
     from flotilla_coordinator.cli.output import say
     from flotilla_coordinator.ledger import schema
     from flotilla_core.errors import Unavailable
@@ -334,7 +407,8 @@ def _query(paths: StackPaths, query: Callable[[sqlite3.Connection], Result]) -> 
             where=str(paths.directory),
             next_step="start it with `flotilla up`, or name a coordinator by --coordinator HOST:PORT",
         )
-    say(f"no fleet is running: read from {paths.directory}")
+    if not silent:
+        say(f"no fleet is running: read from {paths.directory}")
     db = schema.connect_read_only(ledger)
     try:
         return query(db)

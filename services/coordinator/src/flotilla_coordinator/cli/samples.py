@@ -1,22 +1,34 @@
-"""Implements `flotilla samples`, which shows the samples of a run with their rewards and states."""
+"""Implements `flotilla samples`, which shows the samples of a run, or of its evaluations, with their rewards.
+
+Invariants: the ledger says which samples there are and what became of each; what it does not hold (answer, other
+columns, parts of the reward) comes from the files of the run directory, where they can be read. Filters see whole
+texts. Without a running fleet both are read from disk.
+"""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack
+from flotilla_coordinator.cli.run import ask_or_else, query_ledger
 from flotilla_coordinator.cli.stack import client_of
 
 if TYPE_CHECKING:
     from flotilla.coordinator.v1.coordinator_pb2 import ListSamplesResponse, Sample
+    from flotilla_coordinator.ledger.records import SampleRecord
+    from flotilla_launch.paths import StackPaths
 
 _LONGEST_TEXT = 50
 _PAGE = 200
 COLUMNS = ("SAMPLE", "STEP", "STATE", "REWARD", "VERSION", "PROMPT", "RESPONSE")
+EVALUATION_COLUMNS = ("STEP", "SET", "ROW", "REWARD", "ANSWER", "PROMPT", "RESPONSE")
+_FROM_FILES = ("prompt", "response", "answer", "info", "reward_parts")
 
 
 class State(StrEnum):
@@ -30,50 +42,198 @@ class State(StrEnum):
     DROPPED = "dropped"
 
 
+class Order(StrEnum):
+    """Orders of `--sort`; all ascend."""
+
+    REWARD = "reward"
+    LENGTH = "length"
+    STEP = "step"
+
+
+class Filter(NamedTuple):
+    """Says which samples are shown, in which order, and how many."""
+
+    step: int | None
+    state: State | None
+    above: float | None
+    below: float | None
+    contains: str | None
+    sort: Order | None
+    reverse: bool
+    limit: int | None
+
+    def takes(self, sample: dict[str, Any]) -> bool:
+        """Return whether a sample is shown; without a reward it is neither above nor below a number."""
+        reward = sample["reward"]
+        if self.step is not None and sample["step"] != self.step:
+            return False
+        if self.above is not None and (reward is None or reward <= self.above):
+            return False
+        if self.below is not None and (reward is None or reward >= self.below):
+            return False
+        texts = (sample["prompt"], sample["response"], sample.get("answer") or "")
+        return self.contains is None or any(self.contains.casefold() in text.casefold() for text in texts)
+
+    @property
+    def stops_early(self) -> bool:
+        """Return whether the first samples that fit are those that are shown."""
+        return self.limit is not None and self.sort is None and not self.reverse
+
+    def chosen(self, samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the samples to show, in their order; one without a reward comes after all others."""
+        found = [sample for sample in samples if self.takes(sample)]
+        if self.sort is Order.REWARD:
+            found = [sample for sample in found if sample["reward"] is not None]
+        keys: dict[Order, Callable[[dict[str, Any]], Any]] = {
+            Order.REWARD: lambda sample: sample["reward"],
+            Order.LENGTH: lambda sample: sample.get("tokens") or len(sample["response"]),
+            Order.STEP: lambda sample: sample["step"],
+        }
+        if self.sort is not None:
+            found.sort(key=keys[self.sort], reverse=self.reverse)
+        elif self.reverse:
+            found.reverse()
+        return found[: self.limit]
+
+
 def samples(
     run: RunId,
     step: Annotated[int | None, typer.Option("--step", min=0, help="Only those of this step.")] = None,
     state: Annotated[State | None, typer.Option("--state", help="Only those in this state.")] = None,
+    reward_above: Annotated[
+        float | None, typer.Option("--reward-above", metavar="X", help="Only those with a reward above X.")
+    ] = None,
+    reward_below: Annotated[
+        float | None, typer.Option("--reward-below", metavar="X", help="Only those with a reward below X.")
+    ] = None,
+    contains: Annotated[
+        str | None,
+        typer.Option(
+            "--contains", metavar="TEXT", help="Only those with this text in prompt, response or answer."
+        ),
+    ] = None,
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="Answers to the held-out prompts instead.")
+    ] = False,
+    held_out: Annotated[
+        str | None, typer.Option("--set", metavar="NAME", help="With --evaluation: only this held-out set.")
+    ] = None,
+    sort: Annotated[
+        Order | None, typer.Option("--sort", help="Ascending order; without it the oldest come first.")
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="Samples to show.")] = 20,
     full: Annotated[bool, typer.Option("--full", help="Show whole prompts and responses.")] = False,
+    parquet: Annotated[
+        Path | None,
+        typer.Option(
+            "--parquet", metavar="FILE", help="Write all that fit as a Parquet file instead; -n is not used."
+        ),
+    ] = None,
     stack: Stack = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Show samples of a run, the oldest first: prompt, response, reward, version and what became of each."""
-    from flotilla_coordinator.cli.options import wait
+    """Show samples of a run, the oldest first: prompt, response, reward, version and what became of each.
+
+    With --full also the answer, the other columns of the row, and the parts of the reward.
+    """
     from flotilla_coordinator.cli.output import print_json, print_table, say
+    from flotilla_core.errors import InvalidRequest
 
-    async def ask() -> tuple[str, list[Sample]]:
-        async with client_of(stack, coordinator) as client:
-            run_id = (await client.get_run(run)).run_id
-            found: list[Sample] = []
-            page_token = ""
-            while len(found) < limit:
-                page: ListSamplesResponse = await client.list_samples(
-                    run_id,
-                    step=step,
-                    state=_wire_state(state),
-                    limit=min(_PAGE, limit - len(found)),
-                    page_token=page_token,
-                )
-                found += page.samples
-                page_token = page.next_page_token
-                if not page_token:
-                    break
-            return run_id, found
-
-    run_id, found = wait(ask())
-    shown = [_sample_json(sample) for sample in found]
-    if as_json:
+    if evaluation and state is not None:
+        raise InvalidRequest("answers of an evaluation have no state", where="--state with --evaluation")
+    if held_out is not None and not evaluation:
+        raise InvalidRequest("only evaluations have sets", where="--set", next_step="add --evaluation")
+    wanted = Filter(
+        step, state, reward_above, reward_below, contains, sort, reverse, None if parquet else limit
+    )
+    where = (stack, coordinator)
+    run_id, shown = _evaluated(run, wanted, held_out, *where) if evaluation else _sampled(run, wanted, *where)
+    if parquet is not None:
+        _write_parquet(parquet, run_id, shown, as_json=as_json)
+    elif as_json:
         print_json({"run_id": run_id, "samples": shown})
     elif not shown:
         say(f"run {run_id} has no such sample")
     elif full:
         for sample in shown:
             _print_whole(sample)
+    elif evaluation:
+        print_table(EVALUATION_COLUMNS, map(_evaluation_row, shown))
     else:
         print_table(COLUMNS, map(_row, shown))
+
+
+def _sampled(
+    run: str, wanted: Filter, stack: str | None, coordinator: str | None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return the run's id and its samples, by the coordinator or from the ledger on disk."""
+
+    async def ask() -> tuple[str, list[dict[str, Any]]]:
+        async with client_of(stack, coordinator) as client:
+            found_run = await client.get_run(run)
+            found: list[dict[str, Any]] = []
+            page_token = ""
+            while True:
+                page: ListSamplesResponse = await client.list_samples(
+                    found_run.run_id,
+                    step=wanted.step,
+                    state=_wire_state(wanted.state),
+                    limit=_PAGE,
+                    page_token=page_token,
+                )
+                found += filter(
+                    wanted.takes, _with_files(found_run.directory, map(_sample_json, page.samples))
+                )
+                page_token = page.next_page_token
+                if not page_token or (wanted.stops_early and len(found) >= (wanted.limit or 0)):
+                    return found_run.run_id, found
+
+    run_id, found = ask_or_else(ask(), lambda paths: _on_disk(paths, run, wanted), stack, coordinator)
+    return run_id, wanted.chosen(found)
+
+
+def _on_disk(paths: StackPaths, run: str, wanted: Filter) -> tuple[str, list[dict[str, Any]]]:
+    from flotilla_coordinator.ledger import queries
+    from flotilla_coordinator.ledger.records import SampleState
+    from flotilla_coordinator.rollouts.samples import MOST_SAMPLES
+
+    record = query_ledger(paths, lambda db: queries.run(db, run))
+    state = SampleState[wanted.state.name] if wanted.state else None
+    records = query_ledger(
+        paths, lambda db: queries.samples(db, record.run_id, wanted.step, state, MOST_SAMPLES, 0), silent=True
+    )
+    return record.run_id, _with_files(record.directory, map(_record_json, records))
+
+
+def _evaluated(
+    run: str, wanted: Filter, held_out: str | None, stack: str | None, coordinator: str | None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return the run's id and the answers of its evaluations, which the run directory alone holds."""
+    from flotilla_coordinator.ledger import queries
+    from flotilla_coordinator.records.directory import RunDirectory
+    from flotilla_core.errors import NotFound
+
+    async def ask() -> tuple[str, str]:
+        async with client_of(stack, coordinator) as client:
+            found = await client.get_run(run)
+            return found.run_id, found.directory
+
+    def on_disk(paths: StackPaths) -> tuple[str, str]:
+        record = query_ledger(paths, lambda db: queries.run(db, run))
+        return record.run_id, record.directory
+
+    run_id, directory = ask_or_else(ask(), on_disk, stack, coordinator)
+    found = list(RunDirectory(Path(directory)).read_answers(None if wanted.step is None else {wanted.step}))
+    if not found:
+        raise NotFound(
+            f"run {run_id} has no answers of an evaluation"
+            + ("" if wanted.step is None else " at this step"),
+            where=f"{directory}/samples",
+            next_step="evaluations keep their answers since this release; see evaluation.data of the run",
+        )
+    return run_id, wanted.chosen(one for one in found if held_out in (None, one.get("set")))
 
 
 def _wire_state(state: State | None) -> Any:
@@ -92,6 +252,7 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "state": SampleState.Name(sample.state).removeprefix("SAMPLE_STATE_").lower(),
         "drop_reason": sample.drop_reason or None,
         "reward": sample.reward if sample.HasField("reward") else None,
+        "reward_parts": None,
         "policy_versions": list(dict.fromkeys(version_text(span.version) for span in sample.version_spans)),
         "tokens": sample.version_spans[-1].end if sample.version_spans else 0,
         "generator": sample.generator_id or None,
@@ -99,7 +260,62 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "update_id": sample.update_id or None,
         "prompt": sample.prompt,
         "response": sample.response,
+        "answer": None,
+        "info": None,
     }
+
+
+def _record_json(record: SampleRecord) -> dict[str, Any]:
+    """Describe a row of the ledger like the coordinator's message."""
+    return {
+        "sample_id": record.sample_id,
+        "step": record.step,
+        "state": record.state.name.lower(),
+        "drop_reason": record.drop_reason or None,
+        "reward": record.reward,
+        "reward_parts": None,
+        "policy_versions": list(dict.fromkeys(str(span.version) for span in record.spans)),
+        "tokens": record.spans[-1].end if record.spans else 0,
+        "generator": record.generator or None,
+        "attempt": record.attempt,
+        "update_id": record.update_id or None,
+        "prompt": record.prompt_text,
+        "response": record.text,
+        "answer": None,
+        "info": None,
+    }
+
+
+def _with_files(directory: str, found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Complete the samples from the files of their steps, where this machine has them."""
+    from flotilla_coordinator.records.directory import RunDirectory
+
+    listed = {sample["sample_id"]: sample for sample in found}
+    steps = {sample["step"] for sample in listed.values()}
+    for recorded in RunDirectory(Path(directory)).read_samples(steps):
+        sample = listed.get(recorded["sample_id"])
+        if sample is None:
+            continue
+        # A file of an earlier release lacks some of them.
+        sample.update({key: recorded[key] for key in _FROM_FILES if key in recorded})
+        if not sample["policy_versions"]:
+            spans = recorded["policy_versions"]
+            sample["policy_versions"] = list(dict.fromkeys(span["version"] for span in spans))
+            sample["tokens"] = recorded["response_tokens"]
+    return list(listed.values())
+
+
+def _write_parquet(path: Path, run_id: str, found: list[dict[str, Any]], *, as_json: bool) -> None:
+    from flotilla_coordinator.cli.options import check_folder_of
+    from flotilla_coordinator.cli.output import print_json, print_line
+    from flotilla_coordinator.records.report import write_sample_table
+
+    check_folder_of(path)
+    write_sample_table(path, found)
+    if as_json:
+        print_json({"run_id": run_id, "file": str(path), "rows": len(found)})
+    else:
+        print_line(f"{path}: {len(found)} samples of run {run_id}")
 
 
 def _row(sample: dict[str, Any]) -> tuple[str, ...]:
@@ -109,21 +325,48 @@ def _row(sample: dict[str, Any]) -> tuple[str, ...]:
         _outcome(sample),
         _reward(sample),
         " ".join(sample["policy_versions"]),
-        *(
-            textwrap.shorten(sample[text], _LONGEST_TEXT, placeholder="...")
-            for text in ("prompt", "response")
-        ),
+        *(_short(sample[text]) for text in ("prompt", "response")),
     )
 
 
+def _evaluation_row(sample: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        str(sample["step"]),
+        sample.get("set") or "",
+        str(sample.get("prompt_index", "")),
+        _reward(sample),
+        *(_short(sample.get(text) or "") for text in ("answer", "prompt", "response")),
+    )
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, _LONGEST_TEXT, placeholder="...")
+
+
 def _print_whole(sample: dict[str, Any]) -> None:
+    import json
+
     from flotilla_coordinator.cli.output import print_line
 
-    versions = " ".join(sample["policy_versions"]) or "none"
-    print_line(f"=== {sample['sample_id']}  step {sample['step']}  {_outcome(sample)}")
-    print_line(f"reward {_reward(sample) or 'none'}  version {versions}  {sample['tokens']} tokens")
-    for name in ("prompt", "response"):
-        print_line(f"--- {name}\n{sample[name]}")
+    versions = " ".join(sample.get("policy_versions") or [sample.get("policy_version") or "none"])
+    if "sample_id" in sample:
+        print_line(f"=== {sample['sample_id']}  step {sample['step']}  {_outcome(sample)}")
+    else:
+        place = " ".join(filter(None, ("evaluation", sample.get("set"))))
+        print_line(f"=== {place}  step {sample['step']}  row {sample.get('prompt_index', '?')}")
+    tokens = f"  {sample['tokens']} tokens" if "tokens" in sample else ""
+    print_line(f"reward {_reward(sample) or 'none'}  version {versions}{tokens}")
+    if sample.get("reward_parts"):
+        print_line("parts  " + ", ".join(_part(part) for part in sample["reward_parts"]))
+    if sample.get("info"):
+        print_line(f"info   {json.dumps(sample['info'], ensure_ascii=False)}")
+    for name in ("prompt", "response", "answer"):
+        if sample.get(name) or name != "answer":
+            print_line(f"--- {name}\n{sample[name]}")
+
+
+def _part(part: dict[str, Any]) -> str:
+    return f"{Path(part['reward']).name} {part['value']:.4g}"
 
 
 def _outcome(sample: dict[str, Any]) -> str:

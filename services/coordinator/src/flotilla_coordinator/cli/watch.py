@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from flotilla.coordinator.v1.run_pb2 import Notice, Plan, Run, RunEvent, StepMetrics
     from flotilla_client import Client
+    from flotilla_coordinator.records.comparison import Comparison, Reached
 
 Show = Callable[["RunEvent"], None]
 STEP_LINE_S = 5.0
@@ -201,6 +202,41 @@ def run_json(run: Run) -> dict[str, Any]:
         "directory": run.directory,
         "metrics": dict(run.metrics),
     }
+
+
+def print_comparison(runs: Sequence[Run], compared: Comparison) -> None:
+    """Print two runs side by side: what differs, what they reached, and curves."""
+    import json
+
+    from flotilla_coordinator.cli.output import print_line, print_table, state_name
+    from flotilla_coordinator.records.comparison import finite, text_curves
+
+    rows = [
+        (mark, run.run_id, state_name(run), f"{run.step}/{run.total_steps}", run.directory)
+        for mark, run in zip("ab", runs, strict=True)
+    ]
+    print_table(("", "RUN", "STATE", "STEP", "DIRECTORY"), rows)
+    print_line("" if compared.settings else "\nno setting differs")
+    if compared.settings:
+        settings = [(key, json.dumps(left), json.dumps(right)) for key, left, right in compared.settings]
+        print_table(("SETTING", "A", "B"), settings)
+    print_line("")
+
+    def best(one: Reached | None) -> str:
+        return "" if one is None or one.best is None else f"{one.best:.4g} at {one.best_step}"
+
+    print_table(
+        ("METRIC", "A LAST", "B LAST", "A BEST", "B BEST"),
+        [
+            (name, *("" if one is None else f"{one.last:.4g}" for one in both), *map(best, both))
+            for name, both in compared.figures.items()
+        ],
+    )
+    for name in compared.drawn:
+        series = [finite(one.get(name, {})) for one in compared.curves]
+        if any(series):
+            print_line(f"\n{name}, a and b by step (* is both)")
+            print_line("\n".join(text_curves(*series)))
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:

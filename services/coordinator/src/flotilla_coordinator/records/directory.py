@@ -33,7 +33,6 @@ from flotilla_core.files import write_atomically
 if TYPE_CHECKING:
     from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 
-SAMPLE_FILES = "step-*.jsonl.zst"
 OUTCOME = "outcome.json"
 MOST_WAITING = 10_000
 """The most lines of one file that wait while its disk is full; the oldest are dropped first."""
@@ -181,9 +180,16 @@ class RunDirectory:
 
     def read_samples(self, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
         """Return all samples, or those of `steps`, step by step; where a step was repeated, those of the last time."""
+        return self._read_newest("step", steps)
+
+    def read_answers(self, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
+        """Return the answers of all evaluations, or of those after so many steps, in the same way."""
+        return self._read_newest("eval", steps)
+
+    def _read_newest(self, kind: str, steps: Collection[int] | None) -> Iterator[dict[str, Any]]:
         newest: dict[str, tuple[int, Path]] = {}
-        for path in (self.path / "samples").glob(SAMPLE_FILES):
-            step, _, number = path.name.partition(".")[0].removeprefix("step-").partition("-")
+        for path in (self.path / "samples").glob(f"{kind}-*.jsonl.zst"):
+            step, _, number = path.name.partition(".")[0].removeprefix(f"{kind}-").partition("-")
             if steps is None or int(step) in steps:
                 newest[step] = max(newest.get(step, (0, path)), (int(number or 1), path))
         for _, (_, path) in sorted(newest.items()):

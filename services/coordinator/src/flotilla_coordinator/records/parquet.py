@@ -63,6 +63,20 @@ SAMPLES = pa.schema(
 )
 
 
+def write_table(path: Path, samples: Iterable[dict[str, Any]]) -> None:
+    """Write samples as a Parquet file, with the columns that any of them has."""
+    rows = [flat(sample) for sample in samples]
+    names = dict.fromkeys(name for row in rows for name in row)
+    known = {field.name: field for field in SAMPLES}
+    table = pa.Table.from_pydict({name: [row.get(name) for row in rows] for name in names})
+    for place, name in enumerate(table.column_names):
+        if name in ("info", "answer", "reward_parts"):
+            table = table.set_column(place, known[name], table.column(name).cast(known[name].type))
+    partial = path.with_name(f".{path.name}.partial")
+    pq.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+
+
 def flat(sample: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded sample for SAMPLES: its other columns differ from row to row, so they are one JSON text."""
     info = sample.get("info")

@@ -5,6 +5,7 @@ Invariants: drawn from the run directory alone, without a display; a plot withou
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -70,6 +71,22 @@ def write_plots(run_dir: Path) -> list[Path]:
         figure.savefig(path)
         written.append(path)
     return written
+
+
+def write_comparison(
+    names: Sequence[str], curves: Sequence[Mapping[str, Mapping[int, float]]], runs: Sequence[str], path: Path
+) -> None:
+    """Write one PNG with a panel for each metric, in which every run has a curve."""
+    figure = Figure(figsize=(9, 2.2 + 2.2 * len(names)), dpi=120, layout="constrained")
+    grid = figure.subplots(len(names), 1, squeeze=False)
+    figure.suptitle(" and ".join(runs), x=0.01, ha="left", fontsize=13, fontweight="bold")
+    for axes, name in zip(grid[:, 0], names, strict=True):
+        for run, color, series in zip(runs, (BLUE, ORANGE), curves, strict=True):
+            points = sorted(series.get(name, {}).items())
+            _line(axes, ([step for step, _ in points], [value for _, value in points]), run, color)
+        axes.set_ylabel(name)
+        _finish(axes, last=name == names[-1])
+    figure.savefig(path)
 
 
 def _reward(run: _Run) -> Figure | None:

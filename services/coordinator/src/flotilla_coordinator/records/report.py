@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.records.directory import RunDirectory
@@ -50,6 +52,31 @@ def export_parquet(run_dir: Path) -> list[Path]:
     except ModuleNotFoundError as error:
         raise _missing(error) from error
     return parquet.export_parquet(run_dir)
+
+
+def write_comparison(
+    names: Sequence[str],
+    curves: Sequence[Mapping[str, Mapping[int, float]]],
+    runs: Sequence[str],
+    path: Path,
+) -> None:
+    """Draw metrics of several runs, by step, into one PNG."""
+    try:
+        from flotilla_coordinator.records import plots
+    except ModuleNotFoundError as error:
+        raise _missing(error) from error
+    with names_full_disk("the plot cannot be written", path):
+        plots.write_comparison(names, curves, runs, path)
+
+
+def write_sample_table(path: Path, samples: list[dict[str, Any]]) -> None:
+    """Write samples as one Parquet file."""
+    try:
+        from flotilla_coordinator.records import parquet
+    except ModuleNotFoundError as error:
+        raise _missing(error) from error
+    with names_full_disk("the Parquet file cannot be written", path):
+        parquet.write_table(path, samples)
 
 
 def _missing(error: ModuleNotFoundError) -> Exception:
