@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from flotilla_core.config import RunConfig, StackConfig, dump_yaml, json_schema, load, load_text
+from flotilla_core.config.loading import _all_paths
+from flotilla_core.config.other_programs import NOTES, OURS
 from flotilla_core.errors import InvalidConfig
 
 RUN = """\
@@ -47,6 +49,36 @@ def test_unknown_key_names_place_path_and_what_was_meant() -> None:
 def test_key_of_another_section_is_found() -> None:
     message = problem(RUN + "learning_rate: 1e-6\n")
     assert message == "run.yaml:7: unknown key learning_rate; did you mean optimizer.learning_rate?"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("num_generations: 8", "unknown key num_generations; here it is rollout.samples_per_prompt"),
+        ("rollout: {n: 8}", "unknown key rollout.n; here it is rollout.samples_per_prompt"),
+        ("kl_coef: 0.1", "unknown key kl_coef; here it is algorithm.kl.coefficient"),
+        (
+            "per_device_train_batch_size: 4",
+            "unknown key per_device_train_batch_size; here it is rollout.prompts_per_step (counted in prompts of a "
+            "whole step, on all devices together)",
+        ),
+        ("n_gpus_per_node: 8", "unknown key n_gpus_per_node; here it is trainer.nproc of stack.yaml"),
+        (
+            "actor_rollout_ref: {actor: {ppo_epochs: 2, optim: {lr: 1e-6}}, rollout: {n: 8}}",
+            "unknown key actor_rollout_ref; here actor_rollout_ref.actor.ppo_epochs is "
+            "optimizer.epochs_per_update, actor_rollout_ref.actor.optim.lr is optimizer.learning_rate, "
+            "actor_rollout_ref.rollout.n is rollout.samples_per_prompt",
+        ),
+    ],
+)
+def test_key_of_another_program_is_told_by_its_name_here(text: str, says: str) -> None:
+    assert problem(RUN + text + "\n") == f"run.yaml:7: {says}"
+
+
+def test_keys_that_stand_for_those_of_other_programs_exist() -> None:
+    ours = {*_all_paths(RunConfig), *_all_paths(StackConfig)}
+    assert {theirs: key for theirs, key in OURS.items() if key not in ours} == {}
+    assert {theirs for theirs in NOTES if theirs not in OURS} == set()
 
 
 def test_unknown_key_inside_list_and_union() -> None:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from flotilla_core.config.document import Document, KeyPath, describe, join, read_text_file, shortened
 from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.other_programs import same_keys_here
 from flotilla_core.errors import InvalidConfig
 
 Model = TypeVar("Model", bound=ConfigModel)
@@ -116,7 +117,7 @@ def found_problems(
 def _message(problem: Any, path: KeyPath, model: type[ConfigModel]) -> str:
     kind, value = problem["type"], problem["input"]
     if kind == "extra_forbidden":
-        return _unknown_key(path, model)
+        return _unknown_key(path, model, value)
     if kind == "missing":
         return f"{join(path)} is missing"
     if kind == "union_tag_not_found":
@@ -133,11 +134,24 @@ def _message(problem: Any, path: KeyPath, model: type[ConfigModel]) -> str:
     return f"{join(path)}: expected {text[0].lower()}{text[1:]}, got {describe(value)}"
 
 
-def _unknown_key(path: KeyPath, model: type[ConfigModel]) -> str:
-    meant = _probably_meant(path, model)
+def _unknown_key(path: KeyPath, model: type[ConfigModel], value: Any) -> str:
+    meant, shown = _probably_meant(path, model), shortened(join(path))
     if meant == join(path):
         return f"unknown key {meant}: another {join(path[:-1])}.type has it, this one does not"
-    return f"unknown key {shortened(join(path))}" + (f"; did you mean {meant}?" if meant else "")
+    if same := same_keys_here(path, value):
+        own = set(_all_paths(model))
+        said = [
+            ("it" if theirs == join(path) else shortened(theirs))
+            + f" is {ours if ours in own else _in_the_other_file(ours, model)}"
+            + (f" ({note})" if note else "")
+            for theirs, ours, note in same
+        ]
+        return f"unknown key {shown}; here {', '.join(said)}"
+    return f"unknown key {shown}" + (f"; did you mean {meant}?" if meant else "")
+
+
+def _in_the_other_file(key: str, model: type[ConfigModel]) -> str:
+    return f"{key} of {'run.yaml' if 'state_dir' in model.model_fields else 'stack.yaml'}"
 
 
 def _name_of(value: Any) -> Any:

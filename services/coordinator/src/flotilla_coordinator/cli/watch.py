@@ -240,7 +240,7 @@ def print_comparison(runs: Sequence[Run], compared: Comparison) -> None:
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:
-    """Print the lines of a plan as a table, then the reasons against the run."""
+    """Print the reasons against the run, the lines of a plan as a table, and the reasons again, below a long table."""
     from flotilla_coordinator.cli.output import print_json, print_table, say
 
     if as_json:
@@ -248,6 +248,8 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
         print_json({"lines": lines, "warnings": list(plan.warnings), "errors": list(plan.errors)})
         return
     if plan.lines:
+        for error in plan.errors:
+            say(f"error: {error}")
         print_table(("WHAT", "VALUE", "HOW"), [(n.name, n.value, n.explanation) for n in plan.lines])
     for warning in plan.warnings:
         say(f"warning: {warning}")
