@@ -10,6 +10,7 @@ import pytest
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.runs.registry import Runs
+from flotilla_coordinator.runs.resume import FROM_START, StartPoint
 from flotilla_core.errors import FailedPrecondition
 
 CONFIG = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\n"
@@ -58,3 +59,19 @@ async def test_an_ended_run_is_kept_in_its_records_alone(runs: Runs) -> None:
     assert (await runs.find(run.run_id)).run_id == run.run_id
     with pytest.raises(FailedPrecondition, match=f"run {run.run_id} has ended already"):
         await runs.stop(run.run_id, "too late")
+
+
+async def test_run_without_checkpoints_goes_back_to_its_start_only_when_told(
+    runs: Runs, launched: list[StartPoint], tmp_path: Path
+) -> None:
+    (tmp_path / "old").mkdir()
+    config = CONFIG + "checkpoint: {every_steps: 0}\n"
+    await runs._ledger.save_run(
+        RunRecord("old", "old", RunState.FAILED, config, str(tmp_path / "old"), 1.0, ended_at=2.0)
+    )
+    await runs._ledger.update_run("old", step=3)
+    with pytest.raises(FailedPrecondition, match=r"its 3 steps can only be made again .* --from start"):
+        await runs.resume("old", "", "")
+    await runs.resume("old", FROM_START, "")
+    await asyncio.sleep(0)
+    assert [start.checkpoint for start in launched] == [FROM_START]

@@ -265,7 +265,10 @@ def stop(
 def resume(
     run: RunId,
     checkpoint: Annotated[
-        str, typer.Option("--from", metavar="NAME", help="A checkpoint; later ones are discarded.")
+        str,
+        typer.Option(
+            "--from", metavar="NAME", help='A checkpoint, or "start" for step 0; later ones are discarded.'
+        ),
     ] = "",
     follow: Annotated[bool, typer.Option("--wait", help="Follow the run until it ends.")] = False,
     stack: Stack = None,

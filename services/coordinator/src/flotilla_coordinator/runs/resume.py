@@ -26,6 +26,9 @@ from flotilla_core.errors import Cancelled, Damaged, DeadlineExceeded, RankFaile
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.version import Version
 
+FROM_START = "start"
+"""The word in place of a checkpoint's name by which a user gives up all steps."""
+
 NEVER_FINISHED = (Unavailable, RankFailed, DeadlineExceeded, Cancelled)
 """Errors of an update whose gang is lost, or hangs, before the update ends."""
 
@@ -36,8 +39,8 @@ class StartPoint:
 
     lineage: int = 0
     checkpoint: str = ""
-    """The name of a checkpoint; empty takes the newest one that is good, or the start of the run where there is none.
-    """
+    """The name of a checkpoint, or FROM_START; empty takes the newest one that is good, or the start of the run where
+    there is none."""
     by_user: bool = False
     """True where a user resumed the run and may have fixed a reward: samples that the rewards failed on are scored
     again."""
@@ -75,11 +78,14 @@ async def restore(run: RunContext, start_point: StartPoint) -> None:
         await run.source.restore(progress.steps_done, progress.cursor)
     run.restore(progress)
     run.begun, run.owes_evaluation = True, progress.steps_done == 0
-    origin = (
-        f"Restarting from checkpoint {name}"
-        if name
-        else "No checkpoint yet: restarting from the initial weights"
-    )
+    if name:
+        origin = f"Restarting from checkpoint {name}"
+    elif start_point.checkpoint == FROM_START:
+        origin = "Restarting from the initial weights, as asked for"
+    elif not run.checkpoints.wanted:
+        origin = "checkpoint.every_steps is 0, so there is no checkpoint: restarting from the initial weights"
+    else:
+        origin = "No checkpoint yet: restarting from the initial weights"
     again = f"{len(voided)} updates are repeated" if voided else "no update lost"
     run.status.notice(
         run_pb2.NOTICE_LEVEL_INFO,
@@ -90,6 +96,8 @@ async def restore(run: RunContext, start_point: StartPoint) -> None:
 async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
     """Load a checkpoint into the gangs; return its name, empty for the start of the run, and its progress."""
     shelf = run.checkpoints.shelf
+    if wanted == FROM_START:
+        return "", Progress(run.run_id, 0, run.policy.version, None)
     candidates = [wanted] if wanted else shelf.names()[::-1]
     refused: Damaged | None = None
     for name in candidates:

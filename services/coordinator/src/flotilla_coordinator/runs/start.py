@@ -27,7 +27,7 @@ from flotilla_coordinator.runs.active import RunHandle
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.executor import RunExecutor
-from flotilla_coordinator.runs.resume import StartPoint
+from flotilla_coordinator.runs.resume import FROM_START, StartPoint
 from flotilla_coordinator.runs.status import (
     INTERRUPTED,
     RunStatus,
@@ -99,8 +99,7 @@ class RunStarter:
             )
         config, _ = await self._checked(record.config_yaml)
         self._fleet.require_place(ResourceRequest.of(config))
-        if checkpoint:
-            CheckpointShelf(directory.checkpoints_path).folder(checkpoint)
+        _check_checkpoint(record, config, CheckpointShelf(directory.checkpoints_path), checkpoint)
         start_point = StartPoint(record.version.lineage + 1, checkpoint, by_user=True)
         await self._ledger.asked_for(run_id)
         active = await self._reopened(record, config, directory, start_point)
@@ -213,6 +212,21 @@ class RunStarter:
         except OSError as error:  # the ledger holds what must not be lost
             log.warning("an event was not written", run_id=run_id, error=str(error))
         self._events.publish(run_id, f"{run_id}/{event.sequence}", event.SerializeToString())
+
+
+def _check_checkpoint(record: RunRecord, config: RunConfig, shelf: CheckpointShelf, checkpoint: str) -> None:
+    """Raise where a resume names a checkpoint that is not there, or would give up all steps without being told so."""
+    if checkpoint and checkpoint != FROM_START:
+        shelf.folder(checkpoint)
+    if checkpoint or config.checkpoint.every_steps or not record.step or shelf.names():
+        return
+    raise FailedPrecondition(
+        f"run {record.run_id} has no checkpoint to continue from",
+        where=str(shelf.path),
+        why=f"checkpoint.every_steps is 0, so its {record.step} steps can only be made again from the initial weights",
+        next_step=f"do that with `flotilla run resume {record.run_id} --from {FROM_START}`, or start a new run with "
+        "checkpoint.every_steps above 0",
+    )
 
 
 def reason_not_to_resume(record: RunRecord, takeovers: int) -> str:
