@@ -18,7 +18,8 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import (
     CoordinatorServiceServicer,
 )
 from flotilla_client import connect
-from flotilla_coordinator.cli.watch import progress
+from flotilla_coordinator.cli import output
+from flotilla_coordinator.cli.watch import print_plan, progress
 from flotilla_coordinator.timeline import SpanStore
 from flotilla_core.errors import NotFound
 from flotilla_core.telemetry import names
@@ -324,6 +325,20 @@ def test_a_plan_needs_no_fleet_and_names_what_is_missing(flotilla: Command) -> N
     assert code == 2
     assert "no fleet is running" in err
     assert len(json.loads(out)["errors"]) == 1
+
+
+def test_errors_of_a_plan_stand_above_and_below_its_table() -> None:
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(output, "print_table", lambda columns, rows: told.append("table"))
+        patched.setattr(output, "say", told.append)
+        plan = run_pb2.Plan(errors=["rewards is empty"], warnings=["no room"])
+        plan.lines.add(name="data", value="40 prompts")
+        print_plan(plan, as_json=False)
+        told.append("no lines")
+        print_plan(run_pb2.Plan(errors=["no model"]), as_json=False)
+    first = ["error: rewards is empty", "table", "warning: no room", "error: rewards is empty"]
+    assert told == [*first, "no lines", "error: no model"]
 
 
 def test_doctor_names_the_missing_model_and_fails(flotilla: Command) -> None:
