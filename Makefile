@@ -6,6 +6,7 @@ PYTHON ?= python3.11
 PYTHON312 ?= python3.12
 BIN := .venv/bin
 TOOLS := .venv-tools
+DOCS := .venv-docs
 STACK ?=
 RELEASE := $(shell git describe --tags --abbrev=0 2>/dev/null)
 # A suite is a folder of tests/; its target test-<suite> exists when the folder holds tests.
@@ -110,6 +111,11 @@ format: setup  ## Rewrite the code in house style
 reference: setup  ## Generate docs/reference from the code
 	@$(BIN)/python scripts/generate_reference.py
 
+.PHONY: docs
+docs: $(DOCS)/.ready  ## Build the pages as a site in build/docs; a warning is an error
+	@$(DOCS)/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html -c docs . build/docs
+	@echo "==> docs: build/docs/docs/index.html"
+
 .PHONY: proto proto-check proto-lint proto-breaking
 proto: $(TOOLS)/.ready  ## Generate libs/proto from protos/
 	@$(TOOLS)/bin/python scripts/generate_protos.py
@@ -128,6 +134,12 @@ $(TOOLS)/.ready: requirements/tools.txt
 	@echo "==> code generator: building $(TOOLS)"
 	@$(PYTHON) -m venv $(TOOLS)
 	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/tools.txt
+	@touch $@
+
+$(DOCS)/.ready: requirements/docs.txt
+	@echo "==> site generator: building $(DOCS)"
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.txt
 	@touch $@
 
 .PHONY: lock

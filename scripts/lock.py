@@ -84,6 +84,7 @@ def main() -> int:
     torch = resolve([FOLDER / "torch-cuda.in"], FOLDER / "dev-gpu.txt", stock_index=True)
     write("torch-cuda", {name: pin for name, pin in torch.items() if CUDA_LIBRARIES.match(name)})
     lock_set("tools", "tools", (), upgrade=upgrade, gpu=False)
+    lock_set("docs", "docs", (), upgrade=upgrade, gpu=False)
     return 0
 
 

@@ -1,0 +1,61 @@
+"""Configuration of the pages as a site: `make docs`, with Sphinx and MyST, without any network.
+
+The sources start at the root of the repository, because pages link to READMEs of services and examples. Every page is
+one that people read in the repository too: a link to a folder becomes the README in it, or its text alone.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parent.parent
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)\)")
+
+project = "Flotilla"
+author = "The authors of Flotilla"
+extensions = ["myst_parser"]
+root_doc = "docs/index"
+include_patterns = ["docs/**", "*.md", "services/*/README.md", "examples/*/README.md", "bench/gpu/*.md"]
+exclude_patterns = ["docs/conf.py"]
+suppress_warnings = ["myst.header"]  # the reference goes as deep as the configuration does
+highlight_language = "none"
+myst_heading_anchors = 6
+html_theme = "furo"
+html_title = "Flotilla"
+html_show_copyright = False
+html_copy_source = False
+
+
+def without_folders(app: Sphinx, page: str, source: list[str]) -> None:
+    """Point links to folders to the README in them; a site has no folders."""
+    here = (ROOT / page).parent
+
+    def link(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        folder = (here / target).resolve()
+        if not folder.is_dir():
+            return match[0]
+        known = folder.is_relative_to(ROOT) and f"{folder.relative_to(ROOT)}/README" in app.env.found_docs
+        return f"[{text}]({target.rstrip('/')}/README.md)" if known else text
+
+    source[0] = LINK.sub(link, source[0])
+
+
+def with_every_page(app: Sphinx, page: str, source: list[str]) -> None:
+    """List the pages that nobody has given a place in the index yet at its end."""
+    if page != root_doc:
+        return
+    here = (ROOT / page).parent
+    listed = {(here / line).resolve() for line in source[0].splitlines()}
+    others = sorted(other for other in app.env.found_docs - {page} if ROOT / other not in listed)
+    if others:
+        entries = "\n".join(f"/{other}" for other in others)
+        source[0] += f"\n```{{toctree}}\n:caption: More\n:maxdepth: 1\n\n{entries}\n```\n"
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", without_folders)
+    app.connect("source-read", with_every_page)
