@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from flotilla_coordinator.cli.main import app
 from flotilla_core.config import ConfigModel, PolicyConfig, RunConfig, StackConfig, load_text
+from flotilla_core.config.other_programs import OURS
 from flotilla_core.telemetry.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,3 +222,15 @@ def test_a_page_for_users_of_another_program_names_what_exists(page: Path) -> No
             elif text not in metrics | FILES and not is_setting(text) and not KEYS.get(text):
                 unknown.append(text)
     assert unknown == []
+
+
+def test_pages_and_error_messages_name_the_same_keys_for_those_of_other_programs() -> None:
+    named_by_pages: dict[str, set[str]] = {}
+    for row in (row for page in COMING_FROM if "roll" not in page.name for row in rows(page)):
+        ours = {text.partition(": ")[0] for text in CODE.findall(row[1])}
+        for theirs in CODE.findall(row[0]):
+            parts = theirs.partition(": ")[0].split(".")
+            endings = (".".join(parts[first:]) for first in range(len(parts)))
+            if key := next((ending for ending in endings if ending in OURS), None):
+                named_by_pages.setdefault(key, set()).update(ours)
+    assert {key: OURS[key] for key, ours in named_by_pages.items() if OURS[key] not in ours} == {}
