@@ -30,6 +30,47 @@ def test_pairs_are_ranked_without_a_temperature() -> None:
         load_text(RunConfig, f"name: run\nsteps: 3\ndata: {{train: /x.jsonl}}\n{text}", source="run.yaml")
 
 
+def test_a_held_out_set_takes_what_it_leaves_out_from_the_evaluation() -> None:
+    text = """evaluation:
+  success_at: 0.5
+  max_prompts: 40
+  data:
+    - path: /a.jsonl
+    - {path: /b.jsonl, name: sums, success_at: 0.0, temperature: 0.7, samples_per_prompt: 4, rewards: [{reward: exact}]}
+"""
+    evaluation = load(text).evaluation
+    assert evaluation is not None
+    plain, own = evaluation.held_out
+    assert (plain.name, plain.settings.success_at, plain.settings.samples_per_prompt) == ("a", 0.5, 1)
+    assert (own.name, own.settings.success_at, own.settings.samples_per_prompt) == ("sums", 0.0, 4)
+    assert own.settings.max_prompts == 40 and not plain.rewards and own.rewards[0].reward == "exact"
+    again = load_text(RunConfig, dump_yaml(load(text)), source="again").evaluation
+    assert again == evaluation
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("5", r"evaluation\.data: expected a path, or a list of mappings"),
+        ("[{path: /a.jsonl}, {path: /b/a.jsonl}]", "several held-out sets are called 'a'"),
+        ("[{path: /a.jsonl, success: 1}]", r"success; did you mean evaluation\.data\[0\]\.success_at"),
+        ("[{path: /a.jsonl, samples_per_prompt: 4}]", "samples_per_prompt of a is 4, but greedy answers"),
+    ],
+)
+def test_a_mistake_about_held_out_sets_is_named(data: str, message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        load(f"evaluation: {{data: {data}}}\n")
+
+
+def test_every_held_out_set_is_judged_by_rewards_where_one_is() -> None:
+    text = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nalgorithm: {type: dpo}\nevaluation: {data: [%s]}\n"
+    judged = "{path: /a.jsonl, rewards: [{reward: exact}]}"
+    config = load_text(RunConfig, text % judged, source="run.yaml")
+    assert config.evaluates_answers and not config.evaluates_pairs
+    with pytest.raises(InvalidConfig, match="evaluation needs at least one reward term"):
+        load_text(RunConfig, text % f"{judged}, {{path: /b.jsonl}}", source="run.yaml")
+
+
 def test_data_sets_are_a_path_or_a_list_with_names_and_weights() -> None:
     assert load("data: {train: /a.jsonl}\n").data.train == Path("/a.jsonl")
     several = load("data: {train: [{path: /a.jsonl, weight: 2}, {path: /b.jsonl, name: riddles}]}\n")

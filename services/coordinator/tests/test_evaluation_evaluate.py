@@ -1,16 +1,26 @@
-"""Evaluation: every held-out prompt gets equally many answers, and pass@k is that of all teams of k."""
+"""Evaluation: every prompt of a set gets equally many answers, and its figures are those of their rewards."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import AsyncGenerator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, pass_at
+from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, HeldOutPrompts
+from flotilla_coordinator.evaluation.figures import (
+    before,
+    before_and_after,
+    figures_of,
+    held_out_text,
+    majority_right,
+    pass_at,
+    vote_of,
+)
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.scoring import Outcome
@@ -44,41 +54,82 @@ class Scorer:
         outcomes = {}
         for item in items:
             prompt, number = map(int, item.sample_id.split("/")[-2:])
-            outcomes[item.sample_id] = Outcome(None, "broken") if self.failing else Outcome(number < prompt)
+            right = Outcome(float(number < prompt), terms=(0.5, 1.0))
+            outcomes[item.sample_id] = Outcome(None, "broken") if self.failing else right
         return outcomes
 
+    def parts(self, outcome: Outcome) -> tuple[tuple[str, float], ...]:
+        return tuple(zip(("short", "exact"), outcome.terms, strict=True))
 
-def evaluator(generation: Generation, scorer: Scorer, prompts: int, drawn: int) -> Evaluator:
+
+def held_out(name: str, scorer: Scorer, prompts: int, drawn: int) -> HeldOutPrompts:
     tokens = np.array([1], np.int32)
-    held_out: Any = [
-        SimpleNamespace(index=i, token_ids=tokens, prompt_text="", answer="", info={}) for i in range(prompts)
-    ]
-    parts: Any = (generation, scorer)
-    return Evaluator("run", held_out, *parts, SamplingConfig(temperature=0.7), drawn, timeout_s=5.0)
+    rows = [Prompt(0, index, "1+1=", tokens, "2", {"level": index}) for index in range(prompts)]
+    judge: Any = scorer
+    return HeldOutPrompts(name, rows, judge, SamplingConfig(temperature=0.7), drawn)
+
+
+def evaluator(generation: Generation, *sets: HeldOutPrompts) -> Evaluator:
+    source: Any = generation
+    return Evaluator("run", sets, source, timeout_s=5.0)
 
 
 async def test_each_prompt_is_answered_so_often_and_counted_by_its_own_answers() -> None:
     generation = Generation()
-    found = await evaluator(generation, Scorer(), prompts=5, drawn=4).evaluate(VERSION, step=3)
+    found = await evaluator(generation, held_out("sums", Scorer(), 5, 4)).evaluate(VERSION, step=3)
     assert {len(request.sample_ids) for request in generation.asked} == {4}
     assert {request.sampling.temperature for request in generation.asked} == {0.7}
     assert {request.min_version for request in generation.asked} == {VERSION}
+    assert generation.asked[1].sample_ids[2] == "run/eval/0.4/1/2"
     right = [0, 1, 2, 3, 4]
     assert found.accuracy == found.metrics["eval/mean@4"] == sum(right) / 20
     assert found.metrics["eval/pass@4"] == 4 / 5
-    assert set(found.metrics) == {"eval/mean@4", "eval/pass@1", "eval/pass@2", "eval/pass@4"}
+    error = statistics.stdev(count / 4 for count in right) / 5**0.5
+    assert found.metrics["eval/accuracy_stderr"] == pytest.approx(error)
+    assert found.metrics["eval/reward_mean"] == found.accuracy
+    figures = {"mean@4", "maj@4", "pass@1", "pass@2", "pass@4"}
+    figures |= {"accuracy_stderr", "reward_mean", "reward_stderr"}
+    assert set(found.metrics) == {f"eval/{figure}" for figure in figures}
 
 
-async def test_one_answer_to_each_prompt_is_accuracy_alone() -> None:
-    found = await evaluator(Generation(), Scorer(), prompts=4, drawn=1).evaluate(VERSION, step=0)
-    assert found == Evaluation(3 / 4)
+async def test_one_answer_to_each_prompt_has_a_mean_and_an_error_alone() -> None:
+    found = await evaluator(Generation(), held_out("sums", Scorer(), 4, 1)).evaluate(VERSION, step=0)
+    assert found.accuracy == 3 / 4
+    assert set(found.metrics) == {"eval/accuracy_stderr", "eval/reward_mean", "eval/reward_stderr"}
+
+
+async def test_every_answer_is_kept_with_its_row_and_the_parts_of_its_reward() -> None:
+    found = await evaluator(Generation(), held_out("sums", Scorer(), 3, 2)).evaluate(VERSION, step=3)
+    lines = [answer.record(3, VERSION) for answer in found.answers]
+    assert [(line["prompt_index"], line["response"]) for line in lines] == [
+        (prompt, str(number)) for prompt in range(3) for number in range(2)
+    ]
+    last = lines[-1]
+    assert (last["step"], last["policy_version"], last["set"]) == (3, "0.4", "sums")
+    assert (last["prompt"], last["answer"], last["info"], last["reward"]) == ("1+1=", "2", {"level": 2}, 1.0)
+    assert last["reward_parts"] == [{"reward": "short", "value": 0.5}, {"reward": "exact", "value": 1.0}]
+
+
+async def test_each_set_has_its_figures_and_the_first_one_the_plain_names_too() -> None:
+    generation = Generation()
+    sets = held_out("easy", Scorer(), 4, 1), held_out("hard", Scorer(), 2, 1)
+    found = await evaluator(generation, *sets).evaluate(VERSION, step=0)
+    assert (found.accuracy, found.metrics["eval/easy/accuracy"], found.metrics["eval/hard/accuracy"]) == (
+        0.75,
+        0.75,
+        0.5,
+    )
+    assert found.metrics["eval/hard/reward_mean"] == 0.5 and found.metrics["eval/reward_mean"] == 0.75
+    names = [name for request in generation.asked for name in request.sample_ids]
+    assert len(set(names)) == 6, "two sets never share a sample"
+    assert [answer.held_out for answer in found.answers] == ["easy"] * 4 + ["hard"] * 2
 
 
 async def test_an_answer_that_cannot_be_scored_is_no_wrong_answer() -> None:
     scorer = Scorer()
     scorer.failing = True
     with pytest.raises(UserCodeError, match="6 of 6 held-out answers could not be scored"):
-        await evaluator(Generation(), scorer, prompts=3, drawn=2).evaluate(VERSION, step=0)
+        await evaluator(Generation(), held_out("sums", scorer, 3, 2)).evaluate(VERSION, step=0)
 
 
 @pytest.mark.parametrize("drawn", [2, 5, 6])
@@ -89,7 +140,90 @@ def test_pass_at_k_is_the_share_of_all_teams_of_k_with_a_right_answer(drawn: int
         assert pass_at(k, right, drawn) == pytest.approx(passing / len(teams))
 
 
+def figures(rewards: list[list[float]], success_at: float = 1.0) -> dict[str, float]:
+    return figures_of(rewards, [[str(reward) for reward in answers] for answers in rewards], success_at)
+
+
 def test_pass_at_1_is_the_mean_and_k_stops_at_the_largest_power_of_two() -> None:
-    found = Evaluation.of_answers([0, 3, 6], drawn=6)
-    assert found.metrics["eval/pass@1"] == pytest.approx(found.accuracy)
-    assert [name for name in found.metrics if "pass" in name] == ["eval/pass@1", "eval/pass@2", "eval/pass@4"]
+    found = figures([[float(number < right) for number in range(6)] for right in (0, 3, 6)])
+    assert found["eval/pass@1"] == pytest.approx(found["eval/accuracy"])
+    assert [name for name in found if "pass" in name] == ["eval/pass@1", "eval/pass@2", "eval/pass@4"]
+
+
+def test_right_means_the_threshold_of_the_set() -> None:
+    rewards = [[0.2], [0.5], [0.8], [-3.0]]
+    assert figures(rewards)["eval/accuracy"] == 0
+    assert figures(rewards, success_at=0.5)["eval/accuracy"] == 0.5
+    assert figures(rewards)["eval/reward_mean"] == pytest.approx(-0.375)
+
+
+def test_answers_to_one_prompt_do_not_make_the_error_smaller() -> None:
+    once = figures([[1.0], [0.0], [1.0], [1.0]])["eval/accuracy_stderr"]
+    assert figures([[1.0] * 9, [0.0] * 9, [1.0] * 9, [1.0] * 9])["eval/accuracy_stderr"] == pytest.approx(
+        once
+    )
+    assert once == pytest.approx(statistics.stdev([1, 0, 1, 1]) / 2)
+    assert "eval/accuracy_stderr" not in figures([[1.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("votes", "right", "share"),
+    [
+        (["4", "4", "5"], [True, True, False], 1.0),
+        (["4", "5", "5"], [True, False, False], 0.0),
+        (["4", "5"], [True, False], 0.5),  # A tie counts as its mean, whatever the order.
+        (["5", "4", None, None], [False, True, True, True], 0.5),
+        ([None, None], [False, False], 0.0),
+        (["4", "4", "5"], [True, False, False], 0.5),  # A reward of more than the answer, such as the length.
+    ],
+)
+def test_the_majority_is_as_right_as_its_voters(votes: list[Any], right: list[bool], share: float) -> None:
+    for order in itertools.permutations(range(len(votes))):
+        assert majority_right([votes[i] for i in order], [right[i] for i in order]) == share
+
+
+@pytest.mark.parametrize(
+    ("response", "after", "vote"),
+    [
+        (" 42\n", "", "42"),
+        ("6 * 7 is #### 42 \nDone.", "####", "42"),
+        ("#### 1\n#### 2", "####", "2"),
+        ("####\n 42", "####", "42"),
+        ("42", "####", None),
+        ("so ####", "####", ""),
+    ],
+)
+def test_a_response_votes_for_what_follows_its_last_marker(
+    response: str, after: str, vote: str | None
+) -> None:
+    assert vote_of(response, after) == vote
+
+
+def test_a_graded_reward_is_never_told_as_a_failure() -> None:
+    found = figures([[0.25], [0.75]])
+    assert held_out_text(found) == "held-out mean reward 0.500 ± 0.250 (no answer reached success_at)"
+    both = before(figures([[0.0], [0.5]])) | found | {"eval/step": 20.0}
+    assert before_and_after(both) == [
+        "held-out mean reward: 0.250 before, 0.500 ± 0.250 after 20 steps (no answer reached success_at)"
+    ]
+
+
+def test_accuracy_is_told_alone_where_it_is_the_mean_reward() -> None:
+    assert held_out_text(figures([[1.0], [0.0]])) == "held-out accuracy 0.500 ± 0.500"
+    assert held_out_text(figures([[0.0], [0.0]])) == "held-out accuracy 0.000 ± 0.000"
+    assert (
+        held_out_text(figures([[2.0], [0.0]])) == "held-out accuracy 0.500 ± 0.500, mean reward 1.000 ± 1.000"
+    )
+    assert held_out_text({"eval/accuracy": 0.5}) == "held-out accuracy 0.500"
+    first = {"eval/accuracy": 0.25, "eval/accuracy_before": 0.25, "eval/step": 0.0}
+    assert before_and_after(first) == ["held-out accuracy: 0.250 before; not evaluated since"]
+    assert before_and_after({}) == []
+
+
+def test_sets_are_told_one_by_one() -> None:
+    found = Evaluation.of_sets({"easy": figures([[1.0], [1.0]]), "hard": figures([[0.5], [0.5]])})
+    told = "easy: accuracy 1.000 ± 0.000; hard: mean reward 0.500 ± 0.000 (no answer reached success_at)"
+    assert held_out_text(found.figures) == f"held-out {told}"
+    lines = before_and_after(before(found.figures) | found.figures | {"eval/step": 4.0})
+    assert lines[0] == "held-out accuracy on easy: 1.000 before, 1.000 ± 0.000 after 4 steps"
+    assert lines[1].startswith("held-out mean reward on hard: 0.500 before") and len(lines) == 2

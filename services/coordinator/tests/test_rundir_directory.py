@@ -99,6 +99,20 @@ def test_samples_of_a_step_are_readable_by_zstd(directory: RunDirectory) -> None
     ]
 
 
+def test_answers_of_an_evaluation_are_apart_from_samples_and_the_last_attempt_counts(
+    directory: RunDirectory,
+) -> None:
+    directory.write_samples(batch(4))
+    paths = [
+        directory.write_answers(step, [{"step": step, "response": text}])
+        for step, text in ((0, "eins"), (4, "zwei"), (4, "drei"))
+    ]
+    assert [path.name for path in paths[1:]] == ["eval-000004.jsonl.zst", "eval-000004-2.jsonl.zst"]
+    assert [line["response"] for line in directory.read_answers()] == ["eins", "drei"]
+    assert [line["response"] for line in directory.read_answers([0])] == ["eins"]
+    assert {line["response"] for line in directory.read_samples()} == {"zwölf"}
+
+
 def test_a_listed_sample_that_the_ledger_pruned_comes_from_its_step(directory: RunDirectory) -> None:
     directory.write_samples(batch(1))
     directory.write_samples(batch(2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
@@ -215,30 +215,116 @@ class RolloutConfig(ConfigModel):
         return self.sample_timeout_s * (1 + self.max_staleness)
 
 
+class HeldOutSet(ConfigModel):
+    """One of several held-out files; a key that is left empty takes the one of `evaluation`."""
+
+    path: Path
+    """JSONL file with the same columns as the training data."""
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
+    """Names its metrics; empty takes the file name without its extension."""
+    rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
+    """The rewards of its answers; empty takes those of the run."""
+    success_at: float | None = Field(default=None, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
+    """An answer is right when its total reward is at least this."""
+    max_prompts: int | None = Field(default=None, ge=1, le=100_000)
+    """Maximum number of prompts taken from the file."""
+    max_response_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
+    """Length limit of a response."""
+    samples_per_prompt: int | None = Field(default=None, ge=1, le=10_000)
+    """Answers drawn for each prompt."""
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    """0 is greedy."""
+    answer_after: str | None = Field(default=None, max_length=256)
+    """Text before the final answer of a response, for `eval/maj@n`."""
+
+
+_OWN = {
+    "success_at",
+    "max_prompts",
+    "max_response_tokens",
+    "samples_per_prompt",
+    "temperature",
+    "answer_after",
+}
+"""Settings of a held-out set that go before those of `evaluation`."""
+
+
+class HeldOut(NamedTuple):
+    """One held-out file, and how it is evaluated."""
+
+    name: str
+    path: Path
+    rewards: tuple[RewardTermConfig, ...]
+    """Empty where those of the run count."""
+    settings: EvaluationConfig
+    """What counts for this file alone; `data` still names all."""
+
+
+HeldOutData = Annotated[
+    Annotated[Path, Tag("one")]
+    | Annotated[tuple[HeldOutSet, ...], Field(min_length=1, max_length=100), Tag("several")],
+    Discriminator(
+        _form,
+        custom_error_type="held_out_data",
+        custom_error_message="a path, or a list of mappings with path, name and settings of its own",
+    ),
+]
+
+
 class EvaluationConfig(ConfigModel):
     """Evaluation on held-out prompts or pairs; before, during and after training."""
 
-    data: Path
-    """JSONL file with the same columns as the training data."""
+    data: HeldOutData
+    """JSONL file with the same columns as the training data, or a list of several, each with `path`, `name` and
+    settings of its own. The first one decides what `stop` sees."""
     every_steps: int = Field(default=0, ge=0, le=10_000_000)
     """Steps between evaluations; 0: only before and after training."""
+    success_at: float = Field(default=1.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
+    """An answer is right when its total reward is at least this."""
     max_prompts: int = Field(default=500, ge=1, le=100_000)
-    """Maximum number of prompts taken from the file."""
+    """Maximum number of prompts taken from a file."""
     max_response_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     """Length limit of a response; empty takes the rollout's limit."""
     samples_per_prompt: int = Field(default=1, ge=1, le=10_000)
-    """Answers drawn for each prompt; above 1 `eval/mean@n` and `eval/pass@k` are measured as well."""
+    """Answers drawn for each prompt; above 1 `eval/mean@n`, `eval/pass@k` and `eval/maj@n` are measured as well."""
     temperature: float = Field(default=0.0, ge=0, le=100)
     """0 is greedy, which would make several answers to a prompt all equal."""
+    answer_after: str = Field(default="", max_length=256)
+    """Text before the final answer of a response, such as `####`: `eval/maj@n` compares the rest of the line after its
+    last occurrence, and a response without it has no vote. Empty compares whole responses."""
     pinned: bool = False
     """Evaluate during the next steps: with two or more generators, one keeps the version until the evaluation ends."""
 
+    @property
+    def held_out(self) -> tuple[HeldOut, ...]:
+        """Return every held-out file with all settings that count for it."""
+        if isinstance(self.data, Path):
+            return (HeldOut(self.data.stem, self.data, (), self),)
+        return tuple(self._own(one) for one in self.data)
+
+    def _own(self, one: HeldOutSet) -> HeldOut:
+        own = {name: value for name, value in one if name in _OWN and value is not None}
+        return HeldOut(one.name or one.path.stem, one.path, one.rewards, self.model_copy(update=own))
+
     @model_validator(mode="after")
     def _answers_differ(self) -> EvaluationConfig:
-        if self.samples_per_prompt > 1 and self.temperature == 0:
+        for one in self.held_out:
+            drawn = one.settings.samples_per_prompt
+            if drawn > 1 and one.settings.temperature == 0:
+                where = "" if isinstance(self.data, Path) else f" of {one.name}"
+                raise ValueError(
+                    f"samples_per_prompt{where} is {drawn}, but greedy answers to one prompt are all "
+                    "equal: set temperature above 0 (1.0 is that of the rollouts), or samples_per_prompt to 1"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _has_sets_of_different_names(self) -> EvaluationConfig:
+        names = [one.name for one in self.held_out]
+        if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise ValueError(
-                f"samples_per_prompt is {self.samples_per_prompt}, but greedy answers to one prompt are all equal: "
-                "set temperature above 0 (1.0 is that of the rollouts), or samples_per_prompt to 1"
+                f"several held-out sets are called {repeated[0]!r}, and each has metrics under its name: give each a "
+                "`name` of its own"
             )
         return self
 

@@ -55,7 +55,7 @@ class RunConfig(ConfigModel):
     rollout: RolloutConfig = RolloutConfig()
     """Generation; `sft`, `dpo` and `reward_model` use `prompts_per_step` alone, as answers or pairs per step."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
-    """The terms of the weighted sum; evaluation uses the same."""
+    """The terms of the weighted sum; evaluation uses the same, unless a held-out set names its own."""
     algorithm: AlgorithmConfig = PolicyConfig()
     """The objective."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -63,8 +63,8 @@ class RunConfig(ConfigModel):
     batching: BatchingConfig = BatchingConfig()
     """Division of an update for memory; never changes the result."""
     evaluation: EvaluationConfig | None = None
-    """Held-out accuracy: the share of answers whose total reward is at least 1; or of pairs ranked correctly, if
-    the run learns from pairs and names no rewards."""
+    """Held-out mean reward, and accuracy: the share of answers whose total reward is at least `success_at`; or of pairs
+    ranked correctly, if the run learns from pairs and names no rewards."""
     stop: StopConfig | None = None
     """Stop early on an evaluation."""
     weights: WeightSyncConfig = WeightSyncConfig()
@@ -92,7 +92,14 @@ class RunConfig(ConfigModel):
     @property
     def evaluates_pairs(self) -> bool:
         """Return whether an evaluation counts how many held-out pairs are ranked correctly, and generates nothing."""
-        return self.evaluation is not None and self.learns_from_pairs and not self.rewards
+        if self.evaluation is None or not self.learns_from_pairs or self.rewards:
+            return False
+        return not any(one.rewards for one in self.evaluation.held_out)
+
+    @property
+    def evaluates_answers(self) -> bool:
+        """Return whether an evaluation draws answers from the generators."""
+        return self.evaluation is not None and not self.evaluates_pairs
 
     @model_validator(mode="after")
     def _has_groups_for_its_steps(self) -> RunConfig:
@@ -111,8 +118,10 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _asks_a_reward_model_for_no_text(self) -> RunConfig:
+        sets = () if self.evaluation is None else self.evaluation.held_out
+        judged = self.rewards or any(one.rewards for one in sets)
         wrong = {
-            "rewards": (self.rewards, "it writes no answers that they could judge; evaluation ranks pairs"),
+            "rewards": (judged, "it writes no answers that they could judge; evaluation ranks pairs"),
             "lora": (self.lora, "adapters are trained beside a language model alone"),
             "loop: client": (
                 self.loop == "client",
@@ -211,11 +220,18 @@ class RunConfig(ConfigModel):
             )
         if self.stop is not None and (self.evaluation is None or self.evaluation.every_steps == 0):
             raise ValueError("stop needs evaluation.every_steps above 0")
-        if self.evaluates_pairs and self.evaluation is not None and self.evaluation.temperature > 0:
+        return self
+
+    @model_validator(mode="after")
+    def _judges_what_it_evaluates(self) -> RunConfig:
+        if self.evaluation is None:
+            return self
+        held_out = self.evaluation.held_out
+        if self.evaluates_pairs and any(one.settings.temperature > 0 for one in held_out):
             raise ValueError(
                 "evaluation.temperature is above 0, but pairs are ranked and nothing is generated: "
                 "leave it out, or name rewards"
             )
-        if self.evaluation is not None and not self.rewards and not self.learns_from_pairs:
+        if self.evaluates_answers and not self.rewards and not all(one.rewards for one in held_out):
             raise ValueError("evaluation needs at least one reward term")
         return self

@@ -141,13 +141,28 @@ METRICS = (
     Metric(
         "preference/rejected_logprob", "nats", TRAINER, "Mean log-probability of the other answer (`dpo`)."
     ),
-    Metric("eval/accuracy", "share", COORDINATOR, "Accuracy of the newest evaluation."),
+    Metric(
+        "eval/accuracy", "share", COORDINATOR, "Share of right held-out answers in the newest evaluation."
+    ),
+    Metric("eval/accuracy_stderr", "share", COORDINATOR, "Its standard error, over prompts."),
+    Metric("eval/reward_mean", "reward", COORDINATOR, "Mean reward of the same answers."),
+    Metric("eval/reward_stderr", "reward", COORDINATOR, "Its standard error, over prompts."),
     Metric(
         "eval/accuracy_before", "share", COORDINATOR, "Accuracy of the first evaluation (`run show` alone)."
+    ),
+    Metric(
+        "eval/reward_mean_before",
+        "reward",
+        COORDINATOR,
+        "Mean reward of the first evaluation (`run show` alone).",
     ),
     Metric("eval/step", "steps", COORDINATOR, "Steps before the newest evaluation (`run show` alone)."),
     Metric("eval/mean@<n>", "share", COORDINATOR, "Share of right answers among n to each prompt."),
     Metric("eval/pass@<k>", "share", COORDINATOR, "Chance that one of k answers to a prompt is right."),
+    Metric(
+        "eval/maj@<n>", "share", COORDINATOR, "Share of prompts whose most frequent of n answers is right."
+    ),
+    Metric("eval/<set>/<figure>", "", COORDINATOR, "The same figure of one of several held-out sets."),
     Metric("sync/bytes", "bytes", COORDINATOR, "Size of the weights that were sent."),
     Metric("sync/stage_s", "seconds", COORDINATOR, "Time to bring the weights to the members."),
     Metric("sync/stall_s", "seconds", COORDINATOR, "Longest pause of a generator at its commit."),

@@ -143,8 +143,11 @@ def _of_run(config: RunConfig) -> Iterator[Found]:
         yield _file("data.train", train)
     else:
         yield from (_file(f"data.train[{index}].path", one.path) for index, one in enumerate(train))
-    if config.evaluation is not None:
-        yield _file("evaluation.data", config.evaluation.data)
+    held_out = () if config.evaluation is None else config.evaluation.data
+    if isinstance(held_out, Path):
+        yield _file("evaluation.data", held_out)
+    else:
+        yield from (_file(f"evaluation.data[{index}].path", one.path) for index, one in enumerate(held_out))
     if config.initial_weights is not None:
         yield _folder("initial_weights", config.initial_weights, "config.json")
     if config.lora is not None and config.lora.adapter is not None:

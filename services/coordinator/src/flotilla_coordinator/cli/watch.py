@@ -27,15 +27,12 @@ if TYPE_CHECKING:
 
 Show = Callable[["RunEvent"], None]
 STEP_LINE_S = 5.0
-ACCURACY = "eval/accuracy"
 _SHOWN = (
     ("reward/mean", "reward {:.3f}"),
-    (ACCURACY, "accuracy {:.3f}"),
     ("loss", "loss {:.4g}"),
     ("tokens_per_s", "{:,.0f} tok/s"),
     ("time/step_s", "{:.2f} s"),
 )
-_SHOWN_LIVE = 2
 
 
 def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_json: bool) -> None:
@@ -43,6 +40,7 @@ def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_jso
     from flotilla.coordinator.v1.run_pb2 import RUN_STATE_FAILED
     from flotilla_coordinator.cli.options import RUN_FAILED, wait
     from flotilla_coordinator.cli.output import print_json, say, state_name
+    from flotilla_coordinator.evaluation.figures import before_and_after
 
     async def stay() -> Run:
         async with client_of(stack, coordinator) as client:
@@ -57,12 +55,8 @@ def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_jso
     if as_json:
         print_json(run_json(ended))
     say(f"run {ended.run_id} {state_name(ended)}" + (f": {ended.reason}" if ended.reason else ""))
-    if "eval/accuracy" in ended.metrics:
-        before, last, step = (
-            ended.metrics[f"eval/{name}"] for name in ("accuracy_before", "accuracy", "step")
-        )
-        later = f", {last:.3f} after {step:.0f} steps" if step else "; not evaluated since"
-        say(f"held-out accuracy: {before:.3f} before{later}")
+    for line in before_and_after(ended.metrics):
+        say(line)
     say(f"files: {ended.directory}")
     if ended.state == RUN_STATE_FAILED:
         raise typer.Exit(RUN_FAILED)
@@ -133,9 +127,18 @@ class _Screen:
         for _ in range(5):
             line.add_column(no_wrap=True)
         bar = ProgressBar(total=max(run.total_steps, 1), completed=run.step, width=12)
-        figures = "  ".join(_figures(self.metrics)[:_SHOWN_LIVE])
+        # On a terminal the newest evaluation stays in sight; a log has a line for each.
+        figures = "  ".join([*_figures(self.metrics)[:1], *self._held_out()])
         line.add_row(bar, f"{run.step}/{run.total_steps}", figures, run.phase, _time_left(run.eta_seconds))
         return line
+
+    def _held_out(self) -> list[str]:
+        from flotilla_coordinator.evaluation.figures import ACCURACY, WORDS, told
+
+        if ACCURACY not in self.metrics:
+            return []
+        name = told(self.metrics)[0]
+        return [f"held-out {WORDS[name]} {self.metrics[name]:.3f}"]
 
 
 class _Lines:
@@ -161,8 +164,7 @@ class _Lines:
         if now < self._next_step_line and step.step < self._total:
             return
         self._next_step_line = now + STEP_LINE_S
-        # An evaluation has a line of its own.
-        figures = _figures({name: value for name, value in step.metrics.items() if name != ACCURACY})
+        figures = _figures(step.metrics)
         left = _time_left(self._time_left) if step.step < self._total else ""
         say("  ".join(part for part in (f"step {step.step}/{self._total}", *figures, left) if part))
 

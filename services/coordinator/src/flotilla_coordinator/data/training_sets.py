@@ -15,7 +15,7 @@ from pathlib import Path
 from flotilla_coordinator.data.pairs import load_pairs
 from flotilla_coordinator.data.prompts import Load, Prompt, PromptFile, load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_core.config import DataConfig, PolicyConfig, RunConfig, TrainingSet
+from flotilla_core.config import DataConfig, HeldOut, PolicyConfig, RunConfig, TrainingSet
 from flotilla_core.config.document import describe
 from flotilla_core.config.roles import AskedTeachers
 from flotilla_core.errors import InvalidConfig
@@ -96,9 +96,12 @@ def training_data(config: RunConfig) -> Load:
     return load if asked is None or asked.teacher_field is None else _choosing_teachers(load, asked)
 
 
-def held_out_data(config: RunConfig) -> Load:
-    """Return the reader of `evaluation.data`."""
-    return load_pairs if config.evaluates_pairs else load_prompts
+def read_held_out(config: RunConfig, tokenizer: Tokenizer) -> list[tuple[HeldOut, PromptFile]]:
+    """Read all of `evaluation.data`, each file with at most `max_prompts` prompts."""
+    load = load_pairs if config.evaluates_pairs else load_prompts
+    sets = () if config.evaluation is None else config.evaluation.held_out
+    files = [(one, load(one.path, config.data, tokenizer)) for one in sets]
+    return [(one, replace(file, prompts=file.prompts[: one.settings.max_prompts])) for one, file in files]
 
 
 def _choosing_teachers(load: Load, asked: AskedTeachers) -> Load:

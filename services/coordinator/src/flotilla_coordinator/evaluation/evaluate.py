@@ -1,27 +1,26 @@
-"""Evaluates the policy on held-out prompts, and on held-out pairs of answers.
+"""Evaluates the policy on sets of held-out prompts, and on held-out pairs of answers.
 
-Invariants: evaluation samples never enter the ledger or an update. An answer is right when its reward total is at least
-1, and each prompt gets equally many answers. A reward error or timeout is a failure of the evaluation, never a wrong
-answer. Accuracy is the share of all answers that are right; for pairs it is the share in which the trainer ranks the
-preferred answer higher, however the pairs are cut into calls. pass@k is the unbiased estimate of how often at least one
-of k answers to a prompt is right, from all answers that were drawn, so k is never above their number.
+Invariants: evaluation samples never enter the ledger or an update. An answer is right when its reward total reaches the
+threshold of its set, and each prompt of a set gets equally many answers. A reward error or timeout is a failure of the
+evaluation, never a wrong answer. Accuracy is the share of all answers that are right; for pairs it is the share in
+which the trainer ranks the preferred answer higher, however the pairs are cut into calls. Of several sets, the plain
+names are those of the first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from flotilla.reward.v1 import reward_pb2
 from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.evaluation.figures import ACCURACY, figures_of, named, vote_of
 from flotilla_coordinator.rollouts.answers import given_group
-from flotilla_coordinator.rollouts.batch import RolloutGroup
+from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
-from flotilla_coordinator.rollouts.scoring import RIGHT_AT, Outcome, Scorer, score_item
+from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
 from flotilla_coordinator.trainers.messages import parts
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_core import telemetry
@@ -34,7 +33,41 @@ from flotilla_core.version import Version
 ANSWERS_PER_SCORE_CALL = 64
 CONCURRENT_ANSWERS = 256
 
-ACCURACY = "preference/accuracy"
+PREFERRED = "preference/accuracy"
+
+
+@dataclass(frozen=True)
+class HeldOutAnswer:
+    """One answer to a held-out prompt, as it was scored."""
+
+    held_out: str
+    """The name of its set."""
+    prompt: Prompt
+    sample: RolloutSample
+    reward: float
+    parts: tuple[tuple[str, float], ...]
+    """Each reward with its value."""
+
+    def record(self, step: int, version: Version) -> dict[str, Any]:
+        """Return the line that the run directory keeps."""
+        prompt, sample = self.prompt, self.sample
+        return {
+            "step": step,
+            "policy_version": str(version),
+            "set": self.held_out,
+            "sample_id": sample.sample_id,
+            "prompt_index": prompt.index,
+            "prompt": prompt.prompt_text,
+            "response": sample.text,
+            "answer": prompt.answer,
+            "info": prompt.info,
+            "reward": self.reward,
+            "reward_parts": [{"reward": name, "value": value} for name, value in self.parts],
+            "prompt_tokens": len(prompt.token_ids),
+            "response_tokens": len(sample.token_ids),
+            "truncated": sample.truncated,
+            "generator": sample.generator,
+        }
 
 
 @dataclass(frozen=True)
@@ -44,21 +77,38 @@ class Evaluation:
     accuracy: float
     metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics by the names under which they are recorded."""
+    answers: tuple[HeldOutAnswer, ...] = ()
+    """What was generated, set by set and prompt by prompt."""
 
     @classmethod
-    def of_answers(cls, right: Sequence[int], drawn: int) -> Evaluation:
-        """Compute the metrics from the number of right answers to each prompt, of `drawn` answers each."""
-        accuracy = sum(right) / (len(right) * drawn)
-        if drawn == 1:
-            return cls(accuracy)
-        sizes = [1 << power for power in range(drawn.bit_length())]
-        passes = {f"eval/pass@{k}": sum(pass_at(k, c, drawn) for c in right) / len(right) for k in sizes}
-        return cls(accuracy, {f"eval/mean@{drawn}": accuracy, **passes})
+    def of_sets(
+        cls, found: Mapping[str, Mapping[str, float]], answers: Iterable[HeldOutAnswer] = ()
+    ) -> Evaluation:
+        """Join the figures of all sets; those of the first one have the plain names as well."""
+        metrics = dict(next(iter(found.values())))
+        accuracy = metrics.pop(ACCURACY)
+        if len(found) > 1:
+            for name, figures in found.items():
+                metrics |= named(name, figures)
+        return cls(accuracy, metrics, tuple(answers))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """All metrics, with the accuracy."""
+        return {ACCURACY: self.accuracy, **self.metrics}
 
 
-def pass_at(k: int, right: int, drawn: int) -> float:
-    """Return the share of all sets of k drawn answers that contain a right one."""
-    return 1.0 - math.comb(drawn - right, k) / math.comb(drawn, k)
+@dataclass(frozen=True)
+class HeldOutPrompts:
+    """The prompts of one set, and how their answers are drawn and judged."""
+
+    name: str
+    prompts: list[Prompt]
+    scorer: Scorer
+    sampling: SamplingConfig
+    samples_per_prompt: int = 1
+    success_at: float = 1.0
+    answer_after: str = ""
 
 
 def evaluation_span(run_id: str, version: Version, step: int) -> AbstractContextManager[Any]:
@@ -77,58 +127,53 @@ class Evaluator:
     needs_generators = True
 
     def __init__(
-        self,
-        run_id: str,
-        prompts: list[Prompt],
-        generation: Generation,
-        scorer: Scorer,
-        sampling: SamplingConfig,
-        samples_per_prompt: int,
-        timeout_s: float,
+        self, run_id: str, sets: Sequence[HeldOutPrompts], generation: Generation, timeout_s: float
     ) -> None:
         self._run_id = run_id
-        self._prompts = prompts
+        self._sets = sets
         self._generation = generation
-        self._scorer = scorer
-        self._sampling = sampling
-        self._samples_per_prompt = samples_per_prompt
         self._timeout_s = timeout_s
 
     async def evaluate(self, version: Version, step: int, on: str = "") -> Evaluation:
-        """Evaluate `version` on the held-out prompts, with the instance `on` alone where one is given."""
+        """Evaluate `version` on all sets, with the instance `on` alone where one is given."""
+        most = max(one.samples_per_prompt for one in self._sets)
         with evaluation_span(self._run_id, version, step):
-            gate = asyncio.Semaphore(max(1, CONCURRENT_ANSWERS // self._samples_per_prompt))
+            gate = asyncio.Semaphore(max(1, CONCURRENT_ANSWERS // most))
             answered = await gather_or_cancel(
-                self._answer(prompt, version, gate, on) for prompt in self._prompts
+                self._answers(one, version, step, gate, on) for one in self._sets
             )
-            items = [item for answers in answered for item in answers]
-            outcomes: dict[str, Outcome] = {}
-            for start in range(0, len(items), ANSWERS_PER_SCORE_CALL):
-                outcomes |= await self._scorer.score(items[start : start + ANSWERS_PER_SCORE_CALL])
-        self._refuse_failures(list(outcomes.values()), step)
-        right = [sum(_right(outcomes[item.sample_id]) for item in answers) for answers in answered]
-        return Evaluation.of_answers(right, self._samples_per_prompt)
+        figures = {
+            one.name: _figures(one, answers) for one, answers in zip(self._sets, answered, strict=True)
+        }
+        return Evaluation.of_sets(figures, (answer for answers in answered for answer in answers))
 
-    @staticmethod
-    def _refuse_failures(outcomes: list[Outcome], step: int) -> None:
-        failed = [outcome for outcome in outcomes if outcome.total is None]
-        if failed:
-            raise UserCodeError(
-                f"{len(failed)} of {len(outcomes)} held-out answers could not be scored",
-                where=f"evaluation at step {step}",
-                why=failed[0].report,
-                next_step="fix the reward function or raise its timeout_s",
-            )
+    async def _answers(
+        self, one: HeldOutPrompts, version: Version, step: int, gate: asyncio.Semaphore, on: str
+    ) -> list[HeldOutAnswer]:
+        """Return the scored answers to each prompt of a set in turn, each prompt's in the order of their ids."""
+        drawn = await gather_or_cancel(self._drawn(one, prompt, version, gate, on) for prompt in one.prompts)
+        answers = [(prompt, sample) for prompt, of in zip(one.prompts, drawn, strict=True) for sample in of]
+        outcomes: dict[str, Outcome] = {}
+        for start in range(0, len(answers), ANSWERS_PER_SCORE_CALL):
+            chunk = answers[start : start + ANSWERS_PER_SCORE_CALL]
+            outcomes |= await one.scorer.score([score_item(sample, prompt) for prompt, sample in chunk])
+        _refuse_failures(list(outcomes.values()), step)
+        scored = ((prompt, sample, outcomes[sample.sample_id]) for prompt, sample in answers)
+        return [
+            HeldOutAnswer(one.name, prompt, sample, outcome.total or 0.0, one.scorer.parts(outcome))
+            for prompt, sample, outcome in scored
+        ]
 
-    async def _answer(
-        self, prompt: Prompt, version: Version, gate: asyncio.Semaphore, on: str
-    ) -> list[reward_pb2.ScoreItem]:
-        name = f"{self._run_id}/eval/{version}/{prompt.index}"
-        sample_ids = tuple(f"{name}/{number}" for number in range(self._samples_per_prompt))
+    async def _drawn(
+        self, one: HeldOutPrompts, prompt: Prompt, version: Version, gate: asyncio.Semaphore, on: str
+    ) -> list[RolloutSample]:
+        of = f"{one.name}/" if len(self._sets) > 1 else ""
+        name = f"{self._run_id}/eval/{version}/{of}{prompt.index}"
+        sample_ids = tuple(f"{name}/{number}" for number in range(one.samples_per_prompt))
         request = GenerationRequest(
             prompt.token_ids,
             sample_ids,
-            self._sampling,
+            one.sampling,
             version,
             self._timeout_s,
             max_attempts=5,
@@ -136,11 +181,29 @@ class Evaluator:
             instance_id=on,
         )
         async with gate, aclosing(self._generation.samples(request)) as samples:
-            return [score_item(sample, prompt) async for sample in samples]
+            ended = {sample.sample_id: sample async for sample in samples}
+        return [ended[sample_id] for sample_id in sample_ids]
 
 
-def _right(outcome: Outcome) -> bool:
-    return outcome.total is not None and outcome.total >= RIGHT_AT
+def _refuse_failures(outcomes: list[Outcome], step: int) -> None:
+    failed = [outcome for outcome in outcomes if outcome.total is None]
+    if failed:
+        raise UserCodeError(
+            f"{len(failed)} of {len(outcomes)} held-out answers could not be scored",
+            where=f"evaluation at step {step}",
+            why=failed[0].report,
+            next_step="fix the reward function or raise its timeout_s",
+        )
+
+
+def _figures(one: HeldOutPrompts, answers: list[HeldOutAnswer]) -> dict[str, float]:
+    drawn = one.samples_per_prompt
+    of_prompts = [answers[start : start + drawn] for start in range(0, len(answers), drawn)]
+    return figures_of(
+        [[answer.reward for answer in of] for of in of_prompts],
+        [[vote_of(answer.sample.text, one.answer_after) for answer in of] for of in of_prompts],
+        one.success_at,
+    )
 
 
 class PairEvaluator:
@@ -148,22 +211,28 @@ class PairEvaluator:
 
     needs_generators = False
 
-    def __init__(self, run_id: str, prompts: list[Prompt], policy: PolicyTrainer) -> None:
+    def __init__(self, run_id: str, sets: Mapping[str, list[Prompt]], policy: PolicyTrainer) -> None:
         self._run_id = run_id
-        self._prompts = prompts
+        self._sets = sets
         self._policy = policy
 
     async def evaluate(self, version: Version, step: int) -> Evaluation:
         """Return the share of held-out pairs that `version` ranks right; a tie counts half."""
         with evaluation_span(self._run_id, version, step):
-            right = 0.0
-            for groups in parts(self._groups()):
-                metrics = await self._policy.evaluate_loss(groups)
-                right += metrics[ACCURACY] * len(groups)
-        return Evaluation(right / len(self._prompts))
+            figures = {
+                name: {ACCURACY: await self._ranked_right(pairs)} for name, pairs in self._sets.items()
+            }
+        return Evaluation.of_sets(figures)
 
-    def _groups(self) -> Iterator[RolloutGroup]:
+    async def _ranked_right(self, prompts: list[Prompt]) -> float:
+        right = 0.0
+        for groups in parts(self._groups(prompts)):
+            metrics = await self._policy.evaluate_loss(groups)
+            right += metrics[PREFERRED] * len(groups)
+        return right / len(prompts)
+
+    def _groups(self, prompts: list[Prompt]) -> Iterator[RolloutGroup]:
         """Yield each pair as a group of two answers."""
-        for prompt in self._prompts:
+        for prompt in prompts:
             assert prompt.pair is not None, "held-out data of such a run is read in pairs"
             yield given_group(self._run_id, prompt, [prompt.pair.chosen, prompt.pair.rejected])

@@ -60,11 +60,10 @@ class ResourceRequest:
         """Derive the request from the configuration of the run."""
         algorithm = config.algorithm
         learns_from_samples = isinstance(algorithm, PolicyConfig) or config.loop == "client"
-        evaluates_samples = config.evaluation is not None and not config.evaluates_pairs
         beside = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else ()
         return cls(
             roles=(POLICY, *beside),
-            generates=learns_from_samples or evaluates_samples,
+            generates=learns_from_samples or config.evaluates_answers,
             most_generators=config.rollout.generators,
         )
 

@@ -153,14 +153,15 @@ def data_warnings(config: RunConfig, data: PromptFile) -> list[str]:
     return warnings
 
 
-def overlap_warnings(data: PromptFile, held_out: PromptFile) -> list[str]:
+def overlap_warnings(data: PromptFile, held_out: PromptFile, name: str = "") -> list[str]:
     """Warn of held-out prompts that the run also trains on."""
     trained = {prompt.token_ids.tobytes() for prompt in data.prompts}
     shared = sum(prompt.token_ids.tobytes() in trained for prompt in held_out.prompts)
     if not shared:
         return []
+    of = f" of {name}" if name else ""
     return [
-        f"{shared} of {len(held_out.prompts)} held-out prompts are also in the training data: "
+        f"{shared} of {len(held_out.prompts)} held-out prompts{of} are also in the training data: "
         "accuracy on them shows memory, not skill"
     ]
 
@@ -168,9 +169,7 @@ def overlap_warnings(data: PromptFile, held_out: PromptFile) -> list[str]:
 def fleet_warnings(config: RunConfig, stack: StackConfig) -> list[str]:
     """Warn of services that the stack does not start by itself."""
     warnings = []
-    if isinstance(config.algorithm, PolicyConfig) or (
-        config.evaluation is not None and not config.evaluates_pairs
-    ):
+    if isinstance(config.algorithm, PolicyConfig) or (config.evaluates_answers):
         if stack.generator.replicas == 0 and not stack.generator.attach:
             warnings.append("generator.replicas is 0: the run waits until `flotilla scale generator 1`")
         generators = stack.generator.replicas + len(stack.generator.attach)

@@ -19,7 +19,7 @@ from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, most_pro
 from flotilla_coordinator.trainers.spec import critic_of
 from flotilla_core.config import (
     CriticConfig,
-    EvaluationConfig,
+    HeldOut,
     PolicyConfig,
     RolloutConfig,
     RunConfig,
@@ -105,35 +105,39 @@ def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> It
         )
 
 
-def evaluation_line(config: RunConfig, held_out: PromptFile) -> Line:
-    """Describe the number and the size of the evaluations."""
-    evaluation = _evaluation_of(config)
-    every, steps = evaluation.every_steps, config.steps
+def evaluation_lines(config: RunConfig, held_out: Sequence[tuple[HeldOut, PromptFile]]) -> Iterator[Line]:
+    """Describe the number and the size of the evaluations, for each held-out set where there are several."""
+    evaluation, steps = config.evaluation, config.steps
+    if evaluation is None:
+        return
+    every = evaluation.every_steps
     during = steps // every if every else 0
     after = 0 if every and steps % every == 0 else 1
-    prompts = min(len(held_out.prompts), evaluation.max_prompts)
-    pairs, drawn = config.evaluates_pairs, evaluation.samples_per_prompt
-    how = f"at temperature {evaluation.temperature:g}" if evaluation.temperature else "greedy"
-    return (
-        "evaluations",
-        f"{1 + during + after} x {prompts} {'pairs' if pairs else 'prompts'}"
-        + (f" x {drawn} samples" if drawn > 1 else ""),
-        f"{'ranked' if pairs else how}: before, {f'every {every} steps, ' if every else ''}after",
-    )
+    for one, file in held_out:
+        settings, drawn = one.settings, one.settings.samples_per_prompt
+        kind = "pairs" if config.evaluates_pairs else "prompts"
+        how = f"at temperature {settings.temperature:g}" if settings.temperature else "greedy"
+        yield (
+            "evaluations" if len(held_out) == 1 else f"evaluations of {one.name}",
+            f"{1 + during + after} x {len(file.prompts)} {kind}"
+            + (f" x {drawn} samples" if drawn > 1 else ""),
+            f"{'ranked' if config.evaluates_pairs else how}: before, "
+            f"{f'every {every} steps, ' if every else ''}after"
+            + ("" if config.evaluates_pairs or settings.success_at == 1 else _threshold(settings.success_at)),
+        )
 
 
-def evaluation_errors(config: RunConfig, held_out: PromptFile, limit: int) -> list[str]:
+def _threshold(success_at: float) -> str:
+    return f"; an answer is right from a reward of {success_at:g} on"
+
+
+def evaluation_errors(config: RunConfig, one: HeldOut, held_out: PromptFile, limit: int) -> list[str]:
     """Refuse an evaluation whose sequences are longer than `limit` tokens."""
     if config.evaluates_pairs:
         return checks.answer_errors(limit, checks.longest_pair(held_out))
-    tokens = _evaluation_of(config).max_response_tokens or config.rollout.sampling.max_response_tokens
+    tokens = one.settings.max_response_tokens or config.rollout.sampling.max_response_tokens
     longest = checks.longest_prompt(held_out)
     return checks.length_errors(limit, longest, tokens, "evaluation.max_response_tokens")
-
-
-def _evaluation_of(config: RunConfig) -> EvaluationConfig:
-    assert config.evaluation is not None, "there is held-out data only where there is an evaluation"
-    return config.evaluation
 
 
 def model_lines(

@@ -62,6 +62,13 @@ def functions_of(config: RunConfig) -> list[Function]:
         Function(f"rewards[{index}].reward", term.reward, term.parameters, True)
         for index, term in enumerate(config.rewards)
     ]
+    data = () if config.evaluation is None else config.evaluation.data
+    if not isinstance(data, Path):
+        found += [
+            Function(f"evaluation.data[{place}].rewards[{index}].reward", term.reward, term.parameters, True)
+            for place, one in enumerate(data)
+            for index, term in enumerate(one.rewards)
+        ]
     if isinstance(config.algorithm, PolicyConfig):
         for section in ("advantage", "loss"):
             chosen = getattr(config.algorithm, section)

@@ -12,7 +12,7 @@ import shutil
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.data.training_sets import LoadedSet, held_out_data, joined, read_sets, training_data
+from flotilla_coordinator.data.training_sets import LoadedSet, joined, read_held_out, read_sets, training_data
 from flotilla_coordinator.plan import checks, data_lines, gpu_memory, placement, size_limits, update_lines
 from flotilla_coordinator.plan.batching_choice import batching_line, chosen_batching
 from flotilla_coordinator.plan.checks import role_errors
@@ -20,7 +20,7 @@ from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, adapter_errors
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_tokens
-from flotilla_core.config import RunConfig, StackConfig
+from flotilla_core.config import HeldOut, RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
 
@@ -44,15 +44,13 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         plan.errors.extend(adapter_errors(model, config.lora) if config.lora else [])
         sets = read_sets(config.data, tokenizer, training_data(config))
         data = joined(sets)
-        held_out = None
         longest = checks.longest_sequence(config, data, tokenizer)
         asked, gpu = config.batching, gpu_memory.gpu_of_this_host()
         trained = model.with_value_head() if config.trains_reward_model else model
         chosen = chosen_batching(config, stack, trained, longest, gpu)
         config = config.model_copy(update={"batching": chosen})
         critic = list(data_lines.critic_lines(config, stack, longest))
-        if config.evaluation is not None:
-            held_out = held_out_data(config)(config.evaluation.data, config.data, tokenizer)
+        held_out = read_held_out(config, tokenizer)
     except FlotillaError as error:
         plan.errors.append(str(error))
         return plan
@@ -72,7 +70,7 @@ class _Planner:
         stack: StackConfig,
         model: ModelFacts,
         sets: list[LoadedSet],
-        held_out: PromptFile | None,
+        held_out: list[tuple[HeldOut, PromptFile]],
         longest: int,
         gpu: int | None,
         plan: run_pb2.Plan,
@@ -111,16 +109,21 @@ class _Planner:
         self._step_lines()
         self._line(*update_lines.mesh_line(self._stack.trainer))
         self._update_lines()
-        if self._held_out is not None:
-            self._line(*data_lines.evaluation_line(self._config, self._held_out))
-            self._plan.warnings.extend(checks.overlap_warnings(self._data, self._held_out))
-            self._plan.errors.extend(data_lines.evaluation_errors(self._config, self._held_out, self._limit))
+        self._evaluation_lines()
         self._memory_lines()
         self._disk_lines()
-        held_out = len(self._held_out.prompts) if self._held_out is not None else 0
+        answers = [(one.settings, len(file.prompts)) for one, file in self._held_out]
         self._plan.errors.extend(
-            size_limits.memory_errors(self._config, self._step_tokens, held_out, self._memory)
+            size_limits.memory_errors(self._config, self._step_tokens, answers, self._memory)
         )
+
+    def _evaluation_lines(self) -> None:
+        for line in data_lines.evaluation_lines(self._config, self._held_out):
+            self._line(*line)
+        for one, file in self._held_out:
+            name = one.name if len(self._held_out) > 1 else ""
+            self._plan.warnings.extend(checks.overlap_warnings(self._data, file, name))
+            self._plan.errors.extend(data_lines.evaluation_errors(self._config, one, file, self._limit))
 
     def _data_lines(self) -> None:
         config = self._config

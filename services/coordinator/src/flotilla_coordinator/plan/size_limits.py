@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
 from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.update_lines import groups_under_way, held_bytes
-from flotilla_core.config import RunConfig, StackConfig, TrainerConfig
+from flotilla_core.config import EvaluationConfig, RunConfig, StackConfig, TrainerConfig
 
 MOST_GROUPS = 100_000
 """Limit of groups under way at one time; the event loop needs about 5 s to begin so many."""
@@ -29,8 +29,8 @@ MOST_SAMPLES = 2_000_000
 """Limit of samples under way at one time, or in one evaluation."""
 LEDGER_ROW_BYTES = 600
 """Size of the rows of a sample and its events, which stay in the ledger until the run ends."""
-ANSWER_BYTES_PER_TOKEN = 4 + 6
-"""The token id and the text of a held-out answer; all answers are held until they are scored."""
+ANSWER_BYTES_PER_TOKEN = 4 + 4 + 6 + 6
+"""The token id, its log-probability, and the text of a held-out answer, twice: all are held until they are written."""
 ANSWER_BYTES = 2048
 ESTIMATE_MAY_BE_WRONG_BY = 2
 _SIZES = ("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.max_staleness")
@@ -111,14 +111,15 @@ def count_errors(config: RunConfig) -> Iterator[str]:
             limit = f"{MOST_SAMPLES:,} is the limit"
             yield f"{samples:,} samples would be under way at one time, and {limit}: lower {lower}"
     if config.evaluation is not None:
-        answers = config.evaluation.max_prompts * config.evaluation.samples_per_prompt
+        sizes = [one.settings for one in config.evaluation.held_out]
+        answers = sum(size.max_prompts * size.samples_per_prompt for size in sizes)
         if answers > MOST_SAMPLES:
             lower = _settings(config, "evaluation.max_prompts", "evaluation.samples_per_prompt")
             yield f"an evaluation would ask for {answers:,} answers, and {MOST_SAMPLES:,} is the limit: lower {lower}"
 
 
 def memory_errors(
-    config: RunConfig, tokens_of_a_step: int, held_out_prompts: int, memory: int
+    config: RunConfig, tokens_of_a_step: int, held_out: Sequence[tuple[EvaluationConfig, int]], memory: int
 ) -> Iterator[str]:
     """Refuse what the coordinator would hold at one time, where its host has less memory."""
     evaluation = config.evaluation
@@ -131,9 +132,13 @@ def memory_errors(
         )
     if evaluation is None or config.evaluates_pairs:
         return
-    longest = evaluation.max_response_tokens or config.rollout.sampling.max_response_tokens
-    answers = min(evaluation.max_prompts, held_out_prompts) * evaluation.samples_per_prompt
-    need = answers * (longest * ANSWER_BYTES_PER_TOKEN + ANSWER_BYTES)
+    rollout = config.rollout.sampling.max_response_tokens
+    need = sum(
+        prompts
+        * size.samples_per_prompt
+        * ((size.max_response_tokens or rollout) * ANSWER_BYTES_PER_TOKEN + ANSWER_BYTES)
+        for size, prompts in held_out
+    )
     if need > memory:
         limit = "rollout.sampling" if evaluation.max_response_tokens is None else "evaluation"
         lower = _settings(

@@ -119,17 +119,13 @@ class RunDirectory:
             for group in batch.groups
             for sample in group.samples
         )
-        partial = path.with_name(f".{path.name}.partial")
-        content = zstandard.ZstdCompressor().compress("".join(lines).encode())
-        with names_full_disk("the samples cannot be written", path):
-            path.parent.mkdir(exist_ok=True)
-            try:
-                partial.write_bytes(content)
-                partial.rename(path)
-            except OSError:
-                partial.unlink(missing_ok=True)
-                raise
-        return path
+        return _written_whole(path, lines)
+
+    def write_answers(self, step: int, answers: Iterable[Mapping[str, Any]]) -> Path:
+        """Write the answers of the evaluation after `step` steps, in the same way."""
+        return _written_whole(
+            _free(self.path / "samples" / f"eval-{step:06d}.jsonl.zst"), map(_line, answers)
+        )
 
     def finish(self, run: run_pb2.Run) -> None:
         """Write the outcome and the logs of a run that has ended; a second call adds only what is missing."""
@@ -262,6 +258,21 @@ def _sample(step: int, group: RolloutGroup, sample: RolloutSample, rewards: Sequ
         ],
         "logprob_mean": _mean(sample.logprobs),
     }
+
+
+def _written_whole(path: Path, lines: Iterable[str]) -> Path:
+    """Write a compressed file that is complete or does not exist."""
+    partial = path.with_name(f".{path.name}.partial")
+    content = zstandard.ZstdCompressor().compress("".join(lines).encode())
+    with names_full_disk("the samples cannot be written", path):
+        path.parent.mkdir(exist_ok=True)
+        try:
+            partial.write_bytes(content)
+            partial.rename(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+    return path
 
 
 def _mean(values: np.ndarray | None) -> float | None:

@@ -33,9 +33,17 @@ class _Run:
         self.name = path.name
         self._steps = list(directory.read_metrics())
         self.evaluations: Series = ([], [])
+        self.held_out_rewards: Series = ([], [])
+        """Absent where they say the same as the accuracy."""
         for evaluation in directory.read_evaluations():
-            self.evaluations[0].append(int(evaluation["step"]))
-            self.evaluations[1].append(float(evaluation["accuracy"]))
+            step, accuracy = int(evaluation["step"]), float(evaluation["accuracy"])
+            self.evaluations[0].append(step)
+            self.evaluations[1].append(accuracy)
+            reward = evaluation.get("eval/reward_mean", accuracy)
+            self.held_out_rewards[0].append(step)
+            self.held_out_rewards[1].append(reward)
+        if self.held_out_rewards == self.evaluations:
+            self.held_out_rewards = ([], [])
 
     def series(self, name: str) -> Series:
         """Return the steps that have a metric, and its values; a step counts when done, so the first is 1."""
@@ -107,6 +115,8 @@ def _reward(run: _Run) -> Figure | None:
                 ha="center",
                 color=ORANGE,
             )
+    if run.held_out_rewards[0]:
+        axes.plot(*run.held_out_rewards, "s--", color=GREEN, markersize=5, label="held-out mean reward")
     axes.set_ylabel("reward, accuracy")
     _finish(axes)
     return figure

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
 
 RIGHT_AT = 1.0
-"""An answer with at least this total is right."""
+"""A prompt whose answers have at least this total is solved; evaluations have a threshold of their own."""
 MAX_CALLS = 5
 SILENT_S = 40.0
 """The time of several reports of a reward replica, and the time for which a connection may be silent."""
@@ -159,6 +159,7 @@ class Scorer:
         self._run_id = run_id
         self._pool = pool
         self._wait_limit_s = wait_limit_s
+        self._names = [term.reward for term in terms]
         self._specs = [reward_spec(term) for term in terms]
         self._gathering = ScoreGathering(self._scored)
 
@@ -167,6 +168,10 @@ class Scorer:
         if not self._specs:
             return {item.sample_id: Outcome(0.0) for item in items}
         return await self._gathering.outcomes(items)
+
+    def parts(self, outcome: Outcome) -> tuple[tuple[str, float], ...]:
+        """Return the value of each reward with its name."""
+        return tuple(zip(self._names, outcome.terms, strict=False))
 
     async def _scored(
         self, items: list[pb.ScoreItem], askers: list[SpanContext], take: Take[Outcome]

@@ -291,12 +291,16 @@ class RunContext:
         """Return whether this version has been evaluated."""
         return self._evaluated_version == version
 
-    def record_evaluation(self, step: int, version: Version, evaluation: Evaluation) -> None:
-        """Write one evaluation to every record."""
+    async def record_evaluation(self, step: int, version: Version, evaluation: Evaluation) -> None:
+        """Write one evaluation to every record, its answers first."""
+        answers = [answer.record(step, version) for answer in evaluation.answers]
+        if answers:
+            await self.disk.until_taken(
+                "answers", lambda: asyncio.to_thread(self.directory.write_answers, step, answers)
+            )
         self.last_accuracy = evaluation.accuracy
         self._evaluated_version = version
-        self.metrics["eval/accuracy"] = evaluation.accuracy
-        self.metrics.update(evaluation.metrics)
+        self.metrics.update(evaluation.figures)
         self.directory.write_evaluation(step, str(version), evaluation.accuracy, evaluation.metrics)
         self.status.evaluated(step, evaluation)
 

@@ -160,7 +160,7 @@ async def _collect_pinned_evaluation(run: RunContext) -> bool:
     if result.evaluation is None:
         run.evaluation_lost(result.step)
         return False
-    run.record_evaluation(result.step, result.version, result.evaluation)
+    await run.record_evaluation(result.step, result.version, result.evaluation)
     return True
 
 
@@ -171,7 +171,7 @@ async def _evaluate_now(run: RunContext, step: int) -> None:
     with run.phase("evaluate"):
         evaluation = await run.sync.keep_serving(run.evaluator.evaluate(run.policy.version, step))
     await run.wait_for_canary()
-    run.record_evaluation(step, run.policy.version, evaluation)
+    await run.record_evaluation(step, run.policy.version, evaluation)
 
 
 def _stop_rule_met(run: RunContext) -> bool:

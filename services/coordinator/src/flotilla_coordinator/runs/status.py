@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import structlog
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.evaluation.evaluate import Evaluation
+from flotilla_coordinator.evaluation.figures import ACCURACY, before, held_out_text
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import conclude
@@ -130,15 +132,11 @@ class RunStatus:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Add one more evaluation."""
-        accuracy = evaluation.accuracy
         if self._signal is not None:
-            self._signal.evaluated(accuracy)
-        if "eval/accuracy_before" not in self.run.metrics:
-            self.run.metrics["eval/accuracy_before"] = accuracy
-        self.run.metrics["eval/accuracy"], self.run.metrics["eval/step"] = accuracy, step
-        for name, value in evaluation.metrics.items():
-            self.run.metrics[name] = value
-        self.notice(run_pb2.NOTICE_LEVEL_INFO, f"held-out accuracy {accuracy:.3f} after {step} steps")
+            self._signal.evaluated(evaluation.accuracy)
+        _add_evaluation(self.run, step, evaluation.figures)
+        text = f"{held_out_text(evaluation.figures)} after {step} steps"
+        self.notice(run_pb2.NOTICE_LEVEL_INFO, text)
 
     def notice(self, level: run_pb2.NoticeLevel.ValueType, text: str) -> None:
         """Announce something that a user should read."""
@@ -225,13 +223,18 @@ def _add_metrics(run: run_pb2.Run, directory: RunDirectory) -> None:
         for name, value in metrics.items():
             run.metrics[name] = value
     for evaluation in directory.read_evaluations():
-        accuracy = float(evaluation["accuracy"])
-        if "eval/accuracy_before" not in run.metrics:
-            run.metrics["eval/accuracy_before"] = accuracy
-        run.metrics["eval/accuracy"], run.metrics["eval/step"] = accuracy, float(evaluation["step"])
-        for name, value in evaluation.items():
-            if name.startswith("eval/"):
-                run.metrics[name] = float(value)
+        figures = {name: float(value) for name, value in evaluation.items() if name.startswith("eval/")}
+        _add_evaluation(run, evaluation["step"], {ACCURACY: float(evaluation["accuracy"]), **figures})
+
+
+def _add_evaluation(run: run_pb2.Run, step: int, figures: Mapping[str, float]) -> None:
+    """Add the figures of an evaluation, and those of the first one under their own names."""
+    for name, value in before(figures).items():
+        if name not in run.metrics:
+            run.metrics[name] = value
+    for name, value in figures.items():
+        run.metrics[name] = value
+    run.metrics["eval/step"] = step
 
 
 @lru_cache(maxsize=REMEMBERED_CONFIGURATIONS)

@@ -12,10 +12,10 @@ from functools import partial
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.data.prompts import Prompt, PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.data.training_sets import held_out_data, training_data
-from flotilla_coordinator.evaluation.evaluate import Evaluator, PairEvaluator
+from flotilla_coordinator.data.training_sets import read_held_out, training_data
+from flotilla_coordinator.evaluation.evaluate import Evaluator, HeldOutPrompts, PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.fleet.launcher import LauncherLink
@@ -42,7 +42,7 @@ from flotilla_coordinator.weights.members import Candidates
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.config import PolicyConfig, SamplingConfig
+from flotilla_core.config import HeldOut, PolicyConfig, SamplingConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
@@ -78,7 +78,7 @@ class RunWiring:
         prompts = await asyncio.to_thread(
             PromptSource, config.data, tokenizer, config.seed, training_data(config)
         )
-        held_out = await asyncio.to_thread(self._held_out, tokenizer)
+        held_out = await asyncio.to_thread(read_held_out, config, tokenizer)
         sessions = SessionFactory(self._run_id, self._host.stack, self._fleet, self._ledger, lineage)
         batching = await asyncio.to_thread(batching_of_run, config, self._host.stack, prompts.file, tokenizer)
         settled = config.model_copy(update={"batching": batching})
@@ -250,37 +250,37 @@ class RunWiring:
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 
-    def _held_out(self, tokenizer: Tokenizer) -> list[Prompt]:
-        evaluation = self._config.evaluation
-        if evaluation is None:
-            return []
-        load = held_out_data(self._config)
-        return load(evaluation.data, self._config.data, tokenizer).prompts[: evaluation.max_prompts]
-
     def _evaluator(
         self,
-        held_out: list[Prompt],
+        held_out: list[tuple[HeldOut, PromptFile]],
         policy: PolicyTrainer,
         generation: Generation,
         scorer: Scorer,
     ) -> Evaluator | PairEvaluator | None:
-        evaluation, rollout = self._config.evaluation, self._config.rollout
-        if evaluation is None:
+        if not held_out:
             return None
         if self._config.evaluates_pairs:
-            return PairEvaluator(self._run_id, held_out, policy)
+            pairs = {one.name: file.prompts for one, file in held_out}
+            return PairEvaluator(self._run_id, pairs, policy)
+        sets = [self._held_out_prompts(one, file.prompts, scorer) for one, file in held_out]
+        return Evaluator(self._run_id, sets, generation, self._config.rollout.sample_timeout_s)
+
+    def _held_out_prompts(self, one: HeldOut, prompts: list[Prompt], scorer: Scorer) -> HeldOutPrompts:
+        settings, rollout = one.settings, self._config.rollout.sampling
+        if one.rewards:
+            scorer = Scorer(self._run_id, one.rewards, self._fleet.rewards, self._wait_limit_s)
         sampling = SamplingConfig(
-            temperature=evaluation.temperature,
-            max_response_tokens=evaluation.max_response_tokens or rollout.sampling.max_response_tokens,
-            stop_token_ids=rollout.sampling.stop_token_ids,
-            stop=rollout.sampling.stop,
+            temperature=settings.temperature,
+            max_response_tokens=settings.max_response_tokens or rollout.max_response_tokens,
+            stop_token_ids=rollout.stop_token_ids,
+            stop=rollout.stop,
         )
-        return Evaluator(
-            self._run_id,
-            held_out,
-            generation,
+        return HeldOutPrompts(
+            one.name,
+            prompts,
             scorer,
             sampling,
-            evaluation.samples_per_prompt,
-            rollout.sample_timeout_s,
+            settings.samples_per_prompt,
+            settings.success_at,
+            settings.answer_after,
         )

@@ -181,7 +181,7 @@ class ClientLoop:
                         next_step="name them in `evaluation`",
                     )
                 evaluation = await evaluator.evaluate(version, self.run.steps_done)
-                self.run.record_evaluation(self.run.steps_done, version, evaluation)
+                await self.run.record_evaluation(self.run.steps_done, version, evaluation)
                 return version, evaluation.accuracy
 
         return await self.calls.shielded(act())
