@@ -125,6 +125,7 @@ def test_a_name_is_used_once_and_means_a_step(shelf: CheckpointShelf) -> None:
 def test_the_newest_stay(shelf: CheckpointShelf) -> None:
     for step in (2, 4, 1_000_000):
         made(shelf, step)
+    assert shelf.prune(2, besides=[2, 7]) == []
     assert shelf.prune(2) == ["step-000002"]
     assert shelf.names() == ["step-000004", "step-1000000"]
 

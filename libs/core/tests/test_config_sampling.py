@@ -71,6 +71,32 @@ def test_every_held_out_set_is_judged_by_rewards_where_one_is() -> None:
         load_text(RunConfig, text % f"{judged}, {{path: /b.jsonl}}", source="run.yaml")
 
 
+@pytest.mark.parametrize(
+    ("evaluation", "best_by", "message"),
+    [
+        ("{data: /a.jsonl}", "eval/accuracy", r"needs evaluation\.every_steps"),
+        (
+            "{data: /a.jsonl, every_steps: 2}",
+            "eval/accurcy",
+            "measure eval/accuracy, eval/reward_mean: name one",
+        ),
+        ("{data: /a.jsonl, every_steps: 2}", "eval/accuracy_stderr", "name one"),
+        ("{data: [{path: /a.jsonl}], every_steps: 2}", "eval/b/accuracy", "eval/a/accuracy"),
+    ],
+)
+def test_the_best_checkpoint_needs_a_metric_that_is_measured(
+    evaluation: str, best_by: str, message: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        load(f"evaluation: {evaluation}\ncheckpoint: {{best_by: {best_by}}}\n")
+
+
+def test_the_best_checkpoint_may_be_that_of_any_rising_metric_of_a_set() -> None:
+    sets = "[{path: /a.jsonl}, {path: /b.jsonl, samples_per_prompt: 4, temperature: 1.0}]"
+    config = load(f"evaluation: {{data: {sets}, every_steps: 2}}\ncheckpoint: {{best_by: eval/b/pass@4}}\n")
+    assert config.checkpoint.best_by == "eval/b/pass@4"
+
+
 def test_data_sets_are_a_path_or_a_list_with_names_and_weights() -> None:
     assert load("data: {train: /a.jsonl}\n").data.train == Path("/a.jsonl")
     several = load("data: {train: [{path: /a.jsonl, weight: 2}, {path: /b.jsonl, name: riddles}]}\n")

@@ -15,12 +15,13 @@ import pytest
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints
+from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints, named_best
 from flotilla_coordinator.runs.loop import run_loop
 from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.config import CheckpointConfig
-from flotilla_core.errors import FailedPrecondition, FlotillaError
+from flotilla_core.errors import FailedPrecondition, FlotillaError, NotFound
 from flotilla_core.version import Version
 
 RUN = "run-1"
@@ -52,14 +53,25 @@ class Trainer:
 
 
 class Bench:
-    def __init__(self, ledger: Ledger, folder: Path) -> None:
+    def __init__(self, ledger: Ledger, folder: Path, best_by: str = "") -> None:
+        self.evaluated: dict[int, float] = {}
+        self.awaited: int | None = None
         self.trainer = Trainer()
         self.warnings: list[str] = []
         self.covered: list[tuple[Version, int]] = []
         self.shelf = CheckpointShelf(folder)
         learners: Any = self.trainer
-        config = CheckpointConfig(every_steps=2, keep=2)
-        self.checkpoints = RunCheckpoints(RUN, config, learners, ledger, self.shelf, self.warnings.append)
+        config = CheckpointConfig(every_steps=2, keep=2, best_by=best_by)
+        self.checkpoints = RunCheckpoints(
+            RUN,
+            config,
+            learners,
+            ledger,
+            self.shelf,
+            self.warnings.append,
+            lambda metric: self.evaluated if metric == best_by else {},
+            lambda: self.awaited,
+        )
 
     async def save(self, steps_done: int) -> None:
         progress = Progress(RUN, steps_done, Version(0, steps_done), {"position": steps_done}, 0.5)
@@ -101,10 +113,10 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(tmp_path), time.time()))
-    made = Bench(ledger, tmp_path / "checkpoints")
+    made = Bench(ledger, tmp_path / "checkpoints", getattr(request, "param", ""))
     yield made
     await made.checkpoints.close()
     ledger.close()
@@ -146,6 +158,62 @@ async def test_the_newest_stay_and_the_oldest_of_them_says_what_is_durable(
     await bench.checkpoints.settle()
     assert bench.shelf.names() == ["step-000004", "step-000006"]
     assert covered == [(Version(0, 2), 2), (Version(0, 2), 2), (Version(0, 4), 4)]
+
+
+BEST_BY = pytest.mark.parametrize("bench", ["eval/reward_mean"], indirect=True)
+
+
+@BEST_BY
+async def test_the_best_one_stays_beside_the_newest_and_a_better_one_takes_its_place(bench: Bench) -> None:
+    bench.evaluated = {0: 0.9, 2: 0.1, 4: 0.5, 6: 0.5, 8: 0.2}  # the start of the run is no checkpoint
+    for step in (2, 4, 6, 8, 10):
+        await bench.save(step)
+    await bench.checkpoints.settle()
+    assert bench.shelf.names() == ["step-000004", "step-000008", "step-000010"]
+    bench.evaluated[12] = 0.6
+    for step in (12, 14, 16):
+        await bench.save(step)
+    await bench.checkpoints.settle()
+    assert bench.shelf.names() == ["step-000012", "step-000014", "step-000016"]
+
+
+@BEST_BY
+async def test_a_new_best_is_due_at_once_and_an_equal_or_worse_one_is_not(bench: Bench) -> None:
+    bench.evaluated = {2: 0.5, 3: 0.5, 5: 0.4, 7: 0.6}
+    await bench.save(2)
+    await bench.checkpoints.settle()
+    assert [step for step in (3, 5, 7, 9) if await bench.checkpoints.best_due(step)] == [7]
+
+
+@BEST_BY
+async def test_a_checkpoint_whose_evaluation_is_under_way_stays_until_its_result(bench: Bench) -> None:
+    bench.awaited = 3
+    assert await bench.checkpoints.best_due(3)
+    bench.evaluated = {2: 0.5}
+    for step in (2, 3, 4, 6):
+        await bench.save(step)
+    await bench.checkpoints.settle()
+    assert bench.shelf.names() == ["step-000002", "step-000003", "step-000004", "step-000006"]
+    bench.awaited, bench.evaluated[3] = None, 0.6
+    await bench.save(8)
+    await bench.checkpoints.settle()
+    assert bench.shelf.names() == ["step-000003", "step-000006", "step-000008"]
+
+
+def test_best_names_the_checkpoint_whose_evaluation_was_best(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "stack" / "runs" / "run-1")
+    for step, accuracy in ((0, 0.9), (2, 0.25), (4, 0.5), (6, 0.5)):
+        directory.write_evaluation(step, f"0.{step}", accuracy, {"eval/reward_mean": 1 - accuracy})
+        shelf = CheckpointShelf(directory.checkpoints_path)
+        if step:
+            Manifest.seal(shelf.begin(shelf.name_of(step)))
+            shelf.publish(shelf.name_of(step))
+    assert named_best(directory, "eval/accuracy") == "step-000004"
+    assert named_best(directory, "eval/reward_mean") == "step-000002"
+    with pytest.raises(NotFound, match="no checkpoint has an evaluation with eval/pass@8"):
+        named_best(directory, "eval/pass@8")
+    with pytest.raises(NotFound, match=r"checkpoint\.best_by is empty"):
+        named_best(directory, "")
 
 
 @pytest.mark.parametrize("stage", ["no_snapshot", "not_durable"])

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -111,10 +111,13 @@ class CheckpointShelf:
             write_atomically(self.path / LATEST, f"{name}\n")
         return newer
 
-    def prune(self, keep: int) -> list[str]:
-        """Remove all but the newest `keep`, and what fall-backs left; return the names of the removed ones."""
+    def prune(self, keep: int, besides: Collection[int] = ()) -> list[str]:
+        """Remove all but the newest `keep` and those after the steps `besides`, and what fall-backs left.
+
+        Return the names of the removed ones.
+        """
         leftovers = [entry.name for entry in self.path.glob("void-*")] if os.path.isdir(self.path) else []
-        gone = self.names()[:-keep] + leftovers
+        gone = [name for name in self.names()[:-keep] if self.step_of(name) not in besides] + leftovers
         for name in gone:
             hidden = self.path / f".{name}.removing"
             (self.path / name).rename(hidden)

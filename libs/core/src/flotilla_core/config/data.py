@@ -302,6 +302,21 @@ class EvaluationConfig(ConfigModel):
             return (HeldOut(self.data.stem, self.data, (), self),)
         return tuple(self._own(one) for one in self.data)
 
+    def rising_metrics(self, *, pairs: bool) -> tuple[str, ...]:
+        """Return the metrics of which more is better; the first set has the plain names too."""
+        found: list[str] = []
+        for one in self.held_out:
+            drawn = one.settings.samples_per_prompt
+            figures = ["accuracy"] if pairs else ["accuracy", "reward_mean"]
+            if drawn > 1:
+                figures += [f"mean@{drawn}", *(f"pass@{1 << power}" for power in range(drawn.bit_length()))]
+                figures.append(f"maj@{drawn}")
+            if not found:
+                found += [f"eval/{figure}" for figure in figures]
+            if not isinstance(self.data, Path):
+                found += [f"eval/{one.name}/{figure}" for figure in figures]
+        return tuple(found)
+
     def _own(self, one: HeldOutSet) -> HeldOut:
         own = {name: value for name, value in one if name in _OWN and value is not None}
         return HeldOut(one.name or one.path.stem, one.path, one.rewards, self.model_copy(update=own))

@@ -235,3 +235,19 @@ class RunConfig(ConfigModel):
         if self.evaluates_answers and not self.rewards and not all(one.rewards for one in held_out):
             raise ValueError("evaluation needs at least one reward term")
         return self
+
+    @model_validator(mode="after")
+    def _can_find_its_best_checkpoint(self) -> RunConfig:
+        best_by, evaluation = self.checkpoint.best_by, self.evaluation
+        if not best_by:
+            return self
+        if evaluation is None or evaluation.every_steps == 0 or self.checkpoint.every_steps == 0:
+            raise ValueError(
+                "checkpoint.best_by needs evaluation.every_steps and checkpoint.every_steps above 0"
+            )
+        known = evaluation.rising_metrics(pairs=self.evaluates_pairs)
+        if best_by not in known:
+            raise ValueError(
+                f"checkpoint.best_by is {best_by}, and the evaluations of this run measure {', '.join(known)}: name one"
+            )
+        return self

@@ -118,6 +118,9 @@ class CheckpointConfig(ConfigModel):
     samples. 0 makes no checkpoints."""
     keep: int = Field(default=2, ge=1, le=10_000)
     """Newest checkpoints that are kept; the one before is used if the newest is damaged."""
+    best_by: str = Field(default="", max_length=256)
+    """Metric of the evaluations, such as `eval/accuracy` or `eval/<set>/reward_mean`: the checkpoint where it is
+    highest stays beside the newest, and an evaluation that finds a new best is saved. Empty keeps the newest alone."""
 
 
 class CanaryConfig(ConfigModel):

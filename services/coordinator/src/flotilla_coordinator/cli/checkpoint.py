@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from flotilla_coordinator.cli.options import Json, RunId, Stack
 
 if TYPE_CHECKING:
+    from flotilla_coordinator.records.directory import RunDirectory
     from flotilla_core.checkpoint import CheckpointShelf
 
 app = typer.Typer(help="List, check, export and remove checkpoints of a run.", no_args_is_help=True)
 
 Name = Annotated[
-    str | None, typer.Option("--checkpoint", metavar="NAME", help="One checkpoint, such as step-000120.")
+    str | None,
+    typer.Option("--checkpoint", metavar="NAME", help="One checkpoint, such as step-000120, or best."),
 ]
 
 
@@ -23,23 +25,31 @@ Name = Annotated[
 def list_(run: RunId, stack: Stack = None, as_json: Json = False) -> None:
     """List the checkpoints of a run, the oldest first."""
     from flotilla_coordinator.cli.output import print_json, print_table
+    from flotilla_coordinator.runs.checkpoints import best_checkpoint
 
-    run_id, shelf = _shelf(stack, run)
-    found = [_described(shelf, name) for name in shelf.names()]
+    saved = _saved(stack, run)
+    best = best_checkpoint(saved.directory, saved.best_by)
+    values = saved.directory.evaluated(saved.best_by or "eval/accuracy")
+    found = [_described(saved.shelf, name) for name in saved.shelf.names()]
+    for one in found:
+        one |= {"value": values.get(one["steps_done"]), "best": one["name"] == best}
     if as_json:
-        print_json({"run_id": run_id, "checkpoints": found})
+        print_json({"run_id": saved.run_id, "best_by": saved.best_by or None, "checkpoints": found})
         return
+    shown = ("accuracy", "value") if saved.best_by else ("accuracy",)
     rows = [
         (
             one["name"],
             str(one["steps_done"]),
             one["policy_version"],
             f"{one['bytes']:,}",
-            "" if one["accuracy"] is None else f"{one['accuracy']:.3f}",
+            *("" if one[name] is None else f"{one[name]:.3f}" for name in shown),
+            *(["best" if one["best"] else ""] if saved.best_by else []),
         )
         for one in found
     ]
-    print_table(("CHECKPOINT", "STEPS", "VERSION", "BYTES", "ACCURACY"), rows)
+    own = (saved.best_by.upper(), "") if saved.best_by else ()
+    print_table(("CHECKPOINT", "STEPS", "VERSION", "BYTES", "ACCURACY", *own), rows)
 
 
 @app.command()
@@ -50,11 +60,11 @@ def verify(run: RunId, checkpoint: Name = None, stack: Stack = None, as_json: Js
     from flotilla_core.checkpoint import Manifest
     from flotilla_core.errors import Damaged
 
-    run_id, shelf = _shelf(stack, run)
+    saved = _saved(stack, run)
     findings: list[dict[str, str]] = []
-    for name in _chosen(shelf, checkpoint):
+    for name in _chosen(saved, checkpoint):
         try:
-            Manifest.verified(shelf.folder(name))
+            Manifest.verified(saved.shelf.folder(name))
             problem = ""
         except Damaged as error:
             problem = f"{error.where}: {error.why}"
@@ -62,7 +72,7 @@ def verify(run: RunId, checkpoint: Name = None, stack: Stack = None, as_json: Js
         if not as_json:
             print_line(f"{name}  {problem or 'good'}")
     if as_json:
-        print_json({"run_id": run_id, "checkpoints": findings})
+        print_json({"run_id": saved.run_id, "checkpoints": findings})
     if any(finding["problem"] for finding in findings):
         raise typer.Exit(RUN_FAILED)
 
@@ -85,8 +95,9 @@ def export(
     from flotilla_core.checkpoint import Manifest
     from flotilla_core.errors import AlreadyExists
 
-    run_id, shelf = _shelf(stack, run)
-    name = _chosen(shelf, checkpoint)[-1]
+    saved = _saved(stack, run)
+    run_id, shelf = saved.run_id, saved.shelf
+    name = _chosen(saved, checkpoint)[-1]
     if path.exists():
         raise AlreadyExists("the folder exists already", where=str(path), next_step="name another one")
     Manifest.verified(shelf.folder(name))
@@ -112,23 +123,35 @@ def prune(
     stack: Stack = None,
     as_json: Json = False,
 ) -> None:
-    """Remove all but the newest checkpoints."""
+    """Remove all but the newest checkpoints, and the best one where the run keeps it."""
     from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.runs.checkpoints import best_checkpoint
 
-    run_id, shelf = _shelf(stack, run)
-    gone = shelf.prune(keep)
+    saved = _saved(stack, run)
+    shelf, best = saved.shelf, best_checkpoint(saved.directory, saved.best_by)
+    gone = shelf.prune(keep, [shelf.step_of(best)] if best else [])
     if as_json:
-        print_json({"run_id": run_id, "removed": gone, "kept": shelf.names()})
+        print_json({"run_id": saved.run_id, "removed": gone, "kept": shelf.names()})
     else:
         say(f"removed {', '.join(gone) or 'none'}; kept {', '.join(shelf.names()) or 'none'}")
 
 
-def _shelf(stack: str | None, run: str) -> tuple[str, CheckpointShelf]:
-    """Find the run in the ledger's file; return its id and its checkpoints."""
+class _Saved(NamedTuple):
+    """The checkpoints of one run, and the metric by which it keeps the best one."""
+
+    run_id: str
+    directory: RunDirectory
+    shelf: CheckpointShelf
+    best_by: str
+
+
+def _saved(stack: str | None, run: str) -> _Saved:
+    """Find the run in the ledger's file."""
     from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_coordinator.ledger import queries, schema
     from flotilla_coordinator.records.directory import RunDirectory
     from flotilla_core.checkpoint import CheckpointShelf
+    from flotilla_core.config import read_values
     from flotilla_core.errors import NotFound
 
     ledger = stack_paths(stack).directory / "ledger.sqlite"
@@ -139,13 +162,20 @@ def _shelf(stack: str | None, run: str) -> tuple[str, CheckpointShelf]:
         record = queries.run(db, run)
     finally:
         db.close()
-    return record.run_id, CheckpointShelf(RunDirectory(Path(record.directory)).checkpoints_path)
+    directory = RunDirectory(Path(record.directory))
+    checkpoint = read_values(record.config_yaml, f"run {record.run_id}").get("checkpoint", {})
+    best_by = checkpoint.get("best_by", "")
+    return _Saved(record.run_id, directory, CheckpointShelf(directory.checkpoints_path), best_by)
 
 
-def _chosen(shelf: CheckpointShelf, name: str | None) -> list[str]:
+def _chosen(saved: _Saved, name: str | None) -> list[str]:
     """Return all checkpoints, or the one that was named."""
+    from flotilla_coordinator.runs.checkpoints import BEST, named_best
     from flotilla_core.errors import NotFound
 
+    shelf = saved.shelf
+    if name == BEST:
+        return [named_best(saved.directory, saved.best_by)]
     if name is not None:
         return [shelf.folder(name).name]
     if not shelf.names():

@@ -267,7 +267,9 @@ def resume(
     checkpoint: Annotated[
         str,
         typer.Option(
-            "--from", metavar="NAME", help='A checkpoint, or "start" for step 0; later ones are discarded.'
+            "--from",
+            metavar="NAME",
+            help='A checkpoint, "best", or "start" for step 0; later ones are discarded.',
         ),
     ] = "",
     follow: Annotated[bool, typer.Option("--wait", help="Follow the run until it ends.")] = False,

@@ -58,6 +58,11 @@ class PinnedEvaluation:
         return self._under_way is not None
 
     @property
+    def awaited_step(self) -> int | None:
+        """The steps done at the evaluation whose result was not fetched yet."""
+        return None if self._under_way is None else self._under_way.step
+
+    @property
     def ended(self) -> bool:
         """Return whether the result is available."""
         return self._under_way is not None and self._under_way.task.done()

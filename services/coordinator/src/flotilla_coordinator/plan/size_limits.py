@@ -62,12 +62,15 @@ class DiskUse:
         """Return the use of a run by the parameters of its model, of these the trainable ones, and the critic's."""
         every = config.checkpoint.every_steps
         made = -(-config.steps // every) if every else 0
+        best = config.evaluation if config.checkpoint.best_by else None
+        if best is not None:
+            made += config.steps // best.every_steps
         return cls(
             rollouts=generated_tokens * PAYLOAD_BYTES_PER_TOKEN,
             export=parameters * MODEL if config.export_final else 0,
             checkpoint=(learning + critic) * (STATE + MODEL),
             made=made,
-            kept=min(made, config.checkpoint.keep),
+            kept=min(made, config.checkpoint.keep + (best is not None)),
             every=every,
         )
 

@@ -174,6 +174,11 @@ class RunDirectory:
         """Return all evaluations so far, without those that a fall-back undid."""
         return _surviving(_read_lines(self.path / "evaluations.jsonl"))
 
+    def evaluated(self, metric: str) -> dict[int, float]:
+        """Return a metric of the evaluations so far, by the steps done before each."""
+        name = "accuracy" if metric == "eval/accuracy" else metric
+        return {int(line["step"]): float(line[name]) for line in self.read_evaluations() if name in line}
+
     def read_samples(self, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
         """Return all samples, or those of `steps`, step by step; where a step was repeated, those of the last time."""
         return self._read_newest("step", steps)

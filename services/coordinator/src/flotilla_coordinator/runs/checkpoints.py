@@ -3,30 +3,34 @@
 Invariants: at most one save is under way; the loop waits for its snapshot in memory only. A save that fails is a
 warning, never the end of a run, and leaves `newest` unchanged. A save that fails because of a full disk sets `full`, so
 that it can be repeated before training continues. An update is called durable when every checkpoint that is kept covers
-it.
+it. With `best_by` the checkpoint whose evaluation was best stays, and so does one whose evaluation is still under way;
+of equal ones the first is best.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.trainers.learners import Learners, Stages, next_stage
 from flotilla_core import telemetry
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import CheckpointConfig
 from flotilla_core.disk import free_bytes
-from flotilla_core.errors import Damaged, DiskFull, FlotillaError, Mismatch
+from flotilla_core.errors import Damaged, DiskFull, FlotillaError, Mismatch, NotFound
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
 FILE_NAME = "coordinator.json"
+BEST = "best"
+"""What users call the best checkpoint by."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,33 @@ class Progress:
             raise Damaged("the checkpoint is damaged", where=str(path), why=str(error)) from error
 
 
+def best_step(values: Mapping[int, float], steps: Collection[int]) -> int | None:
+    """Return the first of the steps whose evaluation is best; None where none of them was evaluated."""
+    evaluated = sorted(step for step in steps if step in values)
+    return max(evaluated, key=lambda step: values[step], default=None)
+
+
+def best_checkpoint(directory: RunDirectory, best_by: str) -> str:
+    """Return the name of the best checkpoint of a run; empty where none is to be kept, or none has an evaluation."""
+    shelf = CheckpointShelf(directory.checkpoints_path)
+    steps = [shelf.step_of(name) for name in shelf.names()]
+    step = best_step(directory.evaluated(best_by), steps) if best_by else None
+    return "" if step is None else shelf.name_of(step)
+
+
+def named_best(directory: RunDirectory, best_by: str) -> str:
+    """Return the same for a user who asks for `best`."""
+    name = best_checkpoint(directory, best_by)
+    if name:
+        return name
+    raise NotFound(
+        "the run has no best checkpoint",
+        where=str(directory.checkpoints_path),
+        why=f"no checkpoint has an evaluation with {best_by}" if best_by else "checkpoint.best_by is empty",
+        next_step="name another one: `flotilla checkpoint list`",
+    )
+
+
 class RunCheckpoints:
     """The checkpoints of one run, as the loop uses them."""
 
@@ -79,12 +110,17 @@ class RunCheckpoints:
         ledger: Ledger,
         shelf: CheckpointShelf,
         warn: Callable[[str], None],
+        evaluated: Callable[[str], Mapping[int, float]] = lambda _: {},
+        awaited: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._run_id = run_id
         self._config = config
         self._learners = learners
         self._ledger = ledger
         self._warn = warn
+        self._evaluated = evaluated
+        self._awaited = awaited
+        """The steps done at the evaluation whose result is not there yet."""
         self._writing: asyncio.Task[None] | None = None
         self._measured: dict[str, float] = {}
         self.shelf = shelf
@@ -107,6 +143,16 @@ class RunCheckpoints:
     def due(self, steps_done: int) -> bool:
         """Return whether a checkpoint is due after so many steps."""
         return self.wanted and steps_done % self._config.every_steps == 0 and steps_done != self.newest
+
+    async def best_due(self, steps_done: int) -> bool:
+        """Return whether the evaluation after so many steps found a new best, or may still do so."""
+        best_by = self._config.best_by
+        if not best_by or not self.wanted or steps_done == self.newest:
+            return False
+        if self._awaited() == steps_done:
+            return True
+        values = await asyncio.to_thread(self._evaluated, best_by)
+        return best_step(values, {*self._steps(), steps_done}) == steps_done
 
     def reconfigure(self, config: CheckpointConfig) -> None:
         """Use another schedule from the next checkpoint on."""
@@ -175,11 +221,20 @@ class RunCheckpoints:
         self._measured["checkpoint/bytes"] = float(durable.bytes)
         self._nbytes = durable.bytes
         try:
-            await asyncio.to_thread(self.shelf.prune, self._config.keep)
+            await asyncio.to_thread(self._prune)
             oldest = await asyncio.to_thread(self._oldest)
             await self._ledger.covered(self._run_id, oldest.version, oldest.steps_done)
         except (FlotillaError, OSError) as error:
             self._refused(progress, error)
+
+    def _steps(self) -> list[int]:
+        return [self.shelf.step_of(name) for name in self.shelf.names()]
+
+    def _prune(self) -> None:
+        best_by = self._config.best_by
+        best = best_step(self._evaluated(best_by), self._steps()) if best_by else None
+        awaited = self._awaited() if best_by else None
+        self.shelf.prune(self._config.keep, [step for step in (best, awaited) if step is not None])
 
     def _oldest(self) -> Progress:
         return Progress.of(self.shelf.path / self.shelf.names()[0])

@@ -77,7 +77,7 @@ async def _train_one_step(run: RunContext, step: int) -> None:
         await _evaluate(run, step=step + 1)
     elif run.pinned is not None and run.pinned.ended and not await _collect_pinned_evaluation(run):
         await _evaluate_now(run, step=step + 1)
-    if run.checkpoints.due(step + 1):
+    if run.checkpoints.due(step + 1) or (evaluation_due and await run.checkpoints.best_due(step + 1)):
         await _save_checkpoint(run, step + 1)
 
 
@@ -85,7 +85,10 @@ async def _do_due_work(run: RunContext) -> None:
     """Evaluate and save where that is due: before the first step, or after a step that a coordinator did not finish."""
     if run.owes_evaluation:
         await _evaluate(run, step=run.steps_done)
-    if run.steps_done > 0 and run.checkpoints.due(run.steps_done):
+    due = run.checkpoints.due(run.steps_done)
+    if run.steps_done > 0 and (
+        due or (run.owes_evaluation and await run.checkpoints.best_due(run.steps_done))
+    ):
         await _save_checkpoint(run, run.steps_done)
 
 

@@ -24,6 +24,7 @@ from flotilla_coordinator.ledger.records import DropReason, RunRecord, RunState
 from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs.active import RunHandle
+from flotilla_coordinator.runs.checkpoints import BEST, named_best
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.executor import RunExecutor
@@ -99,6 +100,8 @@ class RunStarter:
             )
         config, _ = await self._checked(record.config_yaml)
         self._fleet.require_place(ResourceRequest.of(config))
+        if checkpoint == BEST:
+            checkpoint = named_best(directory, config.checkpoint.best_by)
         _check_checkpoint(record, config, CheckpointShelf(directory.checkpoints_path), checkpoint)
         start_point = StartPoint(record.version.lineage + 1, checkpoint, by_user=True)
         await self._ledger.asked_for(run_id)

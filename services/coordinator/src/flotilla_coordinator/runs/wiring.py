@@ -108,6 +108,8 @@ class RunWiring:
                 self._ledger,
                 CheckpointShelf(directory.checkpoints_path),
                 self._warn,
+                directory.evaluated,
+                lambda: None if self._pinned is None else self._pinned.awaited_step,
             ),
             ledger=self._ledger,
             directory=directory,
