@@ -30,24 +30,6 @@ def test_pairs_are_ranked_without_a_temperature() -> None:
         load_text(RunConfig, f"name: run\nsteps: 3\ndata: {{train: /x.jsonl}}\n{text}", source="run.yaml")
 
 
-def test_a_held_out_set_takes_what_it_leaves_out_from_the_evaluation() -> None:
-    text = """evaluation:
-  success_at: 0.5
-  max_prompts: 40
-  data:
-    - path: /a.jsonl
-    - {path: /b.jsonl, name: sums, success_at: 0.0, temperature: 0.7, samples_per_prompt: 4, rewards: [{reward: exact}]}
-"""
-    evaluation = load(text).evaluation
-    assert evaluation is not None
-    plain, own = evaluation.held_out
-    assert (plain.name, plain.settings.success_at, plain.settings.samples_per_prompt) == ("a", 0.5, 1)
-    assert (own.name, own.settings.success_at, own.settings.samples_per_prompt) == ("sums", 0.0, 4)
-    assert own.settings.max_prompts == 40 and not plain.rewards and own.rewards[0].reward == "exact"
-    again = load_text(RunConfig, dump_yaml(load(text)), source="again").evaluation
-    assert again == evaluation
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -391,3 +391,25 @@ def test_config_validate_resolves_and_schema_describes(flotilla: Command) -> Non
     code, out, _ = flotilla("config", "schema", "stack")
     assert code == 0
     assert "ready_timeout_s" in json.loads(out)["properties"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model"], "the model belongs to no run"),
+        (["model", "--data", "held-out.jsonl"], "--data FILE and --reward NAME"),
+        (["model", "--checkpoint", "best"], "--checkpoint chooses among those of a run"),
+        (["empty"], "neither a model nor a checkpoint"),
+        (["nothing-there"], "the stack has no runs on disk"),
+        (["model", "run.yaml"], "run trial has no `evaluation`"),
+    ],
+)
+def test_eval_says_what_it_lacks_before_it_starts_anything(
+    flotilla: Command, arguments: list[str], message: str
+) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("empty").mkdir()
+    Path("run.yaml").write_text(RUN_YAML)
+    code, _, err = flotilla("eval", *arguments)
+    assert code == 2 and message in err

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.data.training_sets import held_out_sets
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, HeldOutPrompts
 from flotilla_coordinator.evaluation.figures import (
     before,
@@ -24,7 +25,7 @@ from flotilla_coordinator.evaluation.figures import (
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.scoring import Outcome
-from flotilla_core.config import SamplingConfig
+from flotilla_core.config import RunConfig, SamplingConfig, dump_yaml, load_text
 from flotilla_core.errors import UserCodeError
 from flotilla_core.version import Version
 
@@ -123,6 +124,27 @@ async def test_each_set_has_its_figures_and_the_first_one_the_plain_names_too() 
     names = [name for request in generation.asked for name in request.sample_ids]
     assert len(set(names)) == 6, "two sets never share a sample"
     assert [answer.held_out for answer in found.answers] == ["easy"] * 4 + ["hard"] * 2
+
+
+def test_a_held_out_set_takes_what_it_leaves_out_from_the_evaluation() -> None:
+    text = """name: run
+steps: 3
+data: {train: /x.jsonl}
+rewards: [{reward: numeric}]
+evaluation:
+  success_at: 0.5
+  max_prompts: 40
+  data:
+    - path: /a.jsonl
+    - {path: /b.jsonl, name: sums, success_at: 0.0, temperature: 0.7, samples_per_prompt: 4, rewards: [{reward: exact}]}
+"""
+    config = load_text(RunConfig, text)
+    plain, own = held_out_sets(config)
+    assert (plain.name, plain.success_at, plain.samples_per_prompt, plain.temperature) == ("a", 0.5, 1, 0.0)
+    assert (own.name, own.success_at, own.samples_per_prompt, own.temperature) == ("sums", 0.0, 4, 0.7)
+    assert (own.max_prompts, own.max_response_tokens) == (40, config.rollout.sampling.max_response_tokens)
+    assert (plain.rewards[0].reward, own.rewards[0].reward) == ("numeric", "exact")
+    assert held_out_sets(load_text(RunConfig, dump_yaml(config))) == [plain, own]
 
 
 async def test_an_answer_that_cannot_be_scored_is_no_wrong_answer() -> None:

@@ -18,7 +18,7 @@ MANIFEST = Manifest.from_named([("w", "float32", (2, 2))], 1 << 20)
 
 
 class Engine:
-    """What a session calls, in order; `untag` takes until it is let."""
+    """What a session calls, in order; `tag` takes until it is let."""
 
     info = EngineInfo(100, 100, 1)
 
@@ -33,8 +33,8 @@ class Engine:
     async def drop(self) -> None:
         self.calls.append("drop")
 
-    async def untag(self) -> None:
-        self.calls.append("untag")
+    async def tag(self, version: Version | None) -> None:
+        self.calls.append("tag")
         await self.go_on.wait()
 
     async def verify(self) -> Verified:
@@ -65,11 +65,26 @@ async def test_what_a_former_run_ends_too_late_is_not_the_group_of_the_next_run(
     session.run_id = "former"
     joining = asyncio.create_task(session.join("next", weights_pb2.WeightGroup(epoch=1), 1, MANIFEST))
     async with asyncio.timeout(LIMIT_S):
-        while "untag" not in engine.calls:
+        while "tag" not in engine.calls:
             await asyncio.sleep(0)
         ending = asyncio.create_task(session.abort("former"))
         await asyncio.sleep(0)
         engine.go_on.set()
         await asyncio.gather(joining, ending)
-    assert engine.calls == ["drop", "untag", "join"]
+    assert engine.calls == ["drop", "tag", "join"]
     assert session.run_id == "next" and session.epoch == 1 and session.buckets_total == 1
+
+
+async def test_boot_weights_that_are_a_version_are_served_as_it_until_another_run_joins() -> None:
+    engine = Engine()
+    engine.go_on.set()
+    session = WeightSession(engine)  # type: ignore[arg-type]
+    with pytest.raises(StaleVersion, match="its boot weights"):
+        session.require_serving("run", Version(0, 4))
+    await session.adopt("run", Version(0, 4))
+    session.require_serving("run", Version(0, 4))
+    for run_id, newer in (("run", Version(0, 5)), ("other", Version(0, 4))):
+        with pytest.raises(StaleVersion, match=r"version 0\.4 of run run"):
+            session.require_serving(run_id, newer)
+    await session.join("other", weights_pb2.WeightGroup(epoch=1), 1, MANIFEST)
+    assert session.live is None and session.run_id == "other"

@@ -19,6 +19,12 @@ class Version(NamedTuple):
     def __str__(self) -> str:
         return f"{self.lineage}.{self.step}"
 
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """Return the version that is written so: lineage.step."""
+        lineage, _, step = text.partition(".")
+        return cls(int(lineage), int(step))
+
     def to_proto(self) -> version_pb2.PolicyVersion:
         return version_pb2.PolicyVersion(lineage=self.lineage, step=self.step)
 

@@ -20,6 +20,7 @@ from flotilla_core.errors import Unavailable
 from flotilla_core.model_folder import tokenizer_digest
 from flotilla_core.rpc import RpcServer
 from flotilla_core.service import Host
+from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Engine
 from flotilla_generator.engine.slowed import SlowedEngine
@@ -44,6 +45,9 @@ class GeneratorHostService:
 
     async def start(self) -> None:
         await self._engine.start()
+        run_id, _, version = self._host.stack.generator.boot_version.partition("/")
+        if version:
+            await self._servicer.weights.adopt(run_id, Version.parse(version))
         self._watch = asyncio.create_task(self._end_with_the_engine(), name="engine watch")
         self._servicer.open()
 

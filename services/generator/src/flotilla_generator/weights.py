@@ -64,6 +64,12 @@ class WeightSession:
         """Buckets of one publication in the joined group."""
         return 0 if self._manifest is None else self._manifest.messages(first=self._publications <= 1)
 
+    async def adopt(self, run_id: str, version: Version) -> None:
+        """Serve the weights that the engine booted with as a version of a run, until others come."""
+        async with self._lock:
+            await self._engine.tag(version)
+            self.run_id, self.live = run_id, version
+
     async def join(
         self, run_id: str, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest
     ) -> None:
@@ -79,7 +85,7 @@ class WeightSession:
         async with self._lock:
             await self._engine.drop()
             if run_id != self.run_id:
-                await self._engine.untag()
+                await self._engine.tag(None)
                 self.run_id, self.live = run_id, None
             self.epoch, self._manifest, self.staged, self.error = group.epoch, None, None, ""
             self._rest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
@@ -224,7 +224,7 @@ class HeldOutSet(ConfigModel):
     """Names its metrics; empty takes the file name without its extension."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
     """The rewards of its answers; empty takes those of the run."""
-    success_at: float | None = Field(default=None, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
+    success_at: float | None = Field(default=None, ge=-1e12, le=1e12)
     """An answer is right when its total reward is at least this."""
     max_prompts: int | None = Field(default=None, ge=1, le=100_000)
     """Maximum number of prompts taken from the file."""
@@ -237,27 +237,10 @@ class HeldOutSet(ConfigModel):
     answer_after: str | None = Field(default=None, max_length=256)
     """Text before the final answer of a response, for `eval/maj@n`."""
 
-
-_OWN = {
-    "success_at",
-    "max_prompts",
-    "max_response_tokens",
-    "samples_per_prompt",
-    "temperature",
-    "answer_after",
-}
-"""Settings of a held-out set that go before those of `evaluation`."""
-
-
-class HeldOut(NamedTuple):
-    """One held-out file, and how it is evaluated."""
-
-    name: str
-    path: Path
-    rewards: tuple[RewardTermConfig, ...]
-    """Empty where those of the run count."""
-    settings: EvaluationConfig
-    """What counts for this file alone; `data` still names all."""
+    @property
+    def shown(self) -> str:
+        """The name of its metrics."""
+        return self.name or self.path.stem
 
 
 HeldOutData = Annotated[
@@ -279,7 +262,7 @@ class EvaluationConfig(ConfigModel):
     settings of its own. The first one decides what `stop` sees."""
     every_steps: int = Field(default=0, ge=0, le=10_000_000)
     """Steps between evaluations; 0: only before and after training."""
-    success_at: float = Field(default=1.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD)
+    success_at: float = Field(default=1.0, ge=-1e12, le=1e12)
     """An answer is right when its total reward is at least this."""
     max_prompts: int = Field(default=500, ge=1, le=100_000)
     """Maximum number of prompts taken from a file."""
@@ -296,17 +279,15 @@ class EvaluationConfig(ConfigModel):
     """Evaluate during the next steps: with two or more generators, one keeps the version until the evaluation ends."""
 
     @property
-    def held_out(self) -> tuple[HeldOut, ...]:
-        """Return every held-out file with all settings that count for it."""
-        if isinstance(self.data, Path):
-            return (HeldOut(self.data.stem, self.data, (), self),)
-        return tuple(self._own(one) for one in self.data)
+    def sets_of_data(self) -> tuple[HeldOutSet, ...]:
+        """Return every held-out file as it is written; one alone has no settings of its own."""
+        return (HeldOutSet(path=self.data),) if isinstance(self.data, Path) else self.data
 
     def rising_metrics(self, *, pairs: bool) -> tuple[str, ...]:
         """Return the metrics of which more is better; the first set has the plain names too."""
         found: list[str] = []
-        for one in self.held_out:
-            drawn = one.settings.samples_per_prompt
+        for one in self.sets_of_data:
+            drawn = one.samples_per_prompt or self.samples_per_prompt
             figures = ["accuracy"] if pairs else ["accuracy", "reward_mean"]
             if drawn > 1:
                 figures += [f"mean@{drawn}", *(f"pass@{1 << power}" for power in range(drawn.bit_length()))]
@@ -314,19 +295,16 @@ class EvaluationConfig(ConfigModel):
             if not found:
                 found += [f"eval/{figure}" for figure in figures]
             if not isinstance(self.data, Path):
-                found += [f"eval/{one.name}/{figure}" for figure in figures]
+                found += [f"eval/{one.shown}/{figure}" for figure in figures]
         return tuple(found)
-
-    def _own(self, one: HeldOutSet) -> HeldOut:
-        own = {name: value for name, value in one if name in _OWN and value is not None}
-        return HeldOut(one.name or one.path.stem, one.path, one.rewards, self.model_copy(update=own))
 
     @model_validator(mode="after")
     def _answers_differ(self) -> EvaluationConfig:
-        for one in self.held_out:
-            drawn = one.settings.samples_per_prompt
-            if drawn > 1 and one.settings.temperature == 0:
-                where = "" if isinstance(self.data, Path) else f" of {one.name}"
+        for one in self.sets_of_data:
+            drawn = one.samples_per_prompt or self.samples_per_prompt
+            temperature = self.temperature if one.temperature is None else one.temperature
+            if drawn > 1 and temperature == 0:
+                where = "" if isinstance(self.data, Path) else f" of {one.shown}"
                 raise ValueError(
                     f"samples_per_prompt{where} is {drawn}, but greedy answers to one prompt are all "
                     "equal: set temperature above 0 (1.0 is that of the rollouts), or samples_per_prompt to 1"
@@ -335,7 +313,7 @@ class EvaluationConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _has_sets_of_different_names(self) -> EvaluationConfig:
-        names = [one.name for one in self.held_out]
+        names = [one.shown for one in self.sets_of_data]
         if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise ValueError(
                 f"several held-out sets are called {repeated[0]!r}, and each has metrics under its name: give each a "

@@ -94,7 +94,7 @@ class RunConfig(ConfigModel):
         """Return whether an evaluation counts how many held-out pairs are ranked correctly, and generates nothing."""
         if self.evaluation is None or not self.learns_from_pairs or self.rewards:
             return False
-        return not any(one.rewards for one in self.evaluation.held_out)
+        return not any(one.rewards for one in self.evaluation.sets_of_data)
 
     @property
     def evaluates_answers(self) -> bool:
@@ -118,7 +118,7 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _asks_a_reward_model_for_no_text(self) -> RunConfig:
-        sets = () if self.evaluation is None else self.evaluation.held_out
+        sets = () if self.evaluation is None else self.evaluation.sets_of_data
         judged = self.rewards or any(one.rewards for one in sets)
         wrong = {
             "rewards": (judged, "it writes no answers that they could judge; evaluation ranks pairs"),
@@ -226,13 +226,13 @@ class RunConfig(ConfigModel):
     def _judges_what_it_evaluates(self) -> RunConfig:
         if self.evaluation is None:
             return self
-        held_out = self.evaluation.held_out
-        if self.evaluates_pairs and any(one.settings.temperature > 0 for one in held_out):
+        sets = self.evaluation.sets_of_data
+        if self.evaluates_pairs and any([self.evaluation.temperature, *(one.temperature for one in sets)]):
             raise ValueError(
                 "evaluation.temperature is above 0, but pairs are ranked and nothing is generated: "
                 "leave it out, or name rewards"
             )
-        if self.evaluates_answers and not self.rewards and not all(one.rewards for one in held_out):
+        if self.evaluates_answers and not self.rewards and not all(one.rewards for one in sets):
             raise ValueError("evaluation needs at least one reward term")
         return self
 

@@ -164,6 +164,9 @@ class GeneratorConfig(ConfigModel):
     """Only for the `sim` engine."""
     slowed_by: LatencyConfig | None = None
     """Delays the samples of a real engine until they have taken this long: a slow generator for benches and tests."""
+    boot_version: str = Field(default="", pattern=r"^([A-Za-z0-9_.-]{1,128}/[0-9]{1,9}\.[0-9]{1,18})?$")
+    """`RUN/VERSION`, such as `count-20260314-0915-7f3a/0.120`: the model is this version of this run, so replicas serve
+    it without a sync. `flotilla eval` sets it. Empty: the model is no version, and runs send theirs."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that were started outside this stack."""
 

@@ -12,6 +12,7 @@ from flotilla_coordinator.cli.options import Json, RunId, Stack
 if TYPE_CHECKING:
     from flotilla_coordinator.records.directory import RunDirectory
     from flotilla_core.checkpoint import CheckpointShelf
+    from flotilla_core.version import Version
 
 app = typer.Typer(help="List, check, export and remove checkpoints of a run.", no_args_is_help=True)
 
@@ -27,7 +28,7 @@ def list_(run: RunId, stack: Stack = None, as_json: Json = False) -> None:
     from flotilla_coordinator.cli.output import print_json, print_table
     from flotilla_coordinator.runs.checkpoints import best_checkpoint
 
-    saved = _saved(stack, run)
+    saved = saved_of(stack, run)
     best = best_checkpoint(saved.directory, saved.best_by)
     values = saved.directory.evaluated(saved.best_by or "eval/accuracy")
     found = [_described(saved.shelf, name) for name in saved.shelf.names()]
@@ -60,9 +61,9 @@ def verify(run: RunId, checkpoint: Name = None, stack: Stack = None, as_json: Js
     from flotilla_core.checkpoint import Manifest
     from flotilla_core.errors import Damaged
 
-    saved = _saved(stack, run)
+    saved = saved_of(stack, run)
     findings: list[dict[str, str]] = []
-    for name in _chosen(saved, checkpoint):
+    for name in chosen(saved, checkpoint):
         try:
             Manifest.verified(saved.shelf.folder(name))
             problem = ""
@@ -95,9 +96,9 @@ def export(
     from flotilla_core.checkpoint import Manifest
     from flotilla_core.errors import AlreadyExists
 
-    saved = _saved(stack, run)
+    saved = saved_of(stack, run)
     run_id, shelf = saved.run_id, saved.shelf
-    name = _chosen(saved, checkpoint)[-1]
+    name = chosen(saved, checkpoint)[-1]
     if path.exists():
         raise AlreadyExists("the folder exists already", where=str(path), next_step="name another one")
     Manifest.verified(shelf.folder(name))
@@ -127,7 +128,7 @@ def prune(
     from flotilla_coordinator.cli.output import print_json, say
     from flotilla_coordinator.runs.checkpoints import best_checkpoint
 
-    saved = _saved(stack, run)
+    saved = saved_of(stack, run)
     shelf, best = saved.shelf, best_checkpoint(saved.directory, saved.best_by)
     gone = shelf.prune(keep, [shelf.step_of(best)] if best else [])
     if as_json:
@@ -136,16 +137,18 @@ def prune(
         say(f"removed {', '.join(gone) or 'none'}; kept {', '.join(shelf.names()) or 'none'}")
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """The checkpoints of one run, and the metric by which it keeps the best one."""
 
     run_id: str
     directory: RunDirectory
     shelf: CheckpointShelf
     best_by: str
+    version: Version
+    config_yaml: str
 
 
-def _saved(stack: str | None, run: str) -> _Saved:
+def saved_of(stack: str | None, run: str) -> Saved:
     """Find the run in the ledger's file."""
     from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_coordinator.ledger import queries, schema
@@ -165,10 +168,11 @@ def _saved(stack: str | None, run: str) -> _Saved:
     directory = RunDirectory(Path(record.directory))
     checkpoint = read_values(record.config_yaml, f"run {record.run_id}").get("checkpoint", {})
     best_by = checkpoint.get("best_by", "")
-    return _Saved(record.run_id, directory, CheckpointShelf(directory.checkpoints_path), best_by)
+    shelf = CheckpointShelf(directory.checkpoints_path)
+    return Saved(record.run_id, directory, shelf, best_by, record.version, record.config_yaml)
 
 
-def _chosen(saved: _Saved, name: str | None) -> list[str]:
+def chosen(saved: Saved, name: str | None) -> list[str]:
     """Return all checkpoints, or the one that was named."""
     from flotilla_coordinator.runs.checkpoints import BEST, named_best
     from flotilla_core.errors import NotFound

@@ -11,6 +11,7 @@ from flotilla_coordinator.cli import (
     checkpoint,
     config,
     doctor,
+    evaluate,
     fleet,
     logs,
     replicas,
@@ -50,6 +51,7 @@ run.app.command()(run.pause)
 run.app.command("set")(run.set_)
 app.command()(samples.samples)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("eval")(evaluate.evaluate)
 app.command()(timeline.timeline)
 app.command()(doctor.doctor)
 app.add_typer(config.app, name="config")

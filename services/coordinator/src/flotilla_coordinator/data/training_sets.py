@@ -15,7 +15,15 @@ from pathlib import Path
 from flotilla_coordinator.data.pairs import load_pairs
 from flotilla_coordinator.data.prompts import Load, Prompt, PromptFile, load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_core.config import DataConfig, HeldOut, PolicyConfig, RunConfig, TrainingSet
+from flotilla_core.config import (
+    DataConfig,
+    EvaluationConfig,
+    HeldOutSet,
+    PolicyConfig,
+    RewardTermConfig,
+    RunConfig,
+    TrainingSet,
+)
 from flotilla_core.config.document import describe
 from flotilla_core.config.roles import AskedTeachers
 from flotilla_core.errors import InvalidConfig
@@ -96,12 +104,49 @@ def training_data(config: RunConfig) -> Load:
     return load if asked is None or asked.teacher_field is None else _choosing_teachers(load, asked)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """One held-out file, with all settings that count for its evaluation."""
+
+    name: str
+    path: Path
+    rewards: tuple[RewardTermConfig, ...]
+    success_at: float
+    max_prompts: int
+    max_response_tokens: int
+    samples_per_prompt: int
+    temperature: float
+    answer_after: str
+
+
+def held_out_sets(config: RunConfig) -> list[HeldOut]:
+    """Return the held-out files of a run; what one leaves out is that of the evaluation, or of the run."""
+    evaluation = config.evaluation
+    return (
+        [] if evaluation is None else [_held_out(one, evaluation, config) for one in evaluation.sets_of_data]
+    )
+
+
+def _held_out(one: HeldOutSet, evaluation: EvaluationConfig, config: RunConfig) -> HeldOut:
+    longest = one.max_response_tokens or evaluation.max_response_tokens
+    return HeldOut(
+        name=one.name or one.path.stem,
+        path=one.path,
+        rewards=one.rewards or config.rewards,
+        success_at=evaluation.success_at if one.success_at is None else one.success_at,
+        max_prompts=one.max_prompts or evaluation.max_prompts,
+        max_response_tokens=longest or config.rollout.sampling.max_response_tokens,
+        samples_per_prompt=one.samples_per_prompt or evaluation.samples_per_prompt,
+        temperature=evaluation.temperature if one.temperature is None else one.temperature,
+        answer_after=evaluation.answer_after if one.answer_after is None else one.answer_after,
+    )
+
+
 def read_held_out(config: RunConfig, tokenizer: Tokenizer) -> list[tuple[HeldOut, PromptFile]]:
     """Read all of `evaluation.data`, each file with at most `max_prompts` prompts."""
     load = load_pairs if config.evaluates_pairs else load_prompts
-    sets = () if config.evaluation is None else config.evaluation.held_out
-    files = [(one, load(one.path, config.data, tokenizer)) for one in sets]
-    return [(one, replace(file, prompts=file.prompts[: one.settings.max_prompts])) for one, file in files]
+    files = [(one, load(one.path, config.data, tokenizer)) for one in held_out_sets(config)]
+    return [(one, replace(file, prompts=file.prompts[: one.max_prompts])) for one, file in files]
 
 
 def _choosing_teachers(load: Load, asked: AskedTeachers) -> Load:

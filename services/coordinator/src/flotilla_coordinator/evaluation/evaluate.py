@@ -10,12 +10,13 @@ names are those of the first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.data.prompts import Prompt, PromptFile
+from flotilla_coordinator.data.training_sets import HeldOut
 from flotilla_coordinator.evaluation.figures import ACCURACY, figures_of, named, vote_of
 from flotilla_coordinator.rollouts.answers import given_group
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
@@ -24,7 +25,7 @@ from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
 from flotilla_coordinator.trainers.messages import parts
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_core import telemetry
-from flotilla_core.config import SamplingConfig
+from flotilla_core.config import RewardTermConfig, RunConfig, SamplingConfig
 from flotilla_core.errors import UserCodeError
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
@@ -109,6 +110,32 @@ class HeldOutPrompts:
     samples_per_prompt: int = 1
     success_at: float = 1.0
     answer_after: str = ""
+
+
+def held_out_prompts(
+    config: RunConfig,
+    held_out: Iterable[tuple[HeldOut, PromptFile]],
+    scorer_of: Callable[[tuple[RewardTermConfig, ...]], Scorer],
+) -> list[HeldOutPrompts]:
+    """Return the sets of a run as it evaluates them; answers end as rollouts do."""
+    rollout = config.rollout.sampling
+    return [
+        HeldOutPrompts(
+            one.name,
+            file.prompts,
+            scorer_of(one.rewards),
+            SamplingConfig(
+                temperature=one.temperature,
+                max_response_tokens=one.max_response_tokens,
+                stop_token_ids=rollout.stop_token_ids,
+                stop=rollout.stop,
+            ),
+            one.samples_per_prompt,
+            one.success_at,
+            one.answer_after,
+        )
+        for one, file in held_out
+    ]
 
 
 def evaluation_span(run_id: str, version: Version, step: int) -> AbstractContextManager[Any]:

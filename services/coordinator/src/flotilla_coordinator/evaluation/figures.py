@@ -128,7 +128,7 @@ def before_and_after(metrics: Mapping[str, float]) -> list[str]:
     """Return the first and the last evaluation of a run in words, a line for each figure that tells something."""
     if ACCURACY not in metrics:
         return []
-    sets = sorted(by_set(metrics).items()) or [("", metrics)]
+    sets = sorted(by_set(metrics).items()) or [("", dict(metrics))]
     step = metrics["eval/step"]
     return [line for name, figures in sets for line in _changes(name, figures, step)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flotilla_coordinator.data.prompts import PromptFile
-from flotilla_coordinator.data.training_sets import LoadedSet
+from flotilla_coordinator.data.training_sets import HeldOut, LoadedSet
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.lines import STARTING_WEIGHTS, Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts
@@ -19,7 +19,6 @@ from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, most_pro
 from flotilla_coordinator.trainers.spec import critic_of
 from flotilla_core.config import (
     CriticConfig,
-    HeldOut,
     PolicyConfig,
     RolloutConfig,
     RunConfig,
@@ -114,16 +113,16 @@ def evaluation_lines(config: RunConfig, held_out: Sequence[tuple[HeldOut, Prompt
     during = steps // every if every else 0
     after = 0 if every and steps % every == 0 else 1
     for one, file in held_out:
-        settings, drawn = one.settings, one.settings.samples_per_prompt
+        drawn = one.samples_per_prompt
         kind = "pairs" if config.evaluates_pairs else "prompts"
-        how = f"at temperature {settings.temperature:g}" if settings.temperature else "greedy"
+        how = f"at temperature {one.temperature:g}" if one.temperature else "greedy"
         yield (
             "evaluations" if len(held_out) == 1 else f"evaluations of {one.name}",
             f"{1 + during + after} x {len(file.prompts)} {kind}"
             + (f" x {drawn} samples" if drawn > 1 else ""),
             f"{'ranked' if config.evaluates_pairs else how}: before, "
             f"{f'every {every} steps, ' if every else ''}after"
-            + ("" if config.evaluates_pairs or settings.success_at == 1 else _threshold(settings.success_at)),
+            + ("" if config.evaluates_pairs or one.success_at == 1 else _threshold(one.success_at)),
         )
 
 
@@ -135,9 +134,8 @@ def evaluation_errors(config: RunConfig, one: HeldOut, held_out: PromptFile, lim
     """Refuse an evaluation whose sequences are longer than `limit` tokens."""
     if config.evaluates_pairs:
         return checks.answer_errors(limit, checks.longest_pair(held_out))
-    tokens = one.settings.max_response_tokens or config.rollout.sampling.max_response_tokens
     longest = checks.longest_prompt(held_out)
-    return checks.length_errors(limit, longest, tokens, "evaluation.max_response_tokens")
+    return checks.length_errors(limit, longest, one.max_response_tokens, "evaluation.max_response_tokens")
 
 
 def model_lines(

@@ -12,7 +12,14 @@ import shutil
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.data.training_sets import LoadedSet, joined, read_held_out, read_sets, training_data
+from flotilla_coordinator.data.training_sets import (
+    HeldOut,
+    LoadedSet,
+    joined,
+    read_held_out,
+    read_sets,
+    training_data,
+)
 from flotilla_coordinator.plan import checks, data_lines, gpu_memory, placement, size_limits, update_lines
 from flotilla_coordinator.plan.batching_choice import batching_line, chosen_batching
 from flotilla_coordinator.plan.checks import role_errors
@@ -20,7 +27,7 @@ from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, adapter_errors
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_tokens
-from flotilla_core.config import HeldOut, RunConfig, StackConfig
+from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
 
@@ -112,7 +119,7 @@ class _Planner:
         self._evaluation_lines()
         self._memory_lines()
         self._disk_lines()
-        answers = [(one.settings, len(file.prompts)) for one, file in self._held_out]
+        answers = [(one, len(file.prompts)) for one, file in self._held_out]
         self._plan.errors.extend(
             size_limits.memory_errors(self._config, self._step_tokens, answers, self._memory)
         )

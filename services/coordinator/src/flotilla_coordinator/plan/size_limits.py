@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
+from flotilla_coordinator.data.training_sets import HeldOut, held_out_sets
 from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.update_lines import groups_under_way, held_bytes
-from flotilla_core.config import EvaluationConfig, RunConfig, StackConfig, TrainerConfig
+from flotilla_core.config import RunConfig, StackConfig, TrainerConfig
 
 MOST_GROUPS = 100_000
 """Limit of groups under way at one time; the event loop needs about 5 s to begin so many."""
@@ -114,15 +115,14 @@ def count_errors(config: RunConfig) -> Iterator[str]:
             limit = f"{MOST_SAMPLES:,} is the limit"
             yield f"{samples:,} samples would be under way at one time, and {limit}: lower {lower}"
     if config.evaluation is not None:
-        sizes = [one.settings for one in config.evaluation.held_out]
-        answers = sum(size.max_prompts * size.samples_per_prompt for size in sizes)
+        answers = sum(one.max_prompts * one.samples_per_prompt for one in held_out_sets(config))
         if answers > MOST_SAMPLES:
             lower = _settings(config, "evaluation.max_prompts", "evaluation.samples_per_prompt")
             yield f"an evaluation would ask for {answers:,} answers, and {MOST_SAMPLES:,} is the limit: lower {lower}"
 
 
 def memory_errors(
-    config: RunConfig, tokens_of_a_step: int, held_out: Sequence[tuple[EvaluationConfig, int]], memory: int
+    config: RunConfig, tokens_of_a_step: int, held_out: Sequence[tuple[HeldOut, int]], memory: int
 ) -> Iterator[str]:
     """Refuse what the coordinator would hold at one time, where its host has less memory."""
     evaluation = config.evaluation
@@ -135,12 +135,9 @@ def memory_errors(
         )
     if evaluation is None or config.evaluates_pairs:
         return
-    rollout = config.rollout.sampling.max_response_tokens
     need = sum(
-        prompts
-        * size.samples_per_prompt
-        * ((size.max_response_tokens or rollout) * ANSWER_BYTES_PER_TOKEN + ANSWER_BYTES)
-        for size, prompts in held_out
+        prompts * one.samples_per_prompt * (one.max_response_tokens * ANSWER_BYTES_PER_TOKEN + ANSWER_BYTES)
+        for one, prompts in held_out
     )
     if need > memory:
         limit = "rollout.sampling" if evaluation.max_response_tokens is None else "evaluation"

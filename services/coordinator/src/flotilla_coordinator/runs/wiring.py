@@ -12,10 +12,10 @@ from functools import partial
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.data.prompts import Prompt, PromptFile
+from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.data.training_sets import read_held_out, training_data
-from flotilla_coordinator.evaluation.evaluate import Evaluator, HeldOutPrompts, PairEvaluator
+from flotilla_coordinator.data.training_sets import HeldOut, read_held_out, training_data
+from flotilla_coordinator.evaluation.evaluate import Evaluator, PairEvaluator, held_out_prompts
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.fleet.launcher import LauncherLink
@@ -42,7 +42,7 @@ from flotilla_coordinator.weights.members import Candidates
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.config import HeldOut, PolicyConfig, SamplingConfig
+from flotilla_core.config import PolicyConfig, RewardTermConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
@@ -264,25 +264,12 @@ class RunWiring:
         if self._config.evaluates_pairs:
             pairs = {one.name: file.prompts for one, file in held_out}
             return PairEvaluator(self._run_id, pairs, policy)
-        sets = [self._held_out_prompts(one, file.prompts, scorer) for one, file in held_out]
-        return Evaluator(self._run_id, sets, generation, self._config.rollout.sample_timeout_s)
 
-    def _held_out_prompts(self, one: HeldOut, prompts: list[Prompt], scorer: Scorer) -> HeldOutPrompts:
-        settings, rollout = one.settings, self._config.rollout.sampling
-        if one.rewards:
-            scorer = Scorer(self._run_id, one.rewards, self._fleet.rewards, self._wait_limit_s)
-        sampling = SamplingConfig(
-            temperature=settings.temperature,
-            max_response_tokens=settings.max_response_tokens or rollout.max_response_tokens,
-            stop_token_ids=rollout.stop_token_ids,
-            stop=rollout.stop,
-        )
-        return HeldOutPrompts(
-            one.name,
-            prompts,
-            scorer,
-            sampling,
-            settings.samples_per_prompt,
-            settings.success_at,
-            settings.answer_after,
-        )
+        def scorer_of(rewards: tuple[RewardTermConfig, ...]) -> Scorer:
+            # The rewards of the run share calls with its rollouts.
+            if rewards == self._config.rewards:
+                return scorer
+            return Scorer(self._run_id, rewards, self._fleet.rewards, self._wait_limit_s)
+
+        sets = held_out_prompts(self._config, held_out, scorer_of)
+        return Evaluator(self._run_id, sets, generation, self._config.rollout.sample_timeout_s)

@@ -209,8 +209,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def untag(self) -> None:
-        """Drop the version of the live weights: another run took the replica over."""
+    async def tag(self, version: Version | None) -> None:
+        """Record which version the live weights are; None where another run took the replica over."""
 
     @abstractmethod
     async def drop(self) -> None:

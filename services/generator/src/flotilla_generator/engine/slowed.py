@@ -116,8 +116,8 @@ class SlowedEngine(Engine):
     async def verify(self) -> Verified:
         return await self._engine.verify()
 
-    async def untag(self) -> None:
-        await self._engine.untag()
+    async def tag(self, version: Version | None) -> None:
+        await self._engine.tag(version)
 
     async def drop(self) -> None:
         await self._engine.drop()

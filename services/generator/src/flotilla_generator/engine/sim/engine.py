@@ -147,8 +147,8 @@ class SimEngine(Engine):
     async def verify(self) -> Verified:
         return Verified(0, unchecked="the sim engine decodes without weights")
 
-    async def untag(self) -> None:
-        self._live = None
+    async def tag(self, version: Version | None) -> None:
+        self._live = version
 
     async def drop(self) -> None:
         receiver, self._receiver, self._inbox = self._receiver, None, None

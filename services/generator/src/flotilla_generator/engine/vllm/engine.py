@@ -145,8 +145,8 @@ class VllmEngine(Engine):
     async def verify(self) -> Verified:
         return await self.commits.verify()
 
-    async def untag(self) -> None:
-        await self.commits.untag()
+    async def tag(self, version: Version | None) -> None:
+        await self.commits.tag(version)
 
     async def drop(self) -> None:
         await self.workers.drop()

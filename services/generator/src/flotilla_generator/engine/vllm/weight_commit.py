@@ -91,9 +91,9 @@ class Commits:
             )
         return found
 
-    async def untag(self) -> None:
-        """Record that the weights have no known version from now on."""
-        self._decoding.switch(None)
+    async def tag(self, version: Version | None) -> None:
+        """Record which version the weights are from now on, where one is known."""
+        self._decoding.switch(version)
 
     async def _prove(self) -> float:
         """Compare what was copied, while decoding goes on; return the seconds that the GPU copied."""
