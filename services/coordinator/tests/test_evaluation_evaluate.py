@@ -12,8 +12,10 @@ import pytest
 
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.training_sets import held_out_sets
-from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, HeldOutPrompts
-from flotilla_coordinator.evaluation.figures import (
+from flotilla_coordinator.evaluation.evaluate import (
+    Evaluation,
+    Evaluator,
+    HeldOutPrompts,
     before,
     before_and_after,
     figures_of,

@@ -71,7 +71,7 @@ def evaluate(
     from flotilla_coordinator.cli.options import check_folder_of, wait
     from flotilla_coordinator.cli.output import print_json, print_table, say
     from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
-    from flotilla_coordinator.evaluation.figures import held_out_text
+    from flotilla_coordinator.evaluation.evaluate import held_out_text
 
     if output is not None:
         check_folder_of(output)

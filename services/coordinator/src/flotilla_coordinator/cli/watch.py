@@ -40,7 +40,7 @@ def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_jso
     from flotilla.coordinator.v1.run_pb2 import RUN_STATE_FAILED
     from flotilla_coordinator.cli.options import RUN_FAILED, wait
     from flotilla_coordinator.cli.output import print_json, say, state_name
-    from flotilla_coordinator.evaluation.figures import before_and_after
+    from flotilla_coordinator.evaluation.evaluate import before_and_after
 
     async def stay() -> Run:
         async with client_of(stack, coordinator) as client:
@@ -133,7 +133,7 @@ class _Screen:
         return line
 
     def _held_out(self) -> list[str]:
-        from flotilla_coordinator.evaluation.figures import ACCURACY, WORDS, told
+        from flotilla_coordinator.evaluation.evaluate import ACCURACY, WORDS, told
 
         if ACCURACY not in self.metrics:
             return []

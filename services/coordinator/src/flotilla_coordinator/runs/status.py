@@ -20,8 +20,7 @@ from pathlib import Path
 import structlog
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.evaluation.evaluate import Evaluation
-from flotilla_coordinator.evaluation.figures import ACCURACY, before, held_out_text
+from flotilla_coordinator.evaluation.evaluate import ACCURACY, Evaluation, before, held_out_text
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import conclude
