@@ -54,3 +54,12 @@ def test_a_mask_and_log_probabilities_go_as_they_are() -> None:
 def test_a_group_without_prompt_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="prompt has no tokens"):
         Group("g", Prompt("text"), [sample()]).train_group()
+
+
+def test_a_chat_is_a_prompt_and_comes_back_with_its_text_and_tokens() -> None:
+    chat = [{"role": "user", "content": "1+1?"}]
+    message = Prompt.of(chat).to_proto()
+    assert (message.text, message.HasField("token_ids")) == ("", False)
+    message.text = "<user>1+1?"
+    assert Prompt.from_proto(message) == Prompt("<user>1+1?", messages=chat)
+    assert Prompt.of("text") == Prompt("text") and Prompt.of(prompt := Prompt("x")) is prompt

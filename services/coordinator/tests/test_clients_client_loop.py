@@ -320,3 +320,24 @@ async def test_a_loop_whose_call_takes_long_is_not_idle(bench: Bench) -> None:
     assert await loop.serve() == "" and waits == [1e-9] * 3
     waited.set()
     await scoring
+
+
+async def test_a_chat_is_rendered_and_gets_no_further_special_tokens(bench: Bench) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def encode(text: str, *, special: bool) -> list[int]:
+        asked.append((text, special))
+        return [7]
+
+    tokenizer: Any = SimpleNamespace(
+        render_chat=lambda messages: "".join(f"<{one['role']}>{one['content']}" for one in messages),
+        encode=encode,
+    )
+    nothing: Any = None
+    sampling = ClientSampling(RUN, bench.config.rollout, 0, tokenizer, nothing, nothing)
+    chat = [{"role": "user", "content": "1+1?"}]
+    prompt = sampling.prompt("", None, messages=chat, answer="2", info={"level": 1})
+    assert (prompt.text, prompt.token_ids.tolist()) == ("<user>1+1?", [7])
+    assert (prompt.answer, prompt.info) == ("2", {"level": 1})
+    assert sampling.prompt("1+1=", None).text == "1+1="
+    assert asked == [("<user>1+1?", False), ("1+1=", True)]

@@ -6,7 +6,7 @@ Invariants: token ids and log-probabilities are those that were sampled, never m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from flotilla_core.tensors import from_tensor, to_tensor
 
 @dataclass
 class Prompt:
-    """Text, or tokens, to be continued."""
+    """Text, tokens, or a chat, to be continued."""
 
     text: str = ""
     token_ids: NDArray[np.int32] | None = None
@@ -35,13 +35,28 @@ class Prompt:
     """Other columns of the data set, for rewards."""
     conversation: str = ""
     """Any name; prompts of one go to the same generator while it has room, whose cache knows their beginning."""
+    messages: Sequence[Mapping[str, str]] = ()
+    """A chat in place of a text: `role` and `content` of each message. The model's template renders it, and the group
+    that comes back has the rendered text and its tokens."""
+
+    @classmethod
+    def of(cls, given: Prompt | str | Sequence[Mapping[str, str]]) -> Prompt:
+        """Return a prompt from itself, a text, or the messages of a chat."""
+        if isinstance(given, Prompt):
+            return given
+        return cls(given) if isinstance(given, str) else cls(messages=given)
 
     @classmethod
     def from_proto(cls, message: pb.LoopPrompt) -> Prompt:
         """Read it from the wire."""
         ids = from_tensor(message.token_ids) if message.HasField("token_ids") else None
         return cls(
-            message.text, ids, message.answer, json_format.MessageToDict(message.info), message.conversation
+            message.text,
+            ids,
+            message.answer,
+            json_format.MessageToDict(message.info),
+            message.conversation,
+            [{"role": one.role, "content": one.content} for one in message.messages],
         )
 
     def to_proto(self) -> pb.LoopPrompt:
@@ -50,7 +65,12 @@ class Prompt:
         info.update(self.info)
         ids = None if self.token_ids is None else to_tensor(_int32(self.token_ids))
         return pb.LoopPrompt(
-            text=self.text, token_ids=ids, answer=self.answer, info=info, conversation=self.conversation
+            text=self.text,
+            token_ids=ids,
+            answer=self.answer,
+            info=info,
+            conversation=self.conversation,
+            messages=[pb.LoopMessage(role=one["role"], content=one["content"]) for one in self.messages],
         )
 
 

@@ -77,20 +77,26 @@ class Loop:
 
     async def sample(
         self,
-        prompts: Sequence[Prompt | str],
+        prompts: Sequence[Prompt | str | Sequence[Mapping[str, str]]],
         samples_per_prompt: int = 1,
         *,
         temperature: float | None = None,
         max_response_tokens: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[str] = (),
     ) -> list[Group]:
-        """Samples of the weights that were synced last, in the order of the prompts."""
-        whole = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        """Samples of the weights that were synced last, in the order of the prompts: texts, chats or `Prompt`s."""
+        if isinstance(stop, str):
+            raise InvalidRequest("stop is one text", where="sample", next_step="give a list of texts")
+        whole = [Prompt.of(prompt) for prompt in prompts]
         request = pb.SampleGroupsRequest(
             run_id=self.run_id,
             prompts=[prompt.to_proto() for prompt in whole],
             samples_per_prompt=samples_per_prompt,
             temperature=temperature,
             max_response_tokens=max_response_tokens,
+            top_p=top_p,
+            stop=stop,
         )
         groups: dict[int, Group] = {}
         stream = rpc.server_stream(self._stub.SampleGroups, request, idle_timeout_s=_STEP_S)

@@ -5,7 +5,7 @@ Generated from `Loop` by scripts/generate_sync_client.py; do not edit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,16 +42,23 @@ class SyncLoop(WaitingLoop):
 
     def sample(
         self,
-        prompts: Sequence[Prompt | str],
+        prompts: Sequence[Prompt | str | Sequence[Mapping[str, str]]],
         samples_per_prompt: int = 1,
         *,
         temperature: float | None = None,
         max_response_tokens: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[str] = (),
     ) -> list[Group]:
-        """Samples of the weights that were synced last, in the order of the prompts."""
+        """Samples of the weights that were synced last, in the order of the prompts: texts, chats or `Prompt`s."""
         return self._wait(
             self._loop.sample(
-                prompts, samples_per_prompt, temperature=temperature, max_response_tokens=max_response_tokens
+                prompts,
+                samples_per_prompt,
+                temperature=temperature,
+                max_response_tokens=max_response_tokens,
+                top_p=top_p,
+                stop=stop,
             )
         )
 

@@ -69,19 +69,27 @@ class LoopServicer(LoopServiceServicer):
             raise InvalidRequest("there is nothing to sample", where="prompts, samples_per_prompt")
         prompts = []
         for index, prompt in enumerate(request.prompts):
-            if not prompt.text and not prompt.HasField("token_ids"):
+            if not prompt.text and not prompt.messages and not prompt.HasField("token_ids"):
                 raise InvalidRequest("the prompt is empty", where=f"prompt {index}")
             given = from_tensor(prompt.token_ids) if prompt.HasField("token_ids") else None
+            chat = [{"role": one.role, "content": one.content} for one in prompt.messages]
             prompts.append(
                 loop.sampling.prompt(
-                    prompt.text, given, prompt.conversation, prompt.answer, to_json(prompt.info)
+                    prompt.text,
+                    given,
+                    prompt.conversation,
+                    answer=prompt.answer,
+                    info=to_json(prompt.info),
+                    messages=chat,
                 )
             )
         changes: dict[str, Any] = {
             name: getattr(request, name)
-            for name in ("temperature", "max_response_tokens")
+            for name in ("temperature", "max_response_tokens", "top_p")
             if request.HasField(name)
         }
+        if request.stop:
+            changes["stop"] = tuple(request.stop)
         async with aclosing(loop.groups(prompts, request.samples_per_prompt, changes)) as groups:
             async for index, group in groups:
                 yield pb.SampleGroupsResponse(

@@ -24,6 +24,28 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class LoopMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    content: _builtins.str
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        content: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoopMessage: _TypeAlias = LoopMessage  # noqa: Y015
+
+@_typing.final
 class LoopPrompt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -32,6 +54,7 @@ class LoopPrompt(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     answer: _builtins.str
     conversation: _builtins.str
@@ -46,6 +69,10 @@ class LoopPrompt(_message.Message):
     def info(self) -> _struct_pb2.Struct:
         """Other columns of the data set, for rewards."""
 
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoopMessage]:
+        """A chat in place of the text: rendered by the model's template, up to where the answer begins."""
+
     def __init__(
         self,
         *,
@@ -54,10 +81,11 @@ class LoopPrompt(_message.Message):
         answer: _builtins.str = ...,
         info: _struct_pb2.Struct | None = ...,
         conversation: _builtins.str = ...,
+        messages: _abc.Iterable[Global___LoopMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "conversation", b"conversation", "info", b"info", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "conversation", b"conversation", "info", b"info", "messages", b"messages", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -226,13 +254,21 @@ class SampleGroupsRequest(_message.Message):
     SAMPLES_PER_PROMPT_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     MAX_RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     samples_per_prompt: _builtins.int
     temperature: _builtins.float
     """Absent: those of rollout.sampling. The trainer divides by that temperature, whatever samples were drawn with."""
     max_response_tokens: _builtins.int
+    top_p: _builtins.float
+    """Below 1 the log-probabilities are not those of the trainer: such samples are for reading, not for training."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoopPrompt]: ...
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that end a response; empty: those of rollout.sampling."""
+
     def __init__(
         self,
         *,
@@ -241,19 +277,25 @@ class SampleGroupsRequest(_message.Message):
         samples_per_prompt: _builtins.int = ...,
         temperature: _builtins.float | None = ...,
         max_response_tokens: _builtins.int | None = ...,
+        top_p: _builtins.float | None = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_response_tokens", b"_max_response_tokens", "_temperature", b"_temperature", "max_response_tokens", b"max_response_tokens", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_response_tokens", b"_max_response_tokens", "_temperature", b"_temperature", "_top_p", b"_top_p", "max_response_tokens", b"max_response_tokens", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_response_tokens", b"_max_response_tokens", "_temperature", b"_temperature", "max_response_tokens", b"max_response_tokens", "prompts", b"prompts", "run_id", b"run_id", "samples_per_prompt", b"samples_per_prompt", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_response_tokens", b"_max_response_tokens", "_temperature", b"_temperature", "_top_p", b"_top_p", "max_response_tokens", b"max_response_tokens", "prompts", b"prompts", "run_id", b"run_id", "samples_per_prompt", b"samples_per_prompt", "stop", b"stop", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_response_tokens: _TypeAlias = _typing.Literal["max_response_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_response_tokens: _TypeAlias = _typing.Literal["_max_response_tokens", b"_max_response_tokens"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_response_tokens) -> _WhichOneofReturnType__max_response_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SampleGroupsRequest: _TypeAlias = SampleGroupsRequest  # noqa: Y015
 

@@ -76,12 +76,17 @@ class ClientSampling:
         text: str,
         token_ids: np.ndarray | None,
         conversation: str = "",
+        *,
         answer: str = "",
         info: dict[str, Any] | None = None,
+        messages: Sequence[dict[str, Any]] = (),
     ) -> ClientPrompt:
-        """Return a prompt with its tokens."""
+        """Return a prompt with its tokens; those of a chat come from its rendered text."""
+        if messages and token_ids is None:
+            text = self._tokenizer.render_chat(messages)
         if token_ids is None:
-            token_ids = np.array(self._tokenizer.encode(text, special=True), np.int32)
+            # A rendered template has its own special tokens.
+            token_ids = np.array(self._tokenizer.encode(text, special=not messages), np.int32)
         text = text or self._tokenizer.decode(token_ids.tolist())
         return ClientPrompt(text, token_ids.astype(np.int32), conversation, answer, info or {})
 
