@@ -18,7 +18,7 @@ from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
+from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.runs import executor as serve_client_module
 from flotilla_coordinator.runs.active import RunHandle
@@ -30,8 +30,8 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.trainers.learners import Learners
-from flotilla_core import rpc
+from flotilla_coordinator.trainers.learners import Learners, StepUpdates
+from flotilla_core import ids, rpc
 from flotilla_core.agreement import AgreementLimits
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import Cancelled, FlotillaError, InvalidRequest, Unavailable
@@ -341,3 +341,16 @@ async def test_a_chat_is_rendered_and_gets_no_further_special_tokens(bench: Benc
     assert (prompt.answer, prompt.info) == ("2", {"level": 1})
     assert sampling.prompt("1+1=", None).text == "1+1="
     assert asked == [("<user>1+1?", False), ("1+1=", True)]
+
+
+async def test_a_reason_why_samples_have_no_reward_is_told_once(bench: Bench) -> None:
+    run = bench.loop().run
+    told: list[str] = []
+    bench.monkeypatch.setattr(run.status, "notice", lambda level, text: told.append(text))
+    for step, why in enumerate(["boom", "boom", "bang"]):
+        made = Version(0, step + 1)
+        update = train.UpdateResult(update_id=ids.update_id(RUN, made), policy_version=made.to_proto())
+        bench.trainer.version = made
+        batch = Batch(step, [], {}, unscored=f"1 of 6 samples of step {step} could not be scored: {why}")
+        await run.record_update(step, Version(0, step), batch, StepUpdates(update))
+    assert [text.rpartition(": ")[2] for text in told] == ["boom", "bang"]

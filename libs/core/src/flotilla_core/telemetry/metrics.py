@@ -262,7 +262,7 @@ GROUPS = (
     ("responses", r"(tokens/(response|truncated)|staleness|samples|rollout|data|generator)[/_]"),
     (
         "update",
-        r"(loss$|grad_norm$|learning_rate$|entropy$|clip_fraction$|ratio_mean$|optimizer/|advantages/|kl/)",
+        r"(loss$|grad_norm$|learning_rate$|entropy$|clip_fraction$|ratio_mean$|optimizer/|advantages/|kl/|tokens/|microbatches$)",
     ),
     ("roles", r"(critic|teacher)/"),
     ("agreement", r"(probs_diff|logprob_diff|rollout_|correction|canary)"),

@@ -205,7 +205,10 @@ def compare(
             answers = [await client.get_run_and_config(run) for run in (a, b)]
             return [(answer.run, answer.config_yaml) for answer in answers]
 
-    found = ask_or_else(ask(), lambda paths: [get_run(paths, run) for run in (a, b)], stack, coordinator)
+    def on_disk(paths: StackPaths) -> list[tuple[Run, str]]:
+        return [get_run(paths, a), get_run(paths, b, silent=True)]
+
+    found = ask_or_else(ask(), on_disk, stack, coordinator)
     runs = [run for run, _ in found]
     left, right = ((Path(run.directory), read_values(config, f"run {run.run_id}")) for run, config in found)
     compared = Comparison.of(left, right, metric or ())
@@ -375,12 +378,12 @@ def list_runs(paths: StackPaths, limit: int) -> list[Run]:
     return [interrupted_run(record) for record in query_ledger(paths, lambda db: queries.runs(db, limit))]
 
 
-def get_run(paths: StackPaths, reference: str) -> tuple[Run, str]:
+def get_run(paths: StackPaths, reference: str, *, silent: bool = False) -> tuple[Run, str]:
     """Return the run by id, unique prefix or "latest", and its resolved configuration."""
     from flotilla_coordinator.ledger import queries
     from flotilla_coordinator.runs.status import interrupted_run
 
-    record: RunRecord = query_ledger(paths, lambda db: queries.run(db, reference))
+    record: RunRecord = query_ledger(paths, lambda db: queries.run(db, reference), silent=silent)
     return interrupted_run(record), record.config_yaml
 
 

@@ -114,7 +114,8 @@ class RunContext:
     disk: DiskWaits = field(init=False)
     """Repeats a write until the disk has room for it."""
     _evaluated_version: Version | None = None
-    _unscored_notices: int = 0
+    _told_unscored: set[str] = field(default_factory=set)
+    """Reasons for which samples had no reward, as notices told them; each is told once."""
 
     def __post_init__(self) -> None:
         self.disk = DiskWaits(self.status, self.control)
@@ -201,8 +202,9 @@ class RunContext:
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{update} skipped: {why}")
         for skipped in updates.skipped_steps:
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"optimizer step skipped: {skipped}")
-        if batch.unscored and self._unscored_notices < MOST_UNSCORED_NOTICES:
-            self._unscored_notices += 1
+        why = batch.unscored.partition(": ")[2]
+        if why and why not in self._told_unscored and len(self._told_unscored) < MOST_UNSCORED_NOTICES:
+            self._told_unscored.add(why)
             self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, batch.unscored)
         self.cursor = batch.cursor
         if not self.source.samples_from_policy:
