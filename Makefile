@@ -8,7 +8,10 @@ BIN := .venv/bin
 TOOLS := .venv-tools
 DOCS := .venv-docs
 STACK ?=
-RELEASE := $(shell git describe --tags --abbrev=0 2>/dev/null)
+DIST ?= dist
+VERSION := $(shell cat VERSION)
+# The contracts of the last release lie in the tree, because a clone may have no tags.
+RELEASED := $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -n 1)
 # A suite is a folder of tests/; its target test-<suite> exists when the folder holds tests.
 LIGHT := $(addprefix libs/,core algorithms launch client) services/coordinator services/reward
 SUITES := $(sort $(patsubst tests/%/,%,$(dir $(wildcard tests/*/test_*.py))))
@@ -97,7 +100,7 @@ test-py312:  ## Run the unit tests of what needs no torch on Python 3.12, in .ve
 	@.venv-py312/bin/pytest -q $(LIGHT)
 
 .PHONY: lint format
-lint: setup proto-lint proto-check  ## Check style, types, imports and contracts
+lint: setup proto-lint proto-check proto-breaking  ## Check style, types, imports and contracts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -116,7 +119,7 @@ docs: $(DOCS)/.ready  ## Build the pages as a site in build/docs; a warning is a
 	@$(DOCS)/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html -c docs . build/docs
 	@echo "==> docs: build/docs/docs/index.html"
 
-.PHONY: proto proto-check proto-lint proto-breaking
+.PHONY: proto proto-check proto-lint proto-breaking proto-release
 proto: $(TOOLS)/.ready  ## Generate libs/proto from protos/
 	@$(TOOLS)/bin/python scripts/generate_protos.py
 
@@ -126,9 +129,13 @@ proto-check: $(TOOLS)/.ready  ## Fail when libs/proto is stale
 proto-lint: setup  ## Check the style of protos/
 	$(BIN)/buf lint protos
 
-proto-breaking: setup  ## Compare protos/ with the last release
-	@if [ -z "$(RELEASE)" ]; then echo "no release tag yet: nothing to compare protos/ with"; \
-	else $(BIN)/buf breaking protos --against '.git#tag=$(RELEASE),subdir=protos'; fi
+proto-breaking: setup  ## Fail when protos/ would break a client or service of the last release
+	$(BIN)/buf breaking protos --against $(RELEASED)
+
+proto-release: setup  ## Keep the contracts of this VERSION in protos/released; a release is never rewritten
+	@if [ -e protos/released/$(VERSION).binpb ]; then \
+	echo "protos/released/$(VERSION).binpb exists: raise VERSION first"; exit 1; fi
+	$(BIN)/buf build protos --exclude-source-info --output protos/released/$(VERSION).binpb
 
 $(TOOLS)/.ready: requirements/tools.txt
 	@echo "==> code generator: building $(TOOLS)"
@@ -141,6 +148,14 @@ $(DOCS)/.ready: requirements/docs.txt
 	@$(PYTHON) -m venv $(DOCS)
 	@$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.txt
 	@touch $@
+
+.PHONY: wheels
+wheels: setup  ## Build a wheel of every package, with the locks that an installation needs, into dist/
+	@mkdir -p $(DIST) && rm -f $(DIST)/flotilla*.whl
+	@$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(DIST) \
+	$(addprefix ./,$(wildcard libs/* services/*))
+	@cp requirements/{constraints,generator,dev-gpu,generator-gpu}.txt $(DIST)
+	@echo "$$(ls $(DIST)/*.whl | wc -l) wheels of version $(VERSION) are in $(DIST)"
 
 .PHONY: lock
 lock: setup  ## Resolve requirements/*.in into locks (UPGRADE=1 takes newer releases)

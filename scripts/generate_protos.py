@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 PACKAGES = ROOT / "libs" / "proto" / "src"
 SERVICE = re.compile(r"^service ", re.MULTILINE)
+GENERATED_NAMES = ("__init__.py", "py.typed")
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
@@ -45,7 +46,7 @@ def run_protoc(sources: list[str], *outputs: str) -> None:
 
 
 def generate(output: Path) -> None:
-    """Write the code of all protos below `output`, with an `__init__.py` in each leaf package."""
+    """Write the code of all protos below `output`, with `__init__.py` and `py.typed` in each leaf package."""
     sources = sorted(path.relative_to(PROTOS).as_posix() for path in PROTOS.rglob("*.proto"))
     if not sources:
         sys.exit(f"no .proto file below {PROTOS}")
@@ -55,14 +56,15 @@ def generate(output: Path) -> None:
     for folder in sorted({(output / source).parent for source in sources}):
         package = folder.relative_to(output).as_posix().replace("/", ".")
         (folder / "__init__.py").write_text(f'"""Generated code of {package}."""\n', encoding="ascii")
+        (folder / "py.typed").touch()
 
 
 def generated_files(root: Path) -> set[Path]:
     """Paths, relative to `root`, of every file that `generate` owns there."""
     return {
         path.relative_to(root)
-        for path in root.rglob("*.py*")
-        if path.name == "__init__.py" or path.name.endswith(GENERATED_SUFFIXES)
+        for path in root.rglob("*py*")
+        if path.name in GENERATED_NAMES or path.name.endswith(GENERATED_SUFFIXES)
     }
 
 

@@ -15,7 +15,7 @@ lock=${2:-$lock}
 packages=(libs/* services/*)
 
 wanted_lock=$(sha256sum "$lock")
-wanted_packages=$(sha256sum "${packages[@]/%//pyproject.toml}")
+wanted_packages=$(sha256sum VERSION "${packages[@]/%//pyproject.toml}")
 lock_stamp=$venv/.lock-stamp
 packages_stamp=$venv/.packages-stamp
 log=$venv/setup.log

@@ -60,7 +60,7 @@ RAW_GRPC = re.compile(r"\bgrpc\.aio\.server\(|\bgrpc\.server\(|\b(in)?secure_cha
 
 PACKAGE_INDEX = re.compile(
     r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|registry\.npmjs\.org"
-    r"|index-url|index_url\W+https?:|--find-links",
+    r"|index-url|index_url\W+https?:|--find-links\W+https?:",
     re.IGNORECASE,
 )
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import (
 from flotilla_client import connect
 from flotilla_coordinator.cli import output
 from flotilla_coordinator.cli.watch import print_plan, progress
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.timeline import SpanStore
 from flotilla_core.errors import NotFound
 from flotilla_core.telemetry import names
@@ -94,6 +97,46 @@ def test_help_loads_nothing_heavy() -> None:
     code = f"import sys, flotilla_coordinator.cli.main; print([m for m in {heavy!r} if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_the_version_is_that_of_the_packages(flotilla: Command) -> None:
+    assert flotilla("--version") == (0, f"flotilla {metadata.version('flotilla-core')}\n", "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_told_how_to_complete(
+    flotilla: Command, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
+    code, out, _ = flotilla("--show-completion")
+    assert code == 0
+    assert f"_FLOTILLA_COMPLETE=complete_{shell}" in out
+
+
+def completed(flotilla: Command, monkeypatch: pytest.MonkeyPatch, line: str) -> list[str]:
+    """What bash offers for the last word of `line`."""
+    monkeypatch.setenv("_FLOTILLA_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+    code, out, err = flotilla()
+    assert (code, err) == (0, "")
+    return out.split()
+
+
+def test_a_run_is_completed_from_what_is_on_disk(flotilla: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("other.yaml").write_text("name: other\n")
+    directory = Path(".flotilla/other")
+    directory.mkdir(parents=True)
+    ledger = Ledger.open(directory / "ledger.sqlite")
+    for run_id in ("sums-1", "words-2"):
+        asyncio.run(ledger.save_run(RunRecord(run_id, "sums", RunState.FAILED, "", str(directory), 0.0)))
+    ledger.close()
+    offered = completed(flotilla, monkeypatch, "flotilla run show --stack other.yaml ")
+    assert offered == ["latest", "words-2", "sums-1"]
+    assert completed(flotilla, monkeypatch, "flotilla samples --stack other.yaml su") == ["sums-1"]
+    assert completed(flotilla, monkeypatch, "flotilla run stop --stack nowhere.yaml ") == []
+    assert completed(flotilla, monkeypatch, "flotilla run stop ") == []
+    assert "checkpoint" in completed(flotilla, monkeypatch, "flotilla ch")
 
 
 def test_commands_that_call_load_nothing_that_serves_or_records() -> None:

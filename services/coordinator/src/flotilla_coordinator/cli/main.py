@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -35,6 +35,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version of Flotilla and end, where it is asked for."""
+    if wanted:
+        from importlib.metadata import version
+
+        from flotilla_coordinator.cli.output import print_line
+
+        print_line(f"flotilla {version('flotilla-core')}")
+        raise typer.Exit
+
+
+@app.callback()
+def flotilla(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=print_version, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
 app.command()(fleet.up)
 app.command()(fleet.down)
 app.command()(fleet.ps)

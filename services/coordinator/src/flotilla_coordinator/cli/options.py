@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Coroutine
@@ -35,7 +36,40 @@ Coordinator = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-RunId = Annotated[str, typer.Argument(metavar="RUN", help='Id, unique prefix of an id, or "latest".')]
+
+
+def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Return `latest` and the ids of the runs on disk that begin with `incomplete`, each with the state of its run.
+
+    A shell shows what is printed here in the middle of a line, so there is no error: what cannot be read has no runs.
+    """
+    import sqlite3
+
+    from flotilla_coordinator.cli.stack import stack_paths
+    from flotilla_coordinator.ledger import queries, schema
+    from flotilla_core.errors import FlotillaError
+
+    try:
+        ledger = stack_paths(context.params.get("stack")).directory / "ledger.sqlite"
+        with contextlib.closing(schema.connect_read_only(ledger)) as db:
+            records = queries.runs(db, RUNS_TO_OFFER)
+    except (FlotillaError, OSError, sqlite3.Error):
+        return []
+    found = [
+        ("latest", "the newest run"),
+        *((record.run_id, record.state.name.lower()) for record in records),
+    ]
+    return [(name, state) for name, state in found if name.startswith(incomplete)]
+
+
+RUNS_TO_OFFER = 50
+
+RunId = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help='Id, unique prefix of an id, or "latest".', autocompletion=complete_run
+    ),
+]
 
 Result = TypeVar("Result")
 

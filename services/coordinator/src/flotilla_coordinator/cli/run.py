@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack
+from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack, complete_run
 from flotilla_coordinator.cli.stack import client_of
 from flotilla_coordinator.cli.watch import print_comparison, print_plan, remarks, run_json, stay_with
 
@@ -35,7 +35,12 @@ LONGEST_REASON = 70
 _WARNINGS = ("NOTICE_LEVEL_WARNING", "NOTICE_LEVEL_ERROR")
 _MOST_WARNINGS = 5
 _ENDED = ("succeeded", "stopped", "failed")
-Latest = Annotated[str, typer.Argument(metavar="[RUN]", help='Id, unique prefix of an id, or "latest".')]
+Latest = Annotated[
+    str,
+    typer.Argument(
+        metavar="[RUN]", help='Id, unique prefix of an id, or "latest".', autocompletion=complete_run
+    ),
+]
 
 Changes = Annotated[
     list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings of the run, by key.path.")
