@@ -9,7 +9,7 @@ TOOLS := .venv-tools
 DOCS := .venv-docs
 STACK ?=
 DIST ?= dist
-VERSION := $(shell cat VERSION)
+VERSION := $(shell cut -d + -f 1 VERSION)
 # The contracts of the last release lie in the tree, because a clone may have no tags.
 RELEASED := $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -n 1)
 # A suite is a folder of tests/; its target test-<suite> exists when the folder holds tests.
@@ -154,7 +154,8 @@ wheels: setup  ## Build a wheel of every package, with the locks that an install
 	@mkdir -p $(DIST) && rm -f $(DIST)/flotilla*.whl
 	@$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(DIST) \
 	$(addprefix ./,$(wildcard libs/* services/*))
-	@cp requirements/{constraints,generator,dev-gpu,generator-gpu}.txt $(DIST)
+	@cp requirements/{constraints,generator,generator-gpu}.txt $(DIST)
+	@cat requirements/dev-gpu.txt <(grep ^flotilla requirements/constraints.txt) > $(DIST)/constraints-gpu.txt
 	@echo "$$(ls $(DIST)/*.whl | wc -l) wheels of version $(VERSION) are in $(DIST)"
 
 .PHONY: lock

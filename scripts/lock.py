@@ -3,7 +3,8 @@
 Invariants: constraints.txt is one consistent set for a machine without a GPU, and every CPU lock is a subset
 of it; the GPU locks are one consistent set of their own. A lock holds `name==version` lines and nothing else,
 so that it works with whatever package index pip is configured for. Only metadata is read where the index
-offers it.
+offers it. constraints.txt pins the packages of this repository too, because others have their names on the
+public index; a version with a label after `+` cannot be there.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "requirements"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "requirements"
 CPU_SUBSETS = ("coordinator", "coordinator-report", "reward", "trainer", "generator", "light")
 GPU_SUBSETS = ("trainer-gpu", "generator-gpu")
 CUDA_LIBRARIES = re.compile(r"cuda-|nvidia-|triton$")
@@ -53,6 +56,25 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def own_pins() -> Pins:
+    """Return the packages of this repository, all in the version that the file VERSION holds."""
+    version = (ROOT / "VERSION").read_text("ascii").strip()
+    projects = [*ROOT.glob("libs/*/pyproject.toml"), *ROOT.glob("services/*/pyproject.toml")]
+    return {tomllib.loads(file.read_text("utf-8"))["project"]["name"]: version for file in projects}
+
+
+def write_constraints(pins: Pins) -> None:
+    own = own_pins()
+    others = {name: pin for name, pin in pins.items() if not name.startswith("flotilla")}
+    write("constraints", dict(sorted((own | others).items())))
+
+
+def repin() -> None:
+    """Bring the pins of this repository's own packages in constraints.txt up to date, and no others."""
+    lines = (FOLDER / "constraints.txt").read_text("ascii").splitlines()
+    write_constraints(dict(line.split("==") for line in lines if not line.startswith("#")))
+
+
 def write(name: str, pins: Pins, note: str = "") -> None:
     lines = "".join(f"{package}=={version}\n" for package, version in pins.items())
     path = FOLDER / f"{name}.txt"
@@ -66,7 +88,10 @@ def lock_set(whole: str, output: str, subsets: tuple[str, ...], *, upgrade: bool
     current = FOLDER / f"{output}.txt"
     kept = current if current.exists() and not upgrade else None
     pins = resolve([FOLDER / f"{whole}.in"], kept, stock_index=gpu)
-    write(output, pins, note)
+    if output == "constraints":
+        write_constraints(pins)
+    else:
+        write(output, pins, note)
     if output != whole:
         write(whole, pins, note)
     for name in subsets:
@@ -78,7 +103,14 @@ def main() -> int:
     parser.add_argument(
         "--upgrade", action="store_true", help="take newer releases instead of the current pins"
     )
-    upgrade = parser.parse_args().upgrade
+    parser.add_argument(
+        "--version", action="store_true", help="take only the new VERSION of our own packages"
+    )
+    arguments = parser.parse_args()
+    if arguments.version:
+        repin()
+        return 0
+    upgrade = arguments.upgrade
     lock_set("dev", "constraints", CPU_SUBSETS, upgrade=upgrade, gpu=False)
     lock_set("dev-gpu", "dev-gpu", GPU_SUBSETS, upgrade=upgrade, gpu=True)
     torch = resolve([FOLDER / "torch-cuda.in"], FOLDER / "dev-gpu.txt", stock_index=True)

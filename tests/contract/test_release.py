@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = (ROOT / "VERSION").read_text("ascii").strip()
+PUBLIC, _, LABEL = VERSION.partition("+")
 PROJECTS = sorted([*ROOT.glob("libs/*/pyproject.toml"), *ROOT.glob("services/*/pyproject.toml")])
 BUF = Path(sys.executable).parent / "buf"
 FOR_TESTS = "flotilla-testing"
@@ -29,6 +30,11 @@ def requirements(file: Path) -> list[Requirement]:
     table = project(file)["project"]
     extras = table.get("optional-dependencies", {}).values()
     return [Requirement(text) for part in (table.get("dependencies", []), *extras) for text in part]
+
+
+def test_no_package_of_ours_can_be_mistaken_for_one_of_a_public_index() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", PUBLIC)
+    assert LABEL == "source", "others have the names; a public index takes no version with a label"
 
 
 @pytest.mark.parametrize("file", PROJECTS, ids=lambda file: file.parent.name)
@@ -65,20 +71,20 @@ def test_an_extra_installs_its_service_with_all_that_it_imports() -> None:
 def test_constraints_pin_every_dependency() -> None:
     lines = (ROOT / "requirements" / "constraints.txt").read_text("ascii").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    wrong = [
-        f"{file.parent.name}: {one}"
-        for file in PROJECTS
-        for one in requirements(file)
-        if not one.name.startswith("flotilla-") and not one.specifier.contains(pins.get(one.name, "0"))
-    ]
-    assert wrong == [], "add it to requirements/*.in and run `make lock`"
-    missing = {one.name for file in PROJECTS for one in requirements(file)} - set(pins)
-    assert {name for name in missing if not name.startswith("flotilla-")} == set()
+    needed = [(file.parent.name, one) for file in PROJECTS for one in requirements(file)]
+    missing = [f"{name}: {one}" for name, one in needed if one.name not in pins]
+    assert missing == [], "add it to requirements/*.in and run `make lock`"
+    wrong = [f"{name}: {one}" for name, one in needed if not one.specifier.contains(pins[one.name])]
+    assert wrong == []
+    ours = {name: pin for name, pin in pins.items() if name.startswith("flotilla")}
+    assert ours == {project(file)["project"]["name"]: VERSION for file in PROJECTS}, (
+        "scripts/lock.py --version"
+    )
 
 
 def test_the_changelog_begins_with_this_version() -> None:
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
-    assert next(heading for heading in headings if heading != "Unreleased") == VERSION
+    assert next(heading for heading in headings if heading != "Unreleased") == PUBLIC
 
 
 def newest_release() -> Path:
@@ -99,7 +105,7 @@ def test_contracts_are_those_of_the_last_release_with_additions_only() -> None:
 
 
 def test_the_contracts_of_this_version_are_kept() -> None:
-    assert newest_release().stem == VERSION, "run `make proto-release`"
+    assert newest_release().stem == PUBLIC, "run `make proto-release`"
 
 
 def test_a_field_that_is_gone_is_named(tmp_path: Path) -> None:

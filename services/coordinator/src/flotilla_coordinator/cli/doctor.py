@@ -119,17 +119,17 @@ def _source() -> Finding:
 def _packages() -> list[Finding]:
     vllm = next((name for name in _VLLM_NAMES if _version(name)), "vllm")
     findings = []
-    for package, needed_by, command in (
-        ("torch", "trainer and generator", "pip install 'flotilla[trainer]'"),
-        (vllm, "generator", "pip install --no-deps -r generator.txt"),
-        ("transformers", "trainer", "pip install 'flotilla[trainer]'"),
+    for package, needed_by in (
+        ("torch", "trainer and generator"),
+        (vllm, "generator"),
+        ("transformers", "trainer"),
     ):
         version = _version(package)
         missing = f"not installed here; {needed_by} cannot start from this environment"
         findings.append(
             passed(package, version)
             if version
-            else warning(package, missing, f"make setup installs everything; with wheels: {command}")
+            else warning(package, missing, "make setup installs everything; with wheels, see docs/install.md")
         )
     return findings
 
