@@ -181,8 +181,8 @@ def last_warnings(run_dir: Path) -> list[str]:
 
 @app.command()
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="A run.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The run beside it.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A run.", autocompletion=complete_run)],
+    b: Annotated[str, typer.Argument(metavar="B", help="The run beside it.", autocompletion=complete_run)],
     metric: Annotated[
         list[str] | None,
         typer.Option("--metric", metavar="NAME", help="A metric to draw, instead of the usual ones."),
