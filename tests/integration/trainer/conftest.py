@@ -192,11 +192,12 @@ class Trainer:
         request = pb.PublishWeightsRequest(run_id=self.run_id, epoch=epoch, policy_version=version)
         return await self.call("PublishWeights", request)
 
-    async def export(self, path: Path, step: int) -> Path:
+    async def export(self, path: Path, step: int, dtype: str = "") -> Path:
         version = Version(0, step).to_proto()
-        await self.call(
-            "ExportModel", pb.ExportModelRequest(run_id=self.run_id, path=str(path), policy_version=version)
+        request = pb.ExportModelRequest(
+            run_id=self.run_id, path=str(path), policy_version=version, dtype=dtype
         )
+        await self.call("ExportModel", request)
         return path
 
 

@@ -190,6 +190,21 @@ async def test_the_exported_sum_is_the_model_that_was_trained(
     assert_close(ours, plain.all_logprobs(groups))
 
 
+async def test_the_export_has_the_type_that_is_asked_for(
+    trainer: Any, groups_of: MakeGroups, tmp_path: Path
+) -> None:
+    await with_moved_adapters(trainer, groups_of(SIZES, seed=4))
+    whole = load_file(await trainer.export(tmp_path / "whole", 2) / "model.safetensors")
+    half = load_file(await trainer.export(tmp_path / "half", 2, "bfloat16") / "model.safetensors")
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+    for name, tensor in whole.items():
+        torch.testing.assert_close(half[name].float(), tensor, atol=0, rtol=2**-7)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(InvalidRequest, match="not exported as 'int8'"):
+        await trainer.export(tmp_path / "none", 2, "int8")
+
+
 async def test_the_exported_adapters_are_peft_s_sum_over_the_base(
     trainer: Any, groups_of: MakeGroups, tmp_path: Path
 ) -> None:

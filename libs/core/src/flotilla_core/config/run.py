@@ -73,6 +73,9 @@ class RunConfig(ConfigModel):
     """How often the state is saved, and how many saved states are kept; the end of a run is saved as well."""
     export_final: bool = True
     """Write the final policy as a Hugging Face folder into the run directory."""
+    export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the exported weights; `auto` takes the one that the trainer computes in (`trainer.dtype` of the stack).
+    """
 
     @property
     def learns_from_pairs(self) -> bool:

@@ -244,7 +244,8 @@ class RunContext:
     async def export(self) -> None:
         """Export the policy as a folder, as soon as the disk has room."""
         with self.phase("export"):
-            await self.disk.until_taken("export", lambda: self.policy.export(self.directory.model_path))
+            path, dtype = self.directory.model_path, self.config.export_dtype
+            await self.disk.until_taken("export", lambda: self.policy.export(path, dtype))
 
     def progress(self, steps_done: int) -> Progress:
         """Return the progress of the run after so many steps."""

@@ -84,8 +84,8 @@ class PolicyTrainer(LearningSession):
         reply = await rpc.unary(self.stub.EvaluateLoss, request, timeout_s=TRAIN_TIMEOUT_S)
         return dict(reply.metrics)
 
-    async def export(self, path: Path) -> None:
-        """Write the current policy as a Hugging Face folder."""
+    async def export(self, path: Path, dtype: str = "auto") -> None:
+        """Write the current policy as a Hugging Face folder, with its weights in a type of `export_dtype`."""
         await rpc.unary(
             self.stub.ExportModel,
             pb.ExportModelRequest(
@@ -93,6 +93,7 @@ class PolicyTrainer(LearningSession):
                 request_id=ids.new_request_id(),
                 path=str(path),
                 policy_version=self.version.to_proto(),
+                dtype="" if dtype == "auto" else dtype,
             ),
             timeout_s=SESSION_TIMEOUT_S,
         )

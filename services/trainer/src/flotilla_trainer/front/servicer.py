@@ -20,6 +20,8 @@ from flotilla_trainer.front.idempotent_calls import IdempotentCalls
 from flotilla_trainer.front.session_manager import SessionManager
 
 KEPT_REPLIES = 256
+EXPORTED = ("float32", "bfloat16")
+"""Types of exported weights, by torch's names."""
 
 T = TypeVar("T")
 
@@ -132,6 +134,12 @@ class TrainerServicer(TrainerServiceServicer):
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
         session = self._manager.learner(request.run_id)
         _check_export_path(request.path)
+        if request.dtype not in ("", *EXPORTED):
+            raise InvalidRequest(
+                f"weights are not exported as {request.dtype!r:.80}",
+                where="dtype",
+                next_step=f"name one of {', '.join(EXPORTED)}, or none for the type that the trainer computes in",
+            )
 
         async def export() -> pb.ExportModelResponse:
             async with session.holding(Version.from_proto(request.policy_version), "the export"):

@@ -154,7 +154,7 @@ class SessionManager:
         """Write the current policy as a Hugging Face folder."""
         with self._activities.doing(f"exporting the model to {request.path}", run_id=request.run_id):
             answers = await self._gang.command(
-                "export", {"path": request.path}, limit_s=self._gang.slow_timeout_s
+                "export", {"path": request.path, "dtype": request.dtype}, limit_s=self._gang.slow_timeout_s
             )
         return pb.ExportModelResponse(path=request.path, **answers[0].fields)
 

@@ -1,8 +1,8 @@
 """Export the policy as a Hugging Face folder, with trained adapters merged into it and kept in a folder inside.
 
 Invariants: a folder is written under another name and renamed when it is complete, so a reader never sees half a model
-and a failed export leaves an earlier one in place; weights are stored in the type that the forward pass computes in,
-tied ones once.
+and a failed export leaves an earlier one in place; weights are stored in the type that is asked for, which for
+checkpoints is the one that the forward pass computes in, tied ones once.
 """
 
 from __future__ import annotations
@@ -30,18 +30,25 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"
 class WholeModel:
     """The whole policy on the host of rank 0, ready to be written; the other ranks take part in the gathers."""
 
-    def __init__(self, source: Path, model: ShardedModel, link: FrontLink) -> None:
+    def __init__(
+        self, source: Path, model: ShardedModel, link: FrontLink, dtype: torch.dtype | None = None
+    ) -> None:
+        dtype = dtype or model.dtype
         self._source = source
         self._adapters = None if model.adapters is None else peft_folder.AdapterFolder(model.adapters, source)
         self._tensors: dict[str, torch.Tensor] = {}
-        tensors = model.whole_tensors([name for name, _, _ in model.specs(model.dtype)], model.dtype)
+        # Adapters are merged before anything is rounded to a narrower type.
+        wide = torch.promote_types(model.dtype, dtype)
+        tensors = model.whole_tensors([name for name, _, _ in model.specs(wide)], wide)
         for name, tensor in model.adapters.merged_into(tensors) if model.adapters else tensors:
             link.progress(f"gathering {name}")
             if dist.get_rank() == 0:
-                self._tensors[name] = tensor.cpu().clone()
+                self._tensors[name] = (
+                    (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().clone()
+                )
         # Built here and not in `write`: transformers changes torch's default type meanwhile, for all threads.
         with torch.device("meta"):
-            self._skeleton = model.policy.skeleton(AutoConfig.from_pretrained(source), model.dtype)
+            self._skeleton = model.policy.skeleton(AutoConfig.from_pretrained(source), dtype)
 
     def write(self, folder: Path) -> None:
         """Write the model to a new folder; any thread may call this."""
@@ -57,10 +64,12 @@ class WholeModel:
             raise not_written("the model", folder, error) from error
 
 
-def export(path: Path, source: Path, model: ShardedModel, link: FrontLink) -> dict[str, Any]:
+def export(
+    path: Path, source: Path, model: ShardedModel, link: FrontLink, dtype: torch.dtype
+) -> dict[str, Any]:
     """Write the model to `path` on rank 0; a collective."""
     with telemetry.span(names.TRAINER_EXPORT):
-        whole = WholeModel(source, model, link)
+        whole = WholeModel(source, model, link, dtype)
         if dist.get_rank() != 0:
             return {}
         link.progress("writing the model")

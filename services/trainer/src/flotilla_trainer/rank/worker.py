@@ -236,7 +236,9 @@ class RankWorker:
             return {}, values_of(command, self._model, self._link)
 
     def _export(self, command: Frame) -> Answer:
-        return export(Path(command.fields["path"]), self._folder, self._model, self._link), {}
+        name = command.fields["dtype"]
+        dtype = getattr(torch, name) if name else self._model.dtype
+        return export(Path(command.fields["path"]), self._folder, self._model, self._link, dtype), {}
 
     def _snapshot(self, command: Frame) -> Answer:
         _, _, optimizer = self._session()

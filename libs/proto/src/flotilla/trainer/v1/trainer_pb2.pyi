@@ -1307,9 +1307,12 @@ class ExportModelRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
     path: _builtins.str
+    dtype: _builtins.str
+    """float32 or bfloat16; empty takes the type that the trainer computes in."""
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion: ...
     def __init__(
@@ -1319,10 +1322,11 @@ class ExportModelRequest(_message.Message):
         request_id: _builtins.str = ...,
         path: _builtins.str = ...,
         policy_version: _version_pb2.PolicyVersion | None = ...,
+        dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "policy_version", b"policy_version", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "path", b"path", "policy_version", b"policy_version", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

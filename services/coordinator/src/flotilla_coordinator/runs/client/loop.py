@@ -207,7 +207,7 @@ class ClientLoop:
 
         async def act() -> Path:
             async with self.calls.turn("export"):
-                await self.run.policy.export(path)
+                await self.run.policy.export(path, self.run.config.export_dtype)
                 return path
 
         return await self.calls.shielded(act())
