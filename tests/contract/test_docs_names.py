@@ -107,7 +107,7 @@ def wrong_command(line: str) -> str:
     """Return what is wrong with a command line, or nothing; brackets of a synopsis are taken away."""
     words = [word.strip("[]") for word in shlex.split(line.replace(r"\|", "|"), comments=True)][1:]
     command = COMMANDS
-    while getattr(command, "commands", None) and words and words[0].islower():
+    while getattr(command, "commands", None) and words and words[0][0].islower():
         name = words.pop(0)
         if name not in command.commands:
             return f"{line}: there is no command {name}"
