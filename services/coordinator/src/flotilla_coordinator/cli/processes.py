@@ -2,7 +2,7 @@
 
 Invariants: a boot is reported on stderr, as a live table on a terminal and as one line for each event elsewhere. Every
 process has its present activity and its duration. A log repeats nothing, and a slow boot says every ten seconds what it
-waits for.
+waits for. An engine on a GPU starts in phases, which its log names as they end.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flotilla_coordinator.cli.output import say, wants_colour
@@ -32,6 +33,16 @@ _WORK = {
     "reward": "starts its workers",
     "coordinator": "opens the ledger and the timeline",
 }
+_ENGINE_PHASES = {
+    "Model loading took": "compiles its model",
+    "torch.compile and initial profiling": "measures the memory for its KV cache",
+    "torch.compile took": "measures the memory for its KV cache",
+    "GiB memory for KV Cache as specified": "captures its graphs",
+    "Available KV cache memory": "captures its graphs",
+    "Graph capturing finished": "decodes its first tokens",
+}
+"""What an engine does after a line of vLLM's log, by a part of that line."""
+_LINES_OF_A_START = 400
 
 
 def process_json(process: ProcessStatus, service: Service | None = None) -> dict[str, Any]:
@@ -112,9 +123,42 @@ def doing(process: ProcessStatus) -> str:
 
     if process.state == ProcessState.PROCESS_STATE_STARTING:
         # The address is known as soon as the port is open; the slow work comes after that.
-        return _WORK[kind_of(process)] if process.address or not process.kind else "its process starts"
+        if process.kind and not process.address:
+            return "its process starts"
+        return _engine_phase(process) or _WORK[kind_of(process)]
     why = process.error.splitlines()[0] if process.error else ""
     return f"{state_of(process)}: {why}" if why else state_of(process)
+
+
+def _engine_phase(process: ProcessStatus) -> str:
+    """Return what a starting engine does by the log of its present start; nothing where that does not say it."""
+    from flotilla_launch.logs import HEADER, tail
+
+    if kind_of(process) != "generator" or not process.log_path:
+        return ""
+    for line in reversed(tail(Path(process.log_path), _LINES_OF_A_START)):
+        if line.startswith(HEADER):
+            break
+        for mark, what in _ENGINE_PHASES.items():
+            if mark in line:
+                return what
+    return ""
+
+
+class _Durations:
+    """Knows for how long each process has done what it does."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, tuple[str, float]] = {}
+
+    def of(self, process: ProcessStatus, what: str) -> float:
+        """Return the seconds since this process was first said to do this."""
+        now = time.monotonic()
+        known, since = self._since.get(process.name, ("", now))
+        if known != what:
+            since = now
+            self._since[process.name] = what, now
+        return now - since
 
 
 class _Screen:
@@ -123,7 +167,7 @@ class _Screen:
     def __init__(self) -> None:
         self._begun = time.monotonic()
         self._processes: list[ProcessStatus] = []
-        self._since: dict[tuple[str, str], float] = {}
+        self._durations = _Durations()
 
     def show(self, processes: list[ProcessStatus]) -> None:
         self._processes = processes
@@ -136,7 +180,7 @@ class _Screen:
         table.add_row("", f"{now - self._begun:.0f} s", "starting")
         for process in self._processes:
             what = doing(process)
-            seconds = now - self._since.setdefault((process.name, what), now)
+            seconds = self._durations.of(process, what)
             table.add_row(process.name, "" if what == "ready" else f"{seconds:.0f} s", what)
         return table
 
@@ -148,18 +192,21 @@ class _Lines:
         self._begun = time.monotonic()
         self._reminded = self._begun
         self._said: dict[str, str] = {}
+        self._durations = _Durations()
 
     def show(self, processes: list[ProcessStatus]) -> None:
         from flotilla.launcher.v1.launcher_pb2 import ProcessState
 
         now = time.monotonic()
-        starting = [p for p in processes if p.state == ProcessState.PROCESS_STATE_STARTING]
+        starting: list[str] = []
         for process in processes:
             what = doing(process)
-            if process not in starting and self._said.get(process.name) != what:
+            seconds = self._durations.of(process, what)
+            if process.state == ProcessState.PROCESS_STATE_STARTING:
+                starting.append(f"{process.name} {what}, for {seconds:.0f} s")
+            elif self._said.get(process.name) != what:
                 self._said[process.name] = what
                 say(f"  {now - self._begun:5.1f} s  {process.name:14} {what}")
         if starting and now - self._reminded >= REMIND_S:
             self._reminded = now
-            waits = "; ".join(f"{process.name} {doing(process)}" for process in starting)
-            say(f"  {now - self._begun:5.1f} s  waiting: {waits}")
+            say(f"  {now - self._begun:5.1f} s  waiting: {'; '.join(starting)}")
