@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from flotilla_core.errors import InvalidRequest
+from flotilla_core.gpu_shares import IN_TURN, ring_bytes
 from flotilla_weights.digest import tensor_digest, tensor_digests
 from flotilla_weights.manifest import ALIGNMENT, Manifest
+from flotilla_weights.ring import Ring
 
 NAMED = [
     ("lm_head.weight", torch.float32, (50, 16)),
@@ -133,3 +135,28 @@ def test_large_buckets_are_cut_so_that_a_model_has_a_few():
     assert manifest.in_enough_buckets().bucket_bytes == (9 << 27) // 4
     small = Manifest.from_named([("w", "bfloat16", (1 << 26,))], 64 << 20)
     assert small.in_enough_buckets() == small
+
+
+@pytest.mark.parametrize(
+    ("embedding", "tied", "layer", "layers"),
+    [
+        (151_936 * 4096, False, 192 << 20, 36),
+        (151_936 * 1024, True, 15 << 20, 28),
+        (49_152 * 576, True, 4 << 20, 30),
+    ],
+    ids=["8b", "0.6b", "135m"],
+)
+def test_the_memory_of_a_ring_is_known_from_the_largest_tensors(
+    embedding: int, tied: bool, layer: int, layers: int
+):
+    named = [("embed", "bfloat16", (embedding,))] + [
+        (f"layers.{index}.w{part}", "bfloat16", (layer // 4,)) for index in range(layers) for part in range(4)
+    ]
+    named += [] if tied else [("lm_head", "bfloat16", (embedding,))]
+    manifest = Manifest.from_named(named, 512 << 20).in_enough_buckets()
+    ring = Ring(manifest, torch.device("meta"))
+    indices = range(len(manifest.buckets))
+    taken = sum({i % IN_TURN: ring.message(i).untyped_storage().nbytes() for i in indices}.values())
+    assert taken <= manifest.ring_bytes <= 1.5 * taken
+    largest = sorted((spec.nbytes for spec in manifest.tensors), reverse=True)[:IN_TURN]
+    assert ring_bytes(manifest.nbytes, largest, 512 << 20) == manifest.ring_bytes

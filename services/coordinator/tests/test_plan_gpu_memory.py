@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,21 @@ def test_the_parts_of_both_and_what_is_set_aside_are_the_whole_gpu(total: int) -
     shared = SharedGpu.of(facts(**QWEN3_600M), stack_of(generator={"max_model_tokens": 2048}), total)
     shared.require()
     aside = total - shared.rank_room - shared.generator - shared.kv_cache
-    assert 4 * GIB < aside < 4 * GIB + 0.05 * total
+    assert 5 * GIB < aside < 5 * GIB + 0.05 * total, "with 2 GiB of buckets"
     assert shared.resident <= shared.rank_room
+
+
+def test_buckets_of_both_ends_are_set_aside_by_their_size() -> None:
+    embedding = 151_936 * 4096
+    largest = dataclasses.replace(facts(**QWEN3_8B), largest_tensors=(embedding, embedding, 12_288 * 4096))
+    one_end = gpu_memory.sync_bytes(largest, stack_of())
+    assert one_end == 2 * 2 * embedding + (512 << 20), "embedding and head have buckets of their own"
+    with_buckets = SharedGpu.of(largest, stack_of(), H200).aside
+    assert with_buckets > 3 * GIB + int(0.04 * H200) + 2 * one_end
+    float32 = stack_of(trainer={"dtype": "float32"})
+    assert gpu_memory.sync_bytes(largest, float32) > 1.8 * one_end
+    room = gpu_memory.rank_room(largest, stack_of(placement="separate"), H200)
+    assert room == H200 - 3 * GIB - int(0.04 * H200) - one_end
 
 
 def test_a_cache_is_no_larger_than_its_samples_can_fill() -> None:
@@ -145,7 +159,7 @@ def test_a_model_of_70b_has_a_standby_of_each_workers_part_beside_a_cache_on_its
     model = facts(**QWEN_72B)
     generator: dict[str, Any] = {"tensor_parallel_size": workers}
     stack = stack_of(placement="separate", generator=generator)
-    share = gpu_memory.share_beside_standby(model, stack.generator, total)
+    share = gpu_memory.share_beside_standby(model, stack, total)
     stack = stack_of(placement="separate", generator=generator | {"memory_fraction": share})
     cache = gpu_memory.kv_cache_bytes(model, stack, total)
     assert cache > 2 * gpu_memory.longest_sample_bytes(model, stack.generator)

@@ -109,7 +109,7 @@ def test_an_engine_leaves_room_for_a_second_copy_of_its_weights_where_the_stack_
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     checkpoint = Checkpoint(tmp_path, {})
-    vars(checkpoint)["tensors"] = {"w": (6, 10**9)}
+    vars(checkpoint)["tensors"] = {f"w{index}": (2, 10**8) for index in range(30)}
     config = GeneratorConfig(**{"dtype": "bfloat16", "max_model_tokens": 64} | said)
     found = engine_share(config, checkpoint, 100 * 10**9)
     assert found == pytest.approx(share, abs=0.04)

@@ -19,15 +19,12 @@ import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import InvalidRequest
+from flotilla_core.gpu_shares import bucket_limit, ring_bytes
 from flotilla_weights.adapters import AdapterNames
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this within its bucket, so that it can be viewed as its own type."""
 
-LEAST_BUCKETS = 4
-"""Buckets of a model, so that some are packed or digested while another one moves."""
-SMALL_BUCKET_BYTES = 256 << 20
-"""Size from which buckets are not made smaller: a GPU takes as long to change over as to move several megabytes."""
 MAX_TENSORS = 1_000_000
 
 
@@ -145,8 +142,7 @@ class Manifest:
 
     def in_enough_buckets(self) -> Manifest:
         """Return the same in smaller buckets, where large ones are less than a few."""
-        few = max(self.nbytes // LEAST_BUCKETS, SMALL_BUCKET_BYTES)
-        return replace(self, bucket_bytes=min(few, self.bucket_bytes))
+        return replace(self, bucket_bytes=bucket_limit(self.nbytes, self.bucket_bytes))
 
     def with_adapters(self, adapters: Manifest, scale: float) -> Manifest:
         """Return the same, with what is added to some of the tensors."""
@@ -191,6 +187,11 @@ class Manifest:
     def nbytes(self) -> int:
         """Bytes of the tensors, without padding and without adapters."""
         return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def ring_bytes(self) -> int:
+        """The most that one end keeps for buckets of it."""
+        return ring_bytes(self.nbytes, (t.nbytes for t in self.tensors), self.bucket_bytes)
 
     def _checked(self) -> Manifest:
         if not 0 < len(self.tensors) <= MAX_TENSORS or self.bucket_bytes <= 0:

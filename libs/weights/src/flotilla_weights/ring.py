@@ -10,10 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from flotilla_core.gpu_shares import IN_TURN
 from flotilla_weights.manifest import Bucket, Manifest
-
-IN_TURN = 3
-"""Buckets on their way: one moves while the next is packed, and the last one is digested."""
 
 Named = list[tuple[str, torch.Tensor]]
 

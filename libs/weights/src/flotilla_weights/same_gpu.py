@@ -21,10 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from flotilla_core.gpu_shares import SAME_GPU_BUCKET_BYTES, SAME_GPU_BUCKETS
 from flotilla_weights.process_group import Lane
 
-BUCKETS = 3
-BUCKET_BYTES = 128 << 20
 READY = "ready"
 
 Ended = Callable[[], bool]
@@ -189,8 +188,9 @@ def gpu_of(device: torch.device) -> str:
 def own_buckets(device: torch.device) -> tuple[DeviceBuckets, str]:
     """The sender's buckets on a GPU, and what receivers need to map them."""
     memory = _exported(device)
-    described = {"handle": memory.handle.hex(), "count": BUCKETS, "nbytes": BUCKET_BYTES}
-    return DeviceBuckets(memory.tensor, BUCKETS, BUCKET_BYTES, lambda: None), json.dumps(described)
+    count, nbytes = SAME_GPU_BUCKETS, SAME_GPU_BUCKET_BYTES
+    described = {"handle": memory.handle.hex(), "count": count, "nbytes": nbytes}
+    return DeviceBuckets(memory.tensor, count, nbytes, lambda: None), json.dumps(described)
 
 
 def mapped_buckets(description: str, device: torch.device) -> DeviceBuckets:
@@ -220,4 +220,4 @@ def _exported(device: torch.device) -> Any:
     """One piece of memory for all groups that this process sends to, one after the other."""
     from flotilla_weights.device_memory import ExportedMemory
 
-    return ExportedMemory(BUCKETS * BUCKET_BYTES, device)
+    return ExportedMemory(SAME_GPU_BUCKETS * SAME_GPU_BUCKET_BYTES, device)

@@ -2,11 +2,11 @@
 
 Invariants: a GPU that a trainer rank and a generator share is divided before either starts, so neither takes what the
 other one counts on: the generator gets a KV cache of a fixed size, and the rank has the rest. What the rank keeps in
-every full run (weights, gradients, moments, gathered layers) and the generator's weights, live and staged, come first.
-Of what remains, the KV cache takes what the samples of the generator can fill, at most half. Whether the activations of
-a run fit into the other half is known when the run is planned. Where all weights cannot learn, the rank's part is that
-of frozen weights. An estimate is refused where twice the memory would not
-suffice, and else warned of.
+every full run (weights, gradients, moments, gathered layers), the generator's weights, live and staged, and the buckets
+that both ends keep for weights on their way come first. Of what remains, the KV cache takes what the samples of the
+generator can fill, at most half. Whether the activations of a run fit into the other half is known when the run is
+planned. Where all weights cannot learn, the rank's part is that of frozen weights. An estimate is refused where twice
+the memory would not suffice, and else warned of.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY, has_gpus
 from flotilla_coordinator.plan.trainer_memory import BYTES, frozen_bytes, resident_bytes
 from flotilla_coordinator.plan.update_lines import groups_under_way
-from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig, TrainerConfig
+from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig, TrainerConfig, bucket_size_mib
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.gpu_shares import set_aside, share_beside
+from flotilla_core.gpu_shares import (
+    SAME_GPU_BUCKET_BYTES,
+    SAME_GPU_BUCKETS,
+    ring_bytes,
+    set_aside,
+    share_beside,
+)
 from flotilla_launch.gpus import gpu_bytes
 
 GIB = 1 << 30
@@ -46,6 +52,8 @@ class SharedGpu:
     kv_cache: int
     least_kv_cache: int
     """The KV cache of one sample as long as the generator allows."""
+    aside: int
+    """What neither of them counts on, with the buckets of a weight sync at both ends and between them."""
 
     @classmethod
     def of(cls, model: ModelFacts, stack: StackConfig, total: int) -> SharedGpu:
@@ -54,18 +62,20 @@ class SharedGpu:
         resident, frozen = resident_bytes(model, stack.trainer), frozen_bytes(model, stack.trainer)
         engine = generator_bytes(model, generator)
         longest = longest_sample_bytes(model, generator)
-        room = total - set_aside(total) - engine
+        between = SAME_GPU_BUCKETS * SAME_GPU_BUCKET_BYTES
+        aside = set_aside(total, 2 * sync_bytes(model, stack) + between)
+        room = total - aside - engine
         left = room - (resident if resident + longest <= room else frozen)
         wanted = generator.max_running_samples * longest
         kv_cache = min(wanted, max(left, 0) // 2)
         if generator.kv_cache_gib is not None:
             kv_cache = int(generator.kv_cache_gib * GIB)
-        return cls(total, resident, frozen, engine, kv_cache, longest)
+        return cls(total, resident, frozen, engine, kv_cache, longest, aside)
 
     @property
     def rank_room(self) -> int:
         """Return the bytes that the trainer rank may use."""
-        return self.total - set_aside(self.total) - self.generator - self.kv_cache
+        return self.total - self.aside - self.generator - self.kv_cache
 
     @property
     def learns(self) -> bool:
@@ -101,10 +111,18 @@ def token_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
     return model.layers * model.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
 
 
-def share_beside_standby(model: ModelFacts, generator: GeneratorConfig, total: int) -> float:
+def sync_bytes(model: ModelFacts, stack: StackConfig) -> int:
+    """Return what one end of a weight sync between GPUs keeps for buckets, where the run does not set their size."""
+    size = BYTES[stack.trainer.dtype]
+    asked = bucket_size_mib("auto", "nccl") << 20
+    return ring_bytes(model.parameters * size, (numbers * size for numbers in model.largest_tensors), asked)
+
+
+def share_beside_standby(model: ModelFacts, stack: StackConfig, total: int) -> float:
     """Return the most of a GPU of so many bytes that an engine may take, beside the second copy of its weights."""
+    generator = stack.generator
     standby = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
-    return share_beside(standby, total)
+    return share_beside(standby, sync_bytes(model, stack), total)
 
 
 def longest_sample_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
@@ -138,8 +156,9 @@ def compiles(trainer: TrainerConfig, gpu: int | None) -> bool:
 
 def rank_room(model: ModelFacts, stack: StackConfig, gpu: int) -> int:
     """Return the bytes that a trainer rank may use of a GPU of so many bytes."""
-    shared = stack.placement == "colocated"
-    return SharedGpu.of(model, stack, gpu).rank_room if shared else gpu - set_aside(gpu)
+    if stack.placement == "colocated":
+        return SharedGpu.of(model, stack, gpu).rank_room
+    return gpu - set_aside(gpu, sync_bytes(model, stack))
 
 
 def gpu_problems(
@@ -169,7 +188,7 @@ def gpu_problems(
             f"the weights of a generator leave no KV cache on a GPU of {shown_bytes(gpu)}: raise "
             "generator.tensor_parallel_size or generator.memory_fraction"
         )
-    share = share_beside_standby(model, generator, gpu)
+    share = share_beside_standby(model, stack, gpu)
     takes_more = generator.kv_cache_gib is None and generator.memory_fraction > share
     if generator.engine == "vllm" and stack.placement != "colocated" and takes_more and config.lora is None:
         warnings.append(

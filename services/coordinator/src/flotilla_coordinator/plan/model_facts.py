@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from pathlib import Path
 from typing import Any, Self
 
 from flotilla_core.config import LoraConfig
 from flotilla_core.errors import InvalidConfig, NotFound
+from flotilla_core.gpu_shares import IN_TURN
 from flotilla_core.json_text import read_json_object
 from flotilla_core.model_folder import stored_shapes
 
@@ -68,6 +70,8 @@ class ModelFacts:
     """Those of them that one token visits."""
     expert_parameters: int = 0
     """Parameters of all experts of all layers."""
+    largest_tensors: tuple[int, ...] = ()
+    """Numbers in each of the few largest tensors."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelFacts:
@@ -97,6 +101,7 @@ class ModelFacts:
                 experts=experts,
                 visited_experts=int(text.get("num_experts_per_tok") or 0) if experts else 0,
                 expert_parameters=sum(math.prod(s) for name, s in tensors.items() if _expert(name)),
+                largest_tensors=tuple(nlargest(IN_TURN, map(math.prod, tensors.values()))),
             )
         except KeyError as error:
             raise InvalidConfig(

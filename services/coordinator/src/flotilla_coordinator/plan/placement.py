@@ -140,7 +140,7 @@ def _beside_standby(stack: StackConfig, model: ModelFacts, total: int) -> StackC
     generator = stack.generator
     if generator.sets("memory_fraction") or generator.kv_cache_gib is not None:
         return stack
-    share = min(generator.memory_fraction, share_beside_standby(model, generator, total))
+    share = min(generator.memory_fraction, share_beside_standby(model, stack, total))
     return stack.model_copy(update={"generator": generator.model_copy(update={"memory_fraction": share})})
 
 

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import structlog
 
 from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.training import bucket_size_mib
 from flotilla_core.errors import InvalidConfig
-from flotilla_core.gpu_shares import share_beside
+from flotilla_core.gpu_shares import ring_bytes, share_beside
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
@@ -202,17 +203,20 @@ def require_quantization(config: GeneratorConfig) -> None:
 
 
 def engine_share(config: GeneratorConfig, checkpoint: Checkpoint, total: int) -> float:
-    """Return the share of a GPU of so many bytes that the engine takes: if the stack does not say, beside the standby.
+    """Return the share of a GPU of so many bytes that the engine takes.
 
-    A stack that was placed says it. A standby that has no room beside the weights at all lies in host memory.
+    If the stack does not say it, the engine leaves room for the standby and for weights on their way. A stack that was
+    placed says it. A standby that has no room beside the weights at all lies in host memory.
     """
     import torch
 
     if config.sets("memory_fraction") or config.kv_cache_gib is not None:
         return config.memory_fraction
-    numbers = sum(math.prod(shape) for shape in checkpoint.tensors.values())
-    weights = numbers * getattr(torch, config.dtype).itemsize // config.tensor_parallel_size
-    share = min(config.memory_fraction, share_beside(weights, total))
+    size = getattr(torch, config.dtype).itemsize
+    tensors = [math.prod(shape) * size for shape in checkpoint.tensors.values()]
+    weights = sum(tensors) // config.tensor_parallel_size
+    rings = ring_bytes(sum(tensors), tensors, bucket_size_mib("auto", "nccl") << 20)
+    share = min(config.memory_fraction, share_beside(weights, rings, total))
     return share if share * total - weights >= LEAST_BESIDE_WEIGHTS * total else config.memory_fraction
 
 
