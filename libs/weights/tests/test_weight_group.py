@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -280,6 +281,23 @@ def test_an_abort_while_a_bucket_is_packed_is_an_error_of_the_group_and_no_other
         sender.publish(manifest, given_up_on_the_way())
     with pytest.raises(WeightGroupFailed):
         future.result()
+
+
+def test_a_sender_that_cannot_go_on_ends_the_group_long_before_the_timeout(pool):
+    weights = model()
+    manifest = manifest_of(weights)
+    sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 60.0)
+    taking = start(pool, Receiver(group_of(sender, 2, timeout_s=60.0), 1, manifest), {})
+    sender.connect(manifest)
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from in_order(manifest, weights)[:3]
+        raise torch.OutOfMemoryError("no room for the next gather")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        sender.publish(manifest, source())
+    with pytest.raises(WeightGroupFailed, match="rank 0: sending failed: OutOfMemoryError: no room"):
+        taking.result(20.0)
 
 
 def test_publishing_before_anybody_joined_is_an_error_of_the_group():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -165,6 +166,18 @@ def test_buckets_that_are_lent_again_bring_what_is_in_them_then() -> None:
             assert regions.differing(expected) == []
             assert torch.equal(model.qkv.weight[:4], dict(brought.weights)["q.weight"])
     assert len(standby._plans) <= 2, "what is lent no more is kept no longer"
+
+
+def test_buckets_of_a_group_that_is_no_more_are_let_go_before_the_next_one_has_its_own() -> None:
+    standby = Standby.beside(learned(Model()))
+    ring = staged(2).weights
+    lent = weakref.ref(ring[0][1])
+    filling = standby.begin()
+    filling.put(ring)
+    del ring, filling
+    assert lent() is not None, "the same tensors may come again"
+    standby.forget_lent()
+    assert lent() is None
 
 
 def test_weights_of_another_type_are_rounded_as_they_are_loaded() -> None:

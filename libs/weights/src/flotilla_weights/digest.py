@@ -80,6 +80,17 @@ def bucket_digests(message: torch.Tensor, extents: tuple[tuple[int, int], ...]) 
         return _table(extents, device).digests(message)
 
 
+def prepare_digests(device: torch.device, layouts: Iterable[tuple[tuple[int, int], ...]]) -> None:
+    """Compile the kernel of a GPU, and put there what it needs to know of these arrangements of tensors.
+
+    That waits for the device, which must not happen while a transfer is queued whose peer may have died.
+    """
+    if device.type == "cuda" and kernel_works(device):
+        with torch.cuda.device(device):
+            for extents in layouts:
+                _table(extents, device)
+
+
 @cache
 def kernel_works(device: torch.device) -> bool:
     """Return whether this GPU's kernel can be compiled and agrees with torch; the first call takes a second.

@@ -37,15 +37,16 @@ import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import FlotillaError, InvalidRequest, WeightsMismatch
-from flotilla_weights.digest import bucket_digests, kernel_works, resolve
+from flotilla_core.gpu_shares import IN_TURN
+from flotilla_weights.digest import bucket_digests, prepare_digests, resolve
 from flotilla_weights.manifest import Bucket, Manifest, Slot
 from flotilla_weights.process_group import SENDER_RANK
-from flotilla_weights.ring import IN_TURN, Named, Ring, unpack
+from flotilla_weights.ring import Named, Ring, unpack
 from flotilla_weights.wire import Link, Message
 
 BACKENDS = {weights_pb2.WEIGHT_BACKEND_GLOO: "gloo", weights_pb2.WEIGHT_BACKEND_NCCL: "nccl"}
 SPARE_BYTES = 3 << 30
-"""Memory of a GPU that staged weights leave to other processes and to buckets on their way: an 8B model's ring."""
+"""Memory of a GPU that staged weights leave at least to other processes and to buckets on their way."""
 
 Sink = Callable[[Named], None]
 Rows = torch.Tensor | Sequence[torch.Tensor]
@@ -116,6 +117,22 @@ class Sender:
             self._link.put(f"round/{self._round}", manifest.digest)
         if not self.is_heard:
             return []
+        try:
+            return self._sent(manifest, tensors)
+        except Exception as error:
+            # Out of memory, say: no member should wait until the timeout for what is not sent any more.
+            self._link.fail("sending failed", why=f"{type(error).__name__}: {error}")
+            raise
+
+    def abort(self, why: str = "the sender gave the epoch up") -> None:
+        """End the epoch for all members; a `connect` or `publish` in progress raises."""
+        self._link.abort(why)
+
+    def close(self) -> None:
+        """Leave after the last publication."""
+        self._link.close()
+
+    def _sent(self, manifest: Manifest, tensors: Iterable[tuple[str, Rows]]) -> list[int]:
         ring = self._ring = _ring_for(manifest, self._device, self._ring)
         source = iter(tensors)
         digests: list[torch.Tensor] = []
@@ -130,14 +147,6 @@ class Sender:
         for one in moving:
             self._link.finish(*one)
         return resolve(digests)
-
-    def abort(self, why: str = "the sender gave the epoch up") -> None:
-        """End the epoch for all members; a `connect` or `publish` in progress raises."""
-        self._link.abort(why)
-
-    def close(self) -> None:
-        """Leave after the last publication."""
-        self._link.close()
 
     @torch.no_grad()
     def _pack(self, ring: Ring, index: int, rows: list[Sequence[torch.Tensor]]) -> torch.Tensor:
@@ -232,7 +241,7 @@ class Receiver:
             return True
         free, _ = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return nbytes + SPARE_BYTES <= free + kept
+        return nbytes + max(SPARE_BYTES, self._manifest.ring_bytes) <= free + kept
 
     def abort(self, why: str = "the receiver gave the epoch up") -> None:
         """End the epoch for all members; a `connect` or `receive` in progress raises."""
@@ -312,8 +321,8 @@ def _formed(link: Link, host: str, manifest: Manifest, device: torch.device | No
     """Connect the group; return the device of its buckets."""
     link.form(host, manifest.digest, _device_for(link, device))
     buckets = _device_for(link, device)
-    if buckets.type == "cuda":
-        kernel_works(buckets)  # compiled now, when nobody waits for digests
+    of_adapters = manifest.adapters.manifest.buckets if manifest.adapters is not None else ()
+    prepare_digests(buckets, (bucket.extents for bucket in (*manifest.buckets, *of_adapters)))
     return buckets
 
 

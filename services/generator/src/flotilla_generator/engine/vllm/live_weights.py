@@ -29,6 +29,7 @@ from flotilla_generator.engine.vllm.shadow_model import ShadowModel
 from flotilla_generator.engine.vllm.standby import Filling, Standby
 from flotilla_generator.engine.vllm.weight_check import Recorded, matrix_layers, proving, recording
 from flotilla_weights.inbox import StagedModel
+from flotilla_weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class LiveModel:
         self._regions: LiveRegions | None = None
         self._standby: Standby | None = None
         self._copied = False
+        self._ring_bytes = 0
         self._may_learn = True
         self._committed: Digests = {}
         self._unchecked = (
@@ -88,6 +90,12 @@ class LiveModel:
             if self._has_twins
             else NOTHING_COMMITTED
         )
+
+    def expect(self, manifest: Manifest) -> None:
+        """Make room for the buckets of a new group, in place of those of the last one."""
+        self._ring_bytes = manifest.ring_bytes
+        if self._standby is not None:
+            self._standby.forget_lent()
 
     def begin(self) -> Filling | None:
         """Return what takes the tensors of a publication as they arrive, or None where they are staged as a whole."""
@@ -256,7 +264,7 @@ class LiveModel:
 
     def _make_standby(self, regions: LiveRegions) -> None:
         try:
-            self._standby = Standby.beside(regions)
+            self._standby = Standby.beside(regions, self._ring_bytes)
         except (MemoryError, torch.OutOfMemoryError) as failure:
             self._give_up_copies(f"there is no memory for a second copy of the weights: {failure}")
 

@@ -69,17 +69,20 @@ class Standby:
         self._filled = torch.cuda.Event() if cuda else None
         self._began = torch.cuda.Event(enable_timing=True) if cuda else None
         self._copied = torch.cuda.Event(enable_timing=True) if cuda else None
+        if self._stream is not None:
+            # The new memory may have been another's, whose last work is still queued on the present stream.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self.beside_decoding():
             for piece, twin in self._pairs:
                 twin.copy_(piece)
             self._record(self._filled)
 
     @classmethod
-    def beside(cls, regions: LiveRegions) -> Self:
-        """Return one on the GPU of these regions, or in host memory where it has no room."""
+    def beside(cls, regions: LiveRegions, ring: int = 0) -> Self:
+        """Return one on the GPU of these regions, or in host memory where it has no room; buckets take `ring` bytes."""
         device = next(iter(regions.memory())).device
         nbytes = sum(piece.nbytes for piece in regions.memory())
-        if device.type != "cuda" or _has_room(device, nbytes):
+        if device.type != "cuda" or _has_room(device, nbytes + max(SPARE_BYTES, ring)):
             return cls(regions, device)
         log.warning(
             "the GPU has no room for a second copy of this worker's %.1f GiB of weights: it waits in host memory, and "
@@ -101,6 +104,11 @@ class Standby:
                 plan.used = False
             self._filling = Filling(self)
             return self._filling
+
+    def forget_lent(self) -> None:
+        """Let go of tensors that a group lent which is no more: the buckets of the next one need their memory."""
+        with self._lock:
+            self._plans = {}
 
     def commit(self) -> None:
         """Queue copies of all of it into the live memory, on the stream that decodes."""
@@ -211,11 +219,14 @@ class _Memory:
     """Bytes of a GPU, or bytes of the host that a GPU copies from at full speed."""
 
     def __init__(self, nbytes: int, on: torch.device) -> None:
+        self._pinned = False
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=on)
-        # Not by torch's pinned memory, which takes up to twice as much.
-        self._pinned = on.type == "cpu" and torch.cuda.is_available() and nbytes > 0
-        if self._pinned:
-            torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)
+        if on.type == "cpu" and torch.cuda.is_available() and nbytes > 0:
+            # Not by torch's pinned memory, which takes up to twice as much.
+            code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0))
+            if code != 0:
+                raise MemoryError(f"the driver does not pin {nbytes} bytes of the host, error {code}")
+            self._pinned = True
 
     def __del__(self) -> None:
         if self._pinned:
@@ -274,7 +285,7 @@ def _can_share(target: torch.Tensor, source: torch.Tensor, most: int | None) -> 
 def _has_room(device: torch.device, nbytes: int) -> bool:
     torch.cuda.empty_cache()  # the first version was staged there as a whole
     free, _ = torch.cuda.mem_get_info(device)
-    return nbytes + SPARE_BYTES <= free
+    return nbytes <= free
 
 
 def _batches(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:

@@ -66,6 +66,7 @@ class WorkerWeights:
             described,
             self._worker.device,
         )
+        self._live.expect(described)
         self._receiver, self._inbox = receiver, Inbox(receiver, described)
         self._run(receiver.connect, notify)
 
