@@ -57,6 +57,7 @@ class Trainer:
         self.agreement = AgreementLimits(None, None)
         self.waiting: list[str] = []
         self.seen: list[str] = []
+        self.limits: list[float | None] = []
         self.skips = ""
         self.lose_answer: FlotillaError | None = None
         self._replies: dict[str, train.OptimStepResponse] = {}
@@ -74,6 +75,7 @@ class Trainer:
         return train.ForwardBackwardResponse()
 
     async def OptimStep(self, request: train.OptimStepRequest) -> train.OptimStepResponse:
+        self.limits.append(request.refuse_above if request.HasField("refuse_above") else None)
         if request.request_id not in self._replies:
             moved = self.version if self.skips else Version(self.version.lineage, self.version.step + 1)
             self._replies[request.request_id] = train.OptimStepResponse(
@@ -190,6 +192,15 @@ async def test_a_step_that_could_not_be_recorded_is_recorded_before_the_next_one
     await loop.step_optimizer("second", 0.0)
     assert counts_of(bench.ledger, RUN).trained == 4
     assert loop.run.steps_done == 2 and len(list(bench.directory.read_samples())) == 4
+
+
+async def test_a_step_is_refused_by_what_the_run_has_measured_of_rounding(bench: Bench) -> None:
+    loop = bench.loop()
+    for number, limit in enumerate((None, 0.25, 0.5)):
+        bench.trainer.agreement = AgreementLimits(None, limit)
+        await loop.add_gradients(gradients(await sample(loop)))
+        await loop.step_optimizer(f"step {number}", 0.0)
+    assert bench.trainer.limits == [None, 0.25, 0.5]
 
 
 async def test_gradients_without_an_id_reach_the_trainer_under_one_of_their_own(bench: Bench) -> None:

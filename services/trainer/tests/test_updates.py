@@ -36,6 +36,7 @@ class AgreeingGang:
     def __init__(self) -> None:
         self.commands: list[str] = []
         self.rates: list[float] = []
+        self.limits: list[float | None] = []
         self.facts: dict[str, Any] = {
             "packing_refusal": "",
             "device": "cpu",
@@ -47,6 +48,7 @@ class AgreeingGang:
     async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
         self.commands.append(kind)
         self.rates += [arguments[0]["learning_rate"]] if kind == "train" else []
+        self.limits += [arguments[0]["refuse_above"]] if kind in ("train", "optim_step") else []
         return [Frame(kind, 0, {**MADE}, {})]
 
 
@@ -128,10 +130,14 @@ async def test_a_step_on_calls_in_which_nothing_counts_is_no_step(
 ) -> None:
     for _ in range(2):
         await session.gradients.add(pb.ForwardBackwardRequest(run_id="a", groups=groups((1.0, 1.0))))
-        step = await session.gradients.step(0.0)
+        step = await session.gradients.step(pb.OptimStepRequest())
         assert step.skipped == NOTHING_COUNTS and session.version == Version(0, 0)
     await session.gradients.add(pb.ForwardBackwardRequest(run_id="a", groups=groups((1.0, 0.0))))
-    assert not (await session.gradients.step(0.0)).skipped and session.version == Version(0, 1)
+    step = await session.gradients.step(pb.OptimStepRequest(refuse_above=0.25))
+    assert not step.skipped and session.version == Version(0, 1)
+    assert gang.limits == [None, None, 0.25], (
+        "what the run has measured counts, else the limit of the session"
+    )
 
 
 async def test_micro_batches_that_exceed_the_memory_are_halved_for_the_rest_of_the_session(

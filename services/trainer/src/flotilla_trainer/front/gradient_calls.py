@@ -46,8 +46,9 @@ class GradientCalls:
             request.request_id or ids.new_request_id(), lambda: self._add(request)
         )
 
-    async def step(self, rate: float) -> pb.OptimStepResponse:
+    async def step(self, request: pb.OptimStepRequest) -> pb.OptimStepResponse:
         """One step on the gradients that wait; without a rate, on that of the schedule."""
+        rate = request.learning_rate
         if not (math.isfinite(rate) and rate >= 0):
             raise InvalidRequest(f"the learning rate is {rate}", where="learning_rate")
         progress = self._progress
@@ -56,7 +57,11 @@ class GradientCalls:
             progress.check_usable()
             self._pending.require()
             units, facts, sample_ids = self._pending.units, self._pending.facts(), self._pending.sample_ids
-            fields = {"learning_rate": rate or progress.learning_rate(), "units": units}
+            fields = {
+                "learning_rate": rate or progress.learning_rate(),
+                "units": units,
+                "refuse_above": request.refuse_above if request.HasField("refuse_above") else None,
+            }
             # The ranks give the gradients up, whatever comes of the step.
             self._pending.clear(forget=False)
             with self._ranks.doing("optimizer step"):

@@ -82,7 +82,7 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Any) -> pb.OptimStepResponse:
         session = self._manager.learner(request.run_id)
-        return await self._idempotent("step", request, lambda: session.gradients.step(request.learning_rate))
+        return await self._idempotent("step", request, lambda: session.gradients.step(request))
 
     async def OpenWeightGroup(
         self, request: pb.OpenWeightGroupRequest, context: Any

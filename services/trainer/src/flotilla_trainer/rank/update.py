@@ -156,17 +156,6 @@ class Update:
         peaks = dict(zip(MAXIMA, self._maxima.tolist(), strict=True))
         return objective_metrics(totals, peaks, self._named), sums[len(SUMS) :].tolist()
 
-    def distrust(self, metrics: dict[str, float]) -> str:
-        """Return why the rollouts are too far from the trainer to be trained on; empty where they are not."""
-        limit = self._settings.refuse_above
-        mean = metrics.get("probs_diff/fresh", 0.0)
-        if limit is None or mean <= limit:
-            return ""
-        return (
-            f"the probabilities of one version differ between generator and trainer by {mean:.4g} on average, "
-            f"above {limit:g}"
-        )
-
     def _kept(self, command: Frame, part: range | None) -> Kept:
         """Return what stays whole between the micro-batches, beside the largest of them."""
         needed = None if self._memory is None else self._memory.require(_most_tokens(command, part))
@@ -194,12 +183,11 @@ def finish(
     update: Update,
     optimizer: PolicyOptimizer,
     learning_rate: float,
-    *,
-    judged: bool = True,
+    refuse_above: float | None,
 ) -> tuple[dict[str, float], str]:
     """Step or skip, the same on all ranks; return metrics, and why the step was skipped.
 
-    Only a `judged` step can be refused for its rollouts.
+    Rollouts that are further from the trainer than `refuse_above` are refused with an error.
     """
     started = time.monotonic()
     with telemetry.span(names.TRAINER_OPTIMIZER_STEP):
@@ -210,7 +198,7 @@ def finish(
         skipped = "" if math.isfinite(norm) else f"the gradient norm is {norm}"
         if not math.isfinite(metrics["loss"]):
             skipped = f"the loss is {metrics['loss']}"
-        distrusted = "" if skipped or not judged else update.distrust(metrics)
+        distrusted = "" if skipped else _distrust(metrics, refuse_above)
         if skipped or distrusted:
             optimizer.discard_gradients()
         else:
@@ -227,6 +215,17 @@ def finish(
     return metrics, skipped
 
 
+def _distrust(metrics: dict[str, float], limit: float | None) -> str:
+    """Return why the rollouts are too far from the trainer to be trained on; empty where they are not."""
+    mean = metrics.get("probs_diff/fresh", 0.0)
+    if limit is None or mean <= limit:
+        return ""
+    return (
+        f"the probabilities of one version differ between generator and trainer by {mean:.4g} on average, "
+        f"above {limit:g}"
+    )
+
+
 @dataclass
 class UpdateSteps:
     """Takes the optimizer steps of one update on one rank, one mini-batch after the other."""
@@ -234,6 +233,8 @@ class UpdateSteps:
     optimizer: PolicyOptimizer
     accumulated: Callable[[Frame, range], Update]
     """Runs forward and backward over some micro-batches of the command."""
+    refuse_above: float | None = None
+    """The limit of the first step: later ones learn from rollouts of a policy that they are no more."""
     _made: list[dict[str, float]] = field(default_factory=list)
     _skipped: list[dict[str, float]] = field(default_factory=list)
     _reasons: list[str] = field(default_factory=list)
@@ -257,9 +258,8 @@ class UpdateSteps:
         started = time.monotonic()
         update = self.accumulated(command, part)
         elapsed = time.monotonic() - started
-        metrics, skipped = finish(
-            update, self.optimizer, command.fields["learning_rate"], judged=not self._made
-        )
+        limit = None if self._made else self.refuse_above
+        metrics, skipped = finish(update, self.optimizer, command.fields["learning_rate"], limit)
         metrics["time/forward_backward_s"] = elapsed
         if skipped:
             self._skipped.append(metrics)

@@ -156,15 +156,13 @@ class RankWorker:
 
     def _train(self, command: Frame) -> Answer:
         settings, objective, optimizer = self._session()
-        if (refuse_above := command.fields["refuse_above"]) is not None:
-            settings = replace(settings, refuse_above=refuse_above)
 
         def accumulated(command: Frame, part: range) -> Update:
             update = Update(self._model, settings, objective, self._link, self._memory)
             self._accumulate(update, command, part=part)
             return update
 
-        taken = UpdateSteps(optimizer, accumulated).take(command)
+        taken = UpdateSteps(optimizer, accumulated, self._refuse_above(command)).take(command)
         taken["metrics"] |= self._compilation.metrics()
         return taken, {}
 
@@ -196,8 +194,14 @@ class RankWorker:
         scale = 1 / max(command.fields["units"], 1.0)
         update.scale_loss(scale)
         optimizer.scale_gradients(scale)
-        metrics, skipped = finish(update, optimizer, command.fields["learning_rate"])
+        limit = self._refuse_above(command)
+        metrics, skipped = finish(update, optimizer, command.fields["learning_rate"], limit)
         return {"metrics": metrics, "skipped": skipped}, {}
+
+    def _refuse_above(self, command: Frame) -> float | None:
+        """Return the limit of a step: what the run measured meanwhile, or that of the session."""
+        measured: float | None = command.fields["refuse_above"]
+        return self._session()[0].refuse_above if measured is None else measured
 
     def _evaluate(self, command: Frame) -> Answer:
         settings, objective, _ = self._session()

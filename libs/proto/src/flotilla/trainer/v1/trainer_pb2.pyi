@@ -906,22 +906,28 @@ class OptimStepRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    REFUSE_ABOVE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
     learning_rate: _builtins.float
     """0: that of the session's schedule."""
+    refuse_above: _builtins.float
+    """As in TrainHeader."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
         learning_rate: _builtins.float = ...,
+        refuse_above: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_refuse_above", b"_refuse_above", "refuse_above", b"refuse_above"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["learning_rate", b"learning_rate", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_refuse_above", b"_refuse_above", "learning_rate", b"learning_rate", "refuse_above", b"refuse_above", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__refuse_above: _TypeAlias = _typing.Literal["refuse_above"]  # noqa: Y015
+    _WhichOneofArgType__refuse_above: _TypeAlias = _typing.Literal["_refuse_above", b"_refuse_above"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__refuse_above) -> _WhichOneofReturnType__refuse_above | None: ...
 
 Global___OptimStepRequest: _TypeAlias = OptimStepRequest  # noqa: Y015
 

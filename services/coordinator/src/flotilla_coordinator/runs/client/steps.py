@@ -63,7 +63,12 @@ class ClientSteps:
             return self._made[request_id]
         run = self._run
         version, step = run.policy.version, run.steps_done
-        request = train.OptimStepRequest(run_id=run.run_id, request_id=request_id, learning_rate=rate)
+        request = train.OptimStepRequest(
+            run_id=run.run_id,
+            request_id=request_id,
+            learning_rate=rate,
+            refuse_above=run.policy.agreement.fail_at,
+        )
         attributes: dict[str, Any] = {names.RUN_ID: run.run_id, names.STEP: step}
         with telemetry.span(names.RL_TRAIN, attributes=attributes):
             reply: train.OptimStepResponse = await rpc.unary(
