@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from figures import say
 
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_generator.checkpoint import Checkpoint
@@ -301,18 +302,14 @@ SOURCES: dict[str, Callable[[Any], Any]] = {
 
 
 class Report:
-    """Prints figures, and appends them to a file."""
+    """Says figures, and keeps them in a folder."""
 
     def __init__(self, out: Path) -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        self._path = out / "figures.jsonl"
+        self._out = out
 
     def add(self, **figures: Any) -> None:
         """Report one line."""
-        line = json.dumps(figures)
-        print(line, flush=True)
-        with self._path.open("a") as file:
-            file.write(line + "\n")
+        say(self._out, **figures)
 
 
 async def _answers(model: Path, asked: argparse.Namespace, options: dict[str, Any]) -> list[Answer]:

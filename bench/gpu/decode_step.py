@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollout import LONGEST, RUNNING, SAMPLES, make_model, prompts
+from figures import say
+from rollout import LONGEST, RUNNING, SAMPLES, drawn_by, make_model
 
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.base import GenerationRequest, SampleSlot, Sampling
 
 TRACED_TOKENS = 96
 
@@ -42,47 +42,32 @@ async def _measure(asked: argparse.Namespace, started: float) -> None:
     cache = (asked.cache or asked.out / "work" / "cache").absolute()
     engine = VllmEngine(config, Checkpoint.read(asked.model), "decode_watch.WatchedWorker", cache)
     await engine.start()
-    _report(asked.out, {"what": "boot", "seconds": round(time.time() - started, 1)})
+    say(asked.out, what="boot", seconds=round(time.time() - started, 1))
     ask = engine.workers.ask
     try:
         for count in asked.prompts:
-            await _round(engine, count, 0, asked.tokens)
+            await _seconds(engine, count, 0, asked.tokens)
             figures: dict[str, Any] = {"what": "steps", "samples": count * SAMPLES}
-            took = await _round(engine, count, 1, asked.tokens)
+            took = await _seconds(engine, count, 1, asked.tokens)
             figures["seconds"] = round(took, 3)
             figures["tokens_per_s"] = round(count * SAMPLES * asked.tokens / took)
             await ask("watch_start")
-            await _round(engine, count, 2, asked.tokens)
+            await _seconds(engine, count, 2, asked.tokens)
             figures |= (await ask("watch_stop"))[0]
             if asked.trace:
                 await ask("trace_start")
-                await _round(engine, count, 3, TRACED_TOKENS)
+                await _seconds(engine, count, 3, TRACED_TOKENS)
                 figures["gpu"] = (await ask("trace_stop"))[0]
                 figures["gpu"]["steps"] = TRACED_TOKENS
-            _report(asked.out, figures)
+            say(asked.out, **figures)
     finally:
         await engine.stop()
 
 
-async def _round(engine: Any, count: int, number: int, tokens: int) -> float:
+async def _seconds(engine: Any, count: int, number: int, tokens: int) -> float:
     started = time.perf_counter()
-
-    async def one(index: int, prompt: list[int]) -> int:
-        slots = tuple(SampleSlot(f"{number}-{index}/{seed}", seed) for seed in range(SAMPLES))
-        sampling = Sampling(temperature=1.0, max_tokens=tokens, ignore_eos=True)
-        request = GenerationRequest(f"{count}-{number}-{index}", prompt, slots, sampling)
-        return sum([len(sample.token_ids) async for ended in engine.generate(request) for sample in ended])
-
-    came = await asyncio.gather(*(one(*each) for each in enumerate(prompts(count, number))))
-    assert sum(came) == count * SAMPLES * tokens, came
+    await drawn_by(engine, count, number, tokens)
     return time.perf_counter() - started
-
-
-def _report(out: Path, figures: dict[str, Any]) -> None:
-    line = json.dumps(figures)
-    print(line, flush=True)
-    with (out / "figures.jsonl").open("a") as file:
-        file.write(line + "\n")
 
 
 def main() -> int:
@@ -101,8 +86,9 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
     if asked.model is None:
         asked.model = asked.out / "work" / "model"
-        asked.model.parent.mkdir(parents=True)
-        make_model(asked.model.parent)
+        if not asked.model.exists():
+            asked.model.parent.mkdir(parents=True, exist_ok=True)
+            make_model(asked.model.parent)
     asked.out.mkdir(parents=True, exist_ok=True)
     asyncio.run(_measure(asked, started))
     return 0

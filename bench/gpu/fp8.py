@@ -21,33 +21,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
-from rollout import LONGEST, SAMPLES, prompts
+from figures import say
+from qwen3_shape import QWEN3_8B, SMALL
+from rollout import LONGEST, SAMPLES, drawn_by
 
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.base import GenerationRequest, Sample, SampleSlot, Sampling
+from flotilla_generator.engine.base import Sample
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "small": {
-        "vocab_size": 503,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-}
+SHAPES: dict[str, dict[str, Any]] = {"8b": QWEN3_8B, "small": SMALL}
 KINDS = ("fp8", "bf16")
 PROMPTS = 32
 SHARD_BYTES = 2 << 30
@@ -84,7 +69,7 @@ def main() -> int:
         shutil.copytree(asked.model, work / "model")
     else:
         _write_model(work / "model", SHAPES[asked.shape])
-    _report(asked.out, {"what": "model", "seconds": round(time.monotonic() - started, 1)})
+    say(asked.out, what="model", seconds=round(time.monotonic() - started, 1))
     gpus = torch.cuda.device_count()
     running = []
     for number, kind in enumerate(KINDS):
@@ -154,7 +139,7 @@ async def _engine(asked: argparse.Namespace) -> None:
         seconds = []
         for number in range(asked.rounds):
             before = time.perf_counter()
-            drawn = await _round(engine, number, asked.tokens)
+            drawn = await drawn_by(engine, PROMPTS, number, asked.tokens)
             seconds.append(time.perf_counter() - before)
         median = statistics.median(seconds[1:] or seconds)
         figures = {
@@ -166,26 +151,13 @@ async def _engine(asked: argparse.Namespace) -> None:
                 float(np.exp(np.concatenate([one.logprobs for _, one in drawn])).mean()), 4
             ),
         }
-        _report(asked.out, figures)
+        say(asked.out, **figures)
         mine = drawn[:: max(1, len(drawn) // SCORED)][:SCORED]
         _save(work / f"{asked.kind}.npz", mine)
         if asked.kind == "bf16":
-            await _score(engine, asked, figures)
+            await _score(engine, asked)
     finally:
         await engine.stop()
-
-
-async def _round(engine: Any, number: int, tokens: int) -> list[tuple[list[int], Sample]]:
-    async def one(index: int, prompt: list[int]) -> list[tuple[list[int], Sample]]:
-        slots = tuple(SampleSlot(f"{number}-{index}/{seed}", seed) for seed in range(SAMPLES))
-        sampling = Sampling(temperature=1.0, max_tokens=tokens, ignore_eos=True)
-        request = GenerationRequest(f"{number}-{index}", prompt, slots, sampling)
-        return [(prompt, sample) async for ended in engine.generate(request) for sample in ended]
-
-    groups = await asyncio.gather(*(one(*each) for each in enumerate(prompts(PROMPTS, number))))
-    drawn = [sample for group in groups for sample in group]
-    assert sum(len(sample.token_ids) for _, sample in drawn) == PROMPTS * SAMPLES * tokens
-    return drawn
 
 
 def _save(file: Path, drawn: list[tuple[list[int], Sample]]) -> None:
@@ -199,7 +171,7 @@ def _save(file: Path, drawn: list[tuple[list[int], Sample]]) -> None:
     part.rename(file)
 
 
-async def _score(engine: Any, asked: argparse.Namespace, _: dict[str, Any]) -> None:
+async def _score(engine: Any, asked: argparse.Namespace) -> None:
     """Have the bfloat16 engine judge the tokens of both, a whole response at once."""
     deadline = time.monotonic() + asked.limit_s
     while not (asked.out / "work" / "fp8.npz").exists():
@@ -222,7 +194,7 @@ async def _score(engine: Any, asked: argparse.Namespace, _: dict[str, Any]) -> N
             "largest": round(float(difference.max()), 4),
             "mean_probability": round(float(np.exp(drawn["logprobs"]).mean()), 4),
         }
-        _report(asked.out, figures)
+        say(asked.out, **figures)
 
 
 async def _judged(engine: Any, name: str, prompt: list[int], tokens: list[int]) -> list[float]:
@@ -246,15 +218,8 @@ def _compared(asked: argparse.Namespace) -> int:
         print("an engine did not end: see its log", file=sys.stderr)
         return 1
     ratio = speed["fp8"] / speed["bf16"]
-    _report(asked.out, {"what": "fp8 over bf16", "ratio": round(ratio, 3), "least": asked.least})
+    say(asked.out, what="fp8 over bf16", ratio=round(ratio, 3), least=asked.least)
     return 0 if ratio >= asked.least else 1
-
-
-def _report(out: Path, figures: dict[str, Any]) -> None:
-    line = json.dumps(figures)
-    print(line, flush=True)
-    with (out / "figures.jsonl").open("a") as file:
-        file.write(line + "\n")
 
 
 if __name__ == "__main__":

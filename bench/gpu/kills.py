@@ -11,7 +11,6 @@ a rank. Ends with an error unless the run succeeds and its ledger has no sample 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from figures import say
 from loop import RUN_LIMIT_S, Work, make_files, run_file, show_gpus
 
 from flotilla_coordinator.ledger.checker import check
@@ -101,14 +101,6 @@ def _run(stack: Stack, asked: argparse.Namespace, work: Path, started: float) ->
 
 def _ended(stack: Stack, run: dict[str, Any]) -> bool:
     return stack.answers() and stack.state(run) in ENDED
-
-
-def say(out: Path, **facts: Any) -> None:
-    """Print one JSON object and keep it."""
-    line = json.dumps(facts)
-    print(line, flush=True)
-    with (out / "kills.jsonl").open("a") as file:
-        file.write(f"{line}\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import json
 import os
 import shutil
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from figures import say
 from smoke import ROOT, make_random_model
 
 from flotilla_coordinator.ledger.checker import check
@@ -159,10 +159,7 @@ class Bench:
 
     def say(self, **facts: Any) -> None:
         """Print one JSON object and keep it."""
-        line = json.dumps(facts)
-        print(line, flush=True)
-        with (self._out / "figures.jsonl").open("a") as file:
-            file.write(f"{line}\n")
+        say(self._out, **facts)
 
     def alone(self, stack: Stack) -> dict[str, float]:
         """Return the seconds of a rollout while nothing trains, and of an update while nothing decodes."""

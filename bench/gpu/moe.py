@@ -10,7 +10,6 @@ after the first loaded the model anew. `python bench/gpu/moe.py --out DIR`; with
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from figures import say
 
 from flotilla_testing.stack import Stack, running_stack
 
@@ -88,7 +88,7 @@ def main() -> int:
         subprocess.run([sys.executable, script_file, "--out", work / name], check=True, stdout=sys.stderr)
     dtype = "float32" if asked.cpu else "bfloat16"
     likely = _make_model(work / "model", work / "tokenizer", SMALL if asked.cpu else SHAPE, dtype)
-    _say(asked.out, {"made_s": round(time.monotonic() - started, 1), "mean_probability": round(likely, 3)})
+    say(asked.out, made_s=round(time.monotonic() - started, 1), mean_probability=round(likely, 3))
     description: dict[str, Any] = {
         "name": "moe",
         "model": str(work / "model"),
@@ -106,7 +106,7 @@ def main() -> int:
     started = time.monotonic()
     try:
         with running_stack(description, work) as stack:
-            _say(asked.out, {"up_s": round(time.monotonic() - started, 1)})
+            say(asked.out, up_s=round(time.monotonic() - started, 1))
             steps, state = _run(stack, work, asked.out, asked.steps)
     finally:
         logs = sorted((work / "state" / "moe" / "logs").glob("*.log"))
@@ -115,7 +115,7 @@ def main() -> int:
         shutil.rmtree(work / "model", ignore_errors=True)
     anew = [log.name for log in logs if ANEW in log.read_text(errors="replace")]
     failures = _failures(steps, state, asked.steps, [] if asked.cpu else anew)
-    _say(asked.out, {"ok": not failures, "failures": failures, "steps": len(steps)})
+    say(asked.out, ok=not failures, failures=failures, steps=len(steps))
     return 1 if failures else 0
 
 
@@ -154,10 +154,10 @@ def _run(stack: Stack, work: Path, out: Path, steps: int) -> tuple[list[dict[str
     file = work / "run.yaml"
     file.write_text(yaml.safe_dump(run))
     finished = stack.run(file, timeout_s=RUN_LIMIT_S)
-    _say(out, {"state": finished["state"], "reason": finished["reason"]})
+    say(out, state=finished["state"], reason=finished["reason"])
     metrics: list[dict[str, Any]] = list(stack.metrics(finished))
     for step in metrics:
-        _say(out, {"step": step["step"], **{figure: step.get(figure) for figure in FIGURES}})
+        say(out, step=step["step"], **{figure: step.get(figure) for figure in FIGURES})
     return metrics, str(finished["state"])
 
 
@@ -191,13 +191,6 @@ def _make_model(folder: Path, tokenizer: Path, shape: dict[str, Any], dtype: str
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, folder / name)
     return likely
-
-
-def _say(out: Path, figures: dict[str, Any]) -> None:
-    line = json.dumps(figures)
-    print(line, flush=True)
-    with (out / "figures.jsonl").open("a") as file:
-        file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
 import statistics
 import subprocess
@@ -22,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import say
 
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla_core import rpc
 from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_generator.engine.base import Engine, GenerationRequest, Sample, SampleSlot, Sampling
 from flotilla_testing.stack import Stack, running_stack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,22 @@ def prompts(count: int, round_: int) -> Iterator[list[int]]:
     random = np.random.default_rng(1000 * count + round_)
     for _ in range(count):
         yield random.integers(2, VOCABULARY, PROMPT_TOKENS).tolist()
+
+
+async def drawn_by(engine: Engine, count: int, round_: int, tokens: int) -> list[tuple[list[int], Sample]]:
+    """Let an engine without a service draw the samples of a round; return each with its prompt."""
+
+    async def one(index: int, prompt: list[int]) -> list[tuple[list[int], Sample]]:
+        name = f"{count}-{round_}-{index}"
+        slots = tuple(SampleSlot(f"{name}/{seed}", seed) for seed in range(SAMPLES))
+        sampling = Sampling(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+        request = GenerationRequest(name, prompt, slots, sampling)
+        return [(prompt, sample) async for ended in engine.generate(request) for sample in ended]
+
+    groups = await asyncio.gather(*(one(*each) for each in enumerate(prompts(count, round_))))
+    drawn = [sample for group in groups for sample in group]
+    assert sum(len(sample.token_ids) for _, sample in drawn) == count * SAMPLES * tokens
+    return drawn
 
 
 def main() -> int:
@@ -83,8 +100,7 @@ def main() -> int:
         for boot in range(1, asked.boots + 1):
             started = time.monotonic()
             with running_stack(description, work) as stack:
-                ready = {"what": "up", "boot": boot, "seconds": round(time.monotonic() - started, 1)}
-                _write(asked.out, ready)
+                say(asked.out, what="up", boot=boot, seconds=round(time.monotonic() - started, 1))
                 if boot == asked.boots:
                     asyncio.run(_service(stack, asked))
     finally:
@@ -181,22 +197,15 @@ def _bare(model: Path, asked: argparse.Namespace) -> None:
 
 def _report(what: str, count: int, asked: argparse.Namespace, seconds: list[float], **more: Any) -> None:
     median = statistics.median(seconds[1:])
-    figures = {
-        "what": what,
-        "work": f"{count}x{SAMPLES}x{asked.tokens}",
-        "seconds": [round(one, 3) for one in seconds],
-        "tokens_per_s": round(count * SAMPLES * asked.tokens / median),
-        "ms_a_token_of_each": round(1000 * median / asked.tokens, 3),
+    say(
+        asked.out,
+        what=what,
+        work=f"{count}x{SAMPLES}x{asked.tokens}",
+        seconds=[round(one, 3) for one in seconds],
+        tokens_per_s=round(count * SAMPLES * asked.tokens / median),
+        ms_a_token_of_each=round(1000 * median / asked.tokens, 3),
         **more,
-    }
-    _write(asked.out, figures)
-
-
-def _write(out: Path, figures: dict[str, Any]) -> None:
-    line = json.dumps(figures)
-    print(line, flush=True)
-    with (out / "figures.jsonl").open("a") as file:
-        file.write(line + "\n")
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from one_rank import finish_kernels, settings
-from qwen3_shape import QWEN3_0_6B
+from qwen3_shape import QWEN3_0_6B, QWEN3_8B, SMALL
 
 from flotilla_core.config import BatchingConfig, OptimizerConfig, PolicyConfig
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
@@ -28,25 +28,6 @@ from flotilla_trainer.wire.frames import Frame
 from flotilla_trainer.wire.objective import POLICY, ObjectiveSettings
 from flotilla_trainer.wire.settings import SessionSettings
 
-QWEN3_8B = {
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-}
-SMALL = {
-    "vocab_size": 503,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 SHAPES = {"0.6b": QWEN3_0_6B, "8b": QWEN3_8B, "small": SMALL}
 WORK = {
     "0.6b": {"prompts": 32, "samples": 8, "prompt_tokens": 100, "response_tokens": 512, "budget": 16_384},
