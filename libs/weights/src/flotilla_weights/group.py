@@ -119,7 +119,7 @@ class Sender:
             return []
         try:
             return self._sent(manifest, tensors)
-        except Exception as error:
+        except (RuntimeError, FlotillaError) as error:
             # Out of memory, say: no member should wait until the timeout for what is not sent any more.
             self._link.fail("sending failed", why=f"{type(error).__name__}: {error}")
             raise
