@@ -183,7 +183,7 @@ def finish(
     update: Update,
     optimizer: PolicyOptimizer,
     learning_rate: float,
-    refuse_above: float | None,
+    refuse_above: float | None = None,
 ) -> tuple[dict[str, float], str]:
     """Step or skip, the same on all ranks; return metrics, and why the step was skipped.
 
