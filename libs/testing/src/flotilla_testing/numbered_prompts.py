@@ -12,6 +12,7 @@ class NumberedPrompts:
     """Prompt n is the nth that was drawn, and its only token is n."""
 
     rest_epochs = 0
+    left_out = None
 
     def __init__(self) -> None:
         self.drawn = 0

@@ -14,10 +14,10 @@ LARGEST_REWARD = 1e38
 
 
 class TrainingSet(ConfigModel):
-    """One of several files of prompts."""
+    """One of several data sets of prompts."""
 
     path: Path
-    """JSONL file with one object a line."""
+    """File, folder, pattern or `hub:owner/name`."""
     weight: float = Field(default=1.0, gt=0, le=1e9)
     """Its share of the draws is this divided by the sum of all weights, however long the file is."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
@@ -42,11 +42,16 @@ class DataConfig(ConfigModel):
     """Prompts to train on."""
 
     train: TrainingData
-    """JSONL file with one object a line, or a list of several, each with `path`, `weight` and `name`."""
-    prompt_field: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
-    answer_field: str = "answer"
+    """JSONL, JSON or Parquet file, folder, pattern such as `part-*.parquet`, or `hub:owner/name`; or a list of several,
+    each with `path`, `weight` and `name`."""
+    split: str = Field(default="train", pattern=r"^[A-Za-z0-9_.-]+$")
+    """Split to read where a folder or a hub name has several."""
+    prompt_field: str = Field(default="prompt", min_length=1)
+    """Column with the prompt: text, or a list of chat messages. A dot leads into a nested column: `extra.question`."""
+    answer_field: str = Field(default="answer", min_length=1)
     """Column with the correct answer; may be absent if no reward needs it."""
+    system_prompt: str = ""
+    """Put before chat messages that have no system message; a prompt of plain text becomes a chat message."""
     chosen_field: str = "chosen"
     """Column with the preferred answer of a pair (`dpo`, `reward_model`): text, or chat messages that end with it."""
     rejected_field: str = "rejected"
@@ -57,6 +62,12 @@ class DataConfig(ConfigModel):
     """Longest prompt; `overlong_prompts` says how longer ones are handled."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
     """Treatment of longer prompts; drops and truncations are counted."""
+    max_bad_rows: float = Field(default=0.0, ge=0, lt=1)
+    """Share of rows that may be unusable, such as broken JSON or a missing prompt; they are left out. 0 refuses the
+    first one."""
+    streaming: Literal["auto", "on", "off"] = "auto"
+    """Leave prompts in their files and tokenize each when it is drawn, instead of all before the start. `auto` does so
+    above 20,000 rows."""
     order: Literal["shuffled", "as_written", "by_field"] = "shuffled"
     """A new order every epoch, derived from the run's seed; the file's order; or ascending by `difficulty_field`."""
     difficulty_field: str = ""
@@ -219,7 +230,17 @@ class HeldOutSet(ConfigModel):
     """One of several held-out files; a key that is left empty takes the one of `evaluation`."""
 
     path: Path
-    """JSONL file with the same columns as the training data."""
+    """File, folder, pattern or `hub:owner/name`, as `data.train`."""
+    split: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
+    """Split to read where a folder or a hub name has several."""
+    prompt_field: str = ""
+    """Column with the prompt."""
+    answer_field: str = ""
+    """Column with the correct answer."""
+    chosen_field: str = ""
+    """Column with the preferred answer of a pair."""
+    rejected_field: str = ""
+    """Column with the other answer of a pair."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
     """Names its metrics; empty takes the file name without its extension."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
@@ -258,8 +279,18 @@ class EvaluationConfig(ConfigModel):
     """Evaluation on held-out prompts or pairs; before, during and after training."""
 
     data: HeldOutData
-    """JSONL file with the same columns as the training data, or a list of several, each with `path`, `name` and
+    """File, folder, pattern or `hub:owner/name`, as `data.train`; or a list of several, each with `path`, `name` and
     settings of its own. The first one decides what `stop` sees."""
+    split: str = Field(default="test", pattern=r"^[A-Za-z0-9_.-]+$")
+    """Split to read where a folder or a hub name has several."""
+    prompt_field: str = ""
+    """Column with the prompt; empty takes that of `data`."""
+    answer_field: str = ""
+    """Column with the correct answer; empty takes that of `data`."""
+    chosen_field: str = ""
+    """Column with the preferred answer of a pair; empty takes that of `data`."""
+    rejected_field: str = ""
+    """Column with the other answer of a pair; empty takes that of `data`."""
     every_steps: int = Field(default=0, ge=0, le=10_000_000)
     """Steps between evaluations; 0: only before and after training."""
     success_at: float = Field(default=1.0, ge=-1e12, le=1e12)

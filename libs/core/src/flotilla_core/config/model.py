@@ -24,6 +24,9 @@ LONGEST_FILE_NAME = 255
 
 PATTERN = r"^.+\.py:[A-Za-z_]\w*$"
 
+HUB = "hub:"
+"""Begins the name of a data set on the hub, where a path is expected."""
+
 AgreementLimit = Annotated[float, Field(gt=0, le=1, strict=True)] | Literal["auto"]
 """A mean difference of token probabilities between generator and trainer; `auto` is what rounding explains."""
 
@@ -89,7 +92,7 @@ def _absolute(value: Any, directory: Path) -> Any:
     if isinstance(value, ConfigModel):
         return value.with_paths_from(directory)
     if isinstance(value, Path):
-        return directory / expanded(value)
+        return value if str(value).startswith(HUB) else directory / expanded(value)
     if isinstance(value, tuple):
         return tuple(_absolute(item, directory) for item in value)
     if isinstance(value, dict):

@@ -43,6 +43,12 @@ METRICS = (
     Metric(
         "data/share/<data set>", "share", COORDINATOR, "Share of the groups from one of several data sets."
     ),
+    Metric(
+        "data/left_out",
+        "count",
+        COORDINATOR,
+        "Rows that are left out, as far as they were drawn: too long or bad (where `data.streaming` is in force).",
+    ),
     Metric("data/resting", "share", COORDINATOR, "Share of all prompts that rest (with `data.rest_epochs`)."),
     Metric("samples/dropped", "samples", COORDINATOR, "Samples of the step that were not trained."),
     Metric("samples/retried", "samples", COORDINATOR, "Samples of the step that were issued again."),

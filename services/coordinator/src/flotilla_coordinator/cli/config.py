@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from enum import StrEnum
+from glob import has_magic, iglob
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -140,14 +141,14 @@ def _of_run(config: RunConfig) -> Iterator[Found]:
 
     train = config.data.train
     if isinstance(train, Path):
-        yield _file("data.train", train)
+        yield _data("data.train", train)
     else:
-        yield from (_file(f"data.train[{index}].path", one.path) for index, one in enumerate(train))
+        yield from (_data(f"data.train[{index}].path", one.path) for index, one in enumerate(train))
     held_out = () if config.evaluation is None else config.evaluation.data
     if isinstance(held_out, Path):
-        yield _file("evaluation.data", held_out)
+        yield _data("evaluation.data", held_out)
     else:
-        yield from (_file(f"evaluation.data[{index}].path", one.path) for index, one in enumerate(held_out))
+        yield from (_data(f"evaluation.data[{index}].path", one.path) for index, one in enumerate(held_out))
     if config.initial_weights is not None:
         yield _folder("initial_weights", config.initial_weights, "config.json")
     if config.lora is not None and config.lora.adapter is not None:
@@ -169,6 +170,18 @@ def _of_stack(config: StackConfig) -> Iterator[Found]:
             yield key, model, "there is no such folder, and a name of the hub is organisation/model"
     if config.bind.token_file is not None:
         yield _file("bind.token_file", config.bind.token_file)
+
+
+def _data(key: str, path: Path) -> Found:
+    """Check that a data set is there, without its rows and without asking the hub."""
+    from flotilla_core.config.model import HUB
+
+    if str(path).startswith(HUB) or os.path.isdir(path):
+        return key, path, ""
+    if has_magic(str(path)) and not os.path.isfile(path):
+        fits = next(iglob(str(path), recursive=True), None)
+        return key, path, "" if fits else f"no file fits the pattern {path}"
+    return _file(key, path)
 
 
 def _file(key: str, path: Path) -> Found:

@@ -238,7 +238,7 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
     from flotilla_coordinator.cli.output import say
     from flotilla_coordinator.cli.processes import boot_progress
     from flotilla_coordinator.data.tokenizer import Tokenizer
-    from flotilla_coordinator.data.training_sets import read_held_out
+    from flotilla_coordinator.data.training_sets import copies_folder, read_held_out
     from flotilla_coordinator.evaluation.evaluate import Evaluator, held_out_prompts
     from flotilla_coordinator.plan.functions import loading_problems
     from flotilla_coordinator.rollouts.generation import Generation
@@ -251,7 +251,7 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
     if errors:
         raise InvalidConfig("the rewards would not work", where=f"run {config.name}", why="; ".join(errors))
     tokenizer = Tokenizer.load(subject.folder)
-    held_out = read_held_out(config, tokenizer)
+    held_out = read_held_out(config, tokenizer, copies_folder(fleet))
     limit_s = fleet.ready_timeout_s
     try:
         with boot_progress() as show:

@@ -184,12 +184,12 @@ def _rows(config: RunConfig, stack: str | None, rows: int) -> list[Prompt]:
     from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
     from flotilla_coordinator.data.prompts import load_prompts
     from flotilla_coordinator.data.tokenizer import Tokenizer
-    from flotilla_coordinator.data.training_sets import joined, read_sets
+    from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
     from flotilla_core.model_folder import model_folder
 
     make_example(stack_file(stack))
     tokenizer = Tokenizer.load(model_folder(load_stack(stack).model))
-    return joined(read_sets(config.data, tokenizer, load_prompts)).prompts[:rows]
+    return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows)
 
 
 def _responses(

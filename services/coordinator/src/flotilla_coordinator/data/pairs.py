@@ -1,8 +1,8 @@
-"""Reads pairs of answers: each line of the data file has a prompt, the preferred answer to it and another one.
+"""Reads pairs of answers: each row has a prompt, the preferred answer to it and another one.
 
-Invariants: prompts are read, cut and left out as in every data file. Every mistake in an answer is found before the run
-starts, with its line number. An answer of chat messages is the text that the template writes after the prompt, up to
-the token that ends the assistant's turn.
+Invariants: prompts are read, cut and left out as in every data set. A wrong answer is a bad row, named by its file and
+line. An answer of chat messages is the text that the template writes after the prompt, up to the token that ends the
+assistant's turn.
 """
 
 from __future__ import annotations
@@ -14,63 +14,80 @@ from typing import Any
 
 import numpy as np
 
-from flotilla_coordinator.data.prompts import (
-    Answer,
-    AnswerPair,
-    Prompt,
-    PromptFile,
-    in_chunks,
-    json_objects,
-    load_prompts,
-)
+from flotilla_coordinator.data.columns import Columns, Messages, as_messages, value_at
+from flotilla_coordinator.data.prompts import Answer, AnswerPair, LeftOut, Made, PromptFile, load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
-from flotilla_core.errors import InvalidConfig
+from flotilla_core.errors import FlotillaError, InvalidConfig
+
+
+def load_pairs(
+    source: Path, config: DataConfig, tokenizer: Tokenizer, copies: Path | None = None
+) -> PromptFile:
+    """Read a data set whose prompts each have a pair."""
+    return load_prompts(source, config, tokenizer, copies, (Pairs(config, tokenizer),))
 
 
 @dataclass(frozen=True)
-class _Row:
-    place: str
-    prompt: Prompt
-    texts: tuple[str, str]
+class Pairs:
+    """Adds the two answers to each prompt."""
 
+    config: DataConfig
+    tokenizer: Tokenizer
 
-def load_pairs(path: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
-    """Read every line of `path`; each prompt has its pair."""
-    file = load_prompts(path, config, tokenizer)
-    rows = _rows(path, file.prompts, config, tokenizer)
-    paired = [prompt for chunk in in_chunks(rows) for prompt in _paired(chunk, tokenizer)]
-    return replace(file, prompts=paired)
+    def require(self, values: dict[str, Any], columns: Columns, where: str) -> None:
+        """Refuse a row that lacks an answer."""
+        for name, key in ((columns.chosen, "chosen_field"), (columns.rejected, "rejected_field")):
+            if value_at(values, name) is None:
+                raise InvalidConfig(
+                    f"column {name!r} is missing",
+                    where=where,
+                    why=f"the line has {', '.join(sorted(values))}",
+                    next_step=f"every pair needs both answers; set data.{key} where the column has another name",
+                )
 
+    def finish(self, made: list[Made], columns: Columns) -> list[Made | LeftOut]:
+        """Return the prompts with their pairs."""
+        read = [self._read(one, columns) for one in made]
+        texts = [text for one in read if not isinstance(one, LeftOut) for text in one]
+        encoded = iter(self.tokenizer.encode_many(texts))
+        return [
+            answers if isinstance(answers, LeftOut) else self._paired(one, answers, encoded, columns)
+            for one, answers in zip(made, read, strict=True)
+        ]
 
-def _rows(path: Path, prompts: list[Prompt], config: DataConfig, tokenizer: Tokenizer) -> Iterator[_Row]:
-    kept = {prompt.index: prompt for prompt in prompts}
-    columns = (config.chosen_field, config.rejected_field)
-    for index, (line, values) in enumerate(json_objects(path)):
-        if index not in kept:
-            continue
-        place = f"{path}, line {line}"
-        missing = [name for name in columns if values.get(name) is None]
-        if missing:
-            key = "data.chosen_field" if missing[0] == config.chosen_field else "data.rejected_field"
-            raise InvalidConfig(
-                f"column {missing[0]!r} is missing",
-                where=place,
-                why=f"the line has {', '.join(sorted(values))}",
-                next_step=f"every pair needs both answers; set {key} where the column has another name",
+    def _read(self, one: Made, columns: Columns) -> tuple[str, str] | LeftOut:
+        """Return the texts of the two answers."""
+        prompt = columns.prompt_of(one.values)
+        messages = as_messages(prompt, self.config)
+        given = prompt if isinstance(prompt, list) else messages
+        reader = _AnswerReader(one.prompt.prompt_text, given, messages, self.tokenizer)
+        try:
+            chosen, rejected = (
+                reader.text(value_at(one.values, name), f"column {name!r}", one.where)
+                for name in (columns.chosen, columns.rejected)
             )
-        given = _messages(values[config.prompt_field], config)
-        reader = _AnswerReader(kept[index].prompt_text, given, tokenizer)
-        chosen, rejected = (reader.text(values[name], f"column {name!r}", place) for name in columns)
-        info = {name: value for name, value in kept[index].info.items() if name not in columns}
-        yield _Row(place, replace(kept[index], info=info), (chosen, rejected))
+        except FlotillaError as error:
+            return LeftOut(one.number, error)
+        return chosen, rejected
 
-
-def _messages(prompt: Any, config: DataConfig) -> list[Any] | None:
-    """Return the messages of a prompt; None where it is plain text."""
-    if isinstance(prompt, list):
-        return prompt
-    return [{"role": "user", "content": prompt}] if config.apply_chat_template else None
+    def _paired(
+        self, one: Made, texts: tuple[str, str], encoded: Iterator[list[int]], columns: Columns
+    ) -> Made | LeftOut:
+        chosen, rejected = (Answer(text, _ended(next(encoded), self.tokenizer)) for text in texts)
+        if np.array_equal(chosen.token_ids, rejected.token_ids):
+            error = InvalidConfig(
+                "both answers are the same",
+                where=one.where,
+                next_step="leave the line out: it prefers nothing",
+            )
+            return LeftOut(one.number, error)
+        info = {
+            name: value
+            for name, value in one.prompt.info.items()
+            if name not in (columns.chosen, columns.rejected)
+        }
+        return replace(one, prompt=replace(one.prompt, info=info, pair=AnswerPair(chosen, rejected)))
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,10 @@ class _AnswerReader:
     """Reads the answers to one prompt."""
 
     prompt_text: str
-    messages: list[Any] | None
+    given: Messages | None
+    """The messages of the prompt as the data set has them; None where the prompt is plain text."""
+    messages: Messages | None
+    """The same with the system prompt of the configuration."""
     tokenizer: Tokenizer
 
     def text(self, raw: Any, what: str, place: str) -> str:
@@ -97,14 +117,14 @@ class _AnswerReader:
 
     def _rendered(self, messages: list[Any], what: str, place: str) -> str:
         """Render chat messages that are the answer, or the prompt and the answer."""
-        if self.messages is None:
+        if self.messages is None or self.given is None:
             raise InvalidConfig(
                 f"{what} holds chat messages, but the prompt is bare text",
                 where=place,
                 next_step="set data.apply_chat_template, or write the answer as text",
             )
-        given = len(self.messages)
-        answer = messages[given:] if messages[:given] == self.messages else messages
+        given = len(self.given)
+        answer = messages[given:] if messages[:given] == self.given else messages
         roles = [message.get("role") if isinstance(message, dict) else None for message in answer]
         if roles != ["assistant"]:
             raise InvalidConfig(
@@ -125,19 +145,6 @@ class _AnswerReader:
             )
         # Some templates write a newline after the token that ends the turn, but the model stops before it.
         return whole.removeprefix(self.prompt_text).rstrip()
-
-
-def _paired(rows: list[_Row], tokenizer: Tokenizer) -> Iterator[Prompt]:
-    encoded = iter(tokenizer.encode_many([text for row in rows for text in row.texts]))
-    for row in rows:
-        chosen, rejected = (Answer(text, _ended(next(encoded), tokenizer)) for text in row.texts)
-        if np.array_equal(chosen.token_ids, rejected.token_ids):
-            raise InvalidConfig(
-                "both answers are the same",
-                where=row.place,
-                next_step="leave the line out: it prefers nothing",
-            )
-        yield replace(row.prompt, pair=AnswerPair(chosen, rejected))
 
 
 def _ended(token_ids: list[int], tokenizer: Tokenizer) -> np.ndarray:

@@ -1,32 +1,31 @@
-"""Reads the prompts of a data file, each with its two answers where a run learns preferences.
+"""Makes prompts from the rows of a data set: all before the run starts, or each when it is drawn.
 
-Invariants: a data file is read and tokenized whole before the run starts, so every mistake in it is found then, with
-its line number; `index` is the line's place in the file and never changes.
+Invariants: both ways make the same prompts, with the same numbers. `index` is the row's place in the data set, with the
+rows that are left out counted, and never changes. Every row is judged before the run starts; only what takes the
+tokenizer or the chat template waits for the draw where prompts are streamed. Bad rows are named by file and row, and
+more of them than `data.max_bad_rows` end the run.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from flotilla_coordinator.data.columns import Columns, all_usable, as_messages, require_usable, value_at
+from flotilla_coordinator.data.rows import ROWS_AT_ONCE, Proof, Row, Rows, open_rows
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
-from flotilla_core.errors import InvalidConfig
-from flotilla_core.json_text import json_object
-from flotilla_core.structs import unfit
+from flotilla_core.errors import FlotillaError, InvalidConfig, NotFound
 
-ROWS_AT_ONCE = 4096
-LONGEST_LINE = 64 << 20
-"""The limit in bytes; a prompt of a million tokens has a tenth of that."""
-
-T = TypeVar("T")
+STREAMED_ABOVE_ROWS = 20_000
+"""More rows are streamed unless `data.streaming` says otherwise: they take seconds to tokenize, and much memory."""
+NAMED_BAD_ROWS = 5
 
 
 @dataclass(frozen=True)
@@ -51,178 +50,403 @@ class Prompt:
 
     epoch: int
     index: int
-    """The prompt's place among all prompts of the run, one file after the other."""
+    """The prompt's place among all rows of the run, one data set after the other."""
     prompt_text: str
     token_ids: npt.NDArray[np.int32]
     answer: str
     info: dict[str, Any]
-    """The line's other columns."""
+    """The row's other columns."""
     pair: AnswerPair | None = None
-    """The other columns of the line."""
-    data_set: str = ""
     """The two answers, where the data set prefers one of them."""
-    teacher: str = ""
+    data_set: str = ""
     """The name of its data set, where the run has several."""
-
-
-@dataclass(frozen=True)
-class PromptFile:
-    """The prompts of a data file, without those that are too long where these are dropped."""
-
-    prompts: list[Prompt]
-    """All prompts in the order of the file, in epoch 0."""
-    dropped: int
-    truncated: int
-
-    @property
-    def rows(self) -> int:
-        """Return the number of lines of the file."""
-        return len(self.prompts) + self.dropped
-
-
-Load = Callable[[Path, DataConfig, Tokenizer], PromptFile]
-"""Reads a data file, by the columns that the configuration names."""
-
-
-def load_prompts(path: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
-    """Read, render and tokenize every line of `path` with the columns that `config` names."""
-    prompts: list[Prompt] = []
-    dropped = truncated = 0
-    for chunk in in_chunks(_rows(path, config, tokenizer)):
-        # A rendered template has its own special tokens; a plain text gets the tokenizer's.
-        for bare in (True, False):
-            part = [row for row in chunk if row.bare is bare]
-            encoded = tokenizer.encode_many([row.text for row in part], special=bare)
-            for row, ids in zip(part, encoded, strict=True):
-                row.token_ids = ids
-        for row in chunk:
-            if len(row.token_ids) > config.max_prompt_tokens:
-                if config.overlong_prompts == "drop":
-                    dropped += 1
-                    continue
-                if config.overlong_prompts == "error":
-                    raise _overlong(path, row, config)
-                truncated += 1
-            prompts.append(_prompt(row, config))
-    if not prompts:
-        why = f"all {dropped} prompts are longer than data.max_prompt_tokens = {config.max_prompt_tokens}"
-        raise InvalidConfig(
-            "the data set has no prompts",
-            where=str(path),
-            why=why if dropped else "the file has no lines",
-            next_step="raise data.max_prompt_tokens" if dropped else "add one JSON object a line",
-        )
-    return PromptFile(prompts, dropped, truncated)
+    teacher: str = ""
+    """The role of the teacher that scores its samples, where its row chooses one."""
 
 
 @dataclass
-class _Row:
-    line: int
-    index: int
-    text: str
-    bare: bool
-    answer: str
-    info: dict[str, Any]
-    token_ids: list[int]
+class BadRows:
+    """The rows of a data set that cannot be used."""
 
+    source: Path
+    total: int
+    most: float
+    """The share that may be bad."""
+    numbers: set[int] = field(default_factory=set)
+    named: list[str] = field(default_factory=list)
+    """What is wrong with the first ones, with file and row."""
 
-def _rows(path: Path, config: DataConfig, tokenizer: Tokenizer) -> Iterator[_Row]:
-    for index, (line, values) in enumerate(json_objects(path)):
-        raw = values.pop(config.prompt_field, None)
-        if raw is None:
+    def add(self, number: int, error: FlotillaError) -> None:
+        """Count a row; raise where it is one too many."""
+        if not self.most:
+            raise error
+        if number in self.numbers:
+            return
+        self.numbers.add(number)
+        if len(self.named) < NAMED_BAD_ROWS:
+            self.named.append(str(error))
+        if len(self.numbers) > self.most * self.total:
             raise InvalidConfig(
-                f"column {config.prompt_field!r} is missing",
-                where=f"{path}, line {line}",
-                why=f"the line has {', '.join(sorted(values)) or 'no columns'}",
-                next_step="set data.prompt_field",
+                f"more than {self.most:.3%} of {self.total:,} rows are bad",
+                where=str(self.source),
+                why="; ".join(self.named),
+                next_step="mend them, or raise data.max_bad_rows",
             )
-        answer = values.pop(config.answer_field, None)
-        text, bare = _prompt_text(raw, config, tokenizer, f"{path}, line {line}")
-        if not text:
-            raise InvalidConfig("the prompt is empty", where=f"{path}, line {line}")
-        answer_text = "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer)
-        yield _Row(line, index, text, bare, answer_text, told_to_rewards(values, f"{path}, line {line}"), [])
 
 
-def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Return every line that holds an object, with its number."""
-    try:
-        if not path.is_file():
-            raise InvalidConfig(
-                "the data file does not exist", where=str(path), next_step="set data.train or evaluation.data"
-            )
-        opened = path.open("rb")
-    except OSError as error:
-        raise InvalidConfig(
-            "the data file cannot be read",
-            where=str(path),
-            why=error.strerror or str(error),
-            next_step="set data.train or evaluation.data",
-        ) from None
-    with opened as file:
-        for line in count(1):
-            where = f"{path}, line {line}"
-            if not (raw := file.readline(LONGEST_LINE + 1)):
-                return
-            if len(raw) > LONGEST_LINE:
-                raise InvalidConfig(
-                    "the line is too long",
-                    where=where,
-                    why=f"it has more than {LONGEST_LINE} bytes, the limit",
-                )
-            if not raw.strip():
+class PromptFile:
+    """The prompts of a data set, by row."""
+
+    streamed = False
+    """Whether prompts are made when they are drawn."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt | None],
+        dropped: int = 0,
+        truncated: int = 0,
+        *,
+        bad: BadRows | None = None,
+        about: DataSetFacts | None = None,
+    ) -> None:
+        self._by_row = prompts
+        self._kept = sum(prompt is not None for prompt in prompts)
+        self.dropped = dropped
+        self.truncated = truncated
+        self.bad = bad or BadRows(Path(), len(prompts), 0.0)
+        self.about = about or DataSetFacts()
+
+    @property
+    def rows(self) -> int:
+        """The number of rows, with those that are left out."""
+        return len(self._by_row)
+
+    @property
+    def kept(self) -> int:
+        """The number of prompts."""
+        return self._kept
+
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens that a prompt can have."""
+        return max((len(prompt.token_ids) for prompt in self._by_row if prompt is not None), default=0)
+
+    def read(self, numbers: Sequence[int]) -> list[Prompt | None]:
+        """Return the prompts of these rows; None for those that are left out."""
+        return [self._by_row[number] for number in numbers]
+
+    def chunks(self) -> Iterator[list[Prompt]]:
+        """Return all prompts in the order of the rows, some at a time."""
+        for start in range(0, self.rows, ROWS_AT_ONCE):
+            made = self.read(range(start, min(start + ROWS_AT_ONCE, self.rows)))
+            yield [prompt for prompt in made if prompt is not None]
+
+    def first(self, most: int) -> list[Prompt]:
+        """Return the first prompts, at most this many."""
+        found: list[Prompt] = []
+        start = 0
+        while len(found) < most and start < self.rows:
+            end = min(start + max(64, min(most, ROWS_AT_ONCE)), self.rows)
+            found += [prompt for prompt in self.read(range(start, end)) if prompt is not None]
+            start = end
+        return found[:most]
+
+    def cut(self, most: int) -> PromptFile:
+        """Return the first prompts alone, at most this many."""
+        return PromptFile(self.first(most), bad=self.bad, about=self.about)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All prompts in the order of the rows."""
+        return [prompt for chunk in self.chunks() for prompt in chunk]
+
+
+class StreamedPrompts(PromptFile):
+    """The prompts of a data set that stay in its files until they are drawn."""
+
+    streamed = True
+
+    def __init__(self, rows: Rows, maker: PromptMaker, bad: BadRows, about: DataSetFacts) -> None:
+        super().__init__((), bad=bad, about=about)
+        self._rows = rows
+        self._maker = maker
+        self._long: set[int] = set()
+
+    @property
+    def rows(self) -> int:
+        """The number of rows, with those that are left out."""
+        return len(self._rows)
+
+    @property
+    def kept(self) -> int:
+        """The number of prompts, as far as it is known: one may turn out too long when it is drawn."""
+        return self.rows - self.dropped - len(self.bad.numbers)
+
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens that a prompt can have: nobody has counted them."""
+        return self._maker.config.max_prompt_tokens
+
+    def read(self, numbers: Sequence[int]) -> list[Prompt | None]:
+        """Make the prompts of these rows; None for those that are left out."""
+        made = self._maker.make(self._rows.read(numbers))
+        for one in made:
+            if isinstance(one, LeftOut) and one.error is not None:
+                self.bad.add(one.number, one.error)
+            elif (isinstance(one, LeftOut) or one.was_long) and one.number not in self._long:
+                self._long.add(one.number)
+                self.dropped += isinstance(one, LeftOut)
+                self.truncated += not isinstance(one, LeftOut)
+        return [None if isinstance(one, LeftOut) else one.prompt for one in made]
+
+
+@dataclass(frozen=True)
+class DataSetFacts:
+    """Facts of a data set beside its prompts."""
+
+    columns: Columns | None = None
+    digests: dict[str, str] = field(default_factory=dict)
+    """The digest of the content of each file."""
+    identity: str = ""
+    """The digest of all that its prompts are made of: content, columns, settings and tokenizer."""
+    order: npt.NDArray[np.int64] | None = None
+    """The rows by ascending difficulty, where the configuration names its column."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A row without a prompt."""
+
+    number: int
+    error: FlotillaError | None
+    """Why it is bad; None where its prompt is too long."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A prompt, with the place of its row for messages."""
+
+    prompt: Prompt
+    where: str
+    values: dict[str, Any]
+    """The whole row."""
+    was_long: bool = False
+
+    @property
+    def number(self) -> int:
+        """The number of its row."""
+        return self.prompt.index
+
+
+class Stage(Protocol):
+    """Adds to a prompt what an algorithm needs beside it."""
+
+    def require(self, values: dict[str, Any], columns: Columns, where: str) -> None:
+        """Raise the reason why a row cannot be used."""
+        ...
+
+    def finish(self, made: list[Made], columns: Columns) -> list[Made | LeftOut]:
+        """Return the prompts with what was added, and the rows that turned out bad."""
+        ...
+
+
+@dataclass(frozen=True)
+class PromptMaker:
+    """Makes the prompts of rows."""
+
+    columns: Columns
+    config: DataConfig
+    tokenizer: Tokenizer
+    stages: Sequence[Stage] = ()
+
+    def require(self, row: Row) -> None:
+        """Raise the reason why a row cannot be used."""
+        if row.error is not None:
+            raise row.error
+        require_usable(row.values, self.columns, row.where)
+        for stage in self.stages:
+            stage.require(row.values, self.columns, row.where)
+
+    def make(self, rows: Sequence[Row]) -> list[Made | LeftOut]:
+        """Render and tokenize the prompts of rows, in their order."""
+        left_out: dict[int, LeftOut] = {}
+        texts: dict[int, tuple[str, bool]] = {}
+        for row in rows:
+            try:
+                self.require(row)
+                texts[row.number] = self._rendered(row)
+            except NotFound:  # a model without a template fails every row
+                raise
+            except FlotillaError as error:
+                left_out[row.number] = LeftOut(row.number, error)
+        token_ids = self._encoded(texts)
+        made: list[Made] = []
+        for row in rows:
+            if row.number not in texts:
                 continue
-            yield line, json_object(raw, where, what="the line", finite=True)
+            one = self._made(row, texts[row.number][0], token_ids[row.number])
+            if isinstance(one, LeftOut):
+                left_out[row.number] = one
+            else:
+                made.append(one)
+        finished: dict[int, Made | LeftOut] = {one.number: one for one in self._finished(made)}
+        return [left_out.get(row.number) or finished[row.number] for row in rows]
 
+    def _rendered(self, row: Row) -> tuple[str, bool]:
+        """Return the text to tokenize, and whether it has no special tokens yet."""
+        prompt = self.columns.prompt_of(row.values)
+        messages = as_messages(prompt, self.config)
+        if messages is None:
+            return prompt, True
+        try:
+            text = self.tokenizer.render_chat(messages)
+        except InvalidConfig as error:
+            raise InvalidConfig(error.what, where=f"{row.where}; {error.where}", why=error.why) from None
+        if not text:
+            raise InvalidConfig("the prompt is empty", where=row.where)
+        return text, False
 
-def told_to_rewards(columns: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the other columns of a line, which are sent to the rewards with its samples."""
-    for name, value in columns.items():
-        if problem := unfit(value, f"column {name}"):
+    def _encoded(self, texts: dict[int, tuple[str, bool]]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        # A rendered template has its own special tokens; a plain text gets the tokenizer's.
+        for bare in (True, False):
+            part = {number: text for number, (text, without) in texts.items() if without is bare}
+            encoded = self.tokenizer.encode_many(list(part.values()), special=bare)
+            found |= dict(zip(part, encoded, strict=True))
+        return found
+
+    def _made(self, row: Row, text: str, token_ids: list[int]) -> Made | LeftOut:
+        """Make the prompt; truncation keeps the end, with the question and the template's last words."""
+        config = self.config
+        was_long = len(token_ids) > config.max_prompt_tokens
+        if was_long and config.overlong_prompts == "drop":
+            return LeftOut(row.number, None)
+        if was_long and config.overlong_prompts == "error":
             raise InvalidConfig(
-                "the line has a value that cannot be sent to a reward", where=where, why=problem
+                f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
+                f"{config.max_prompt_tokens}",
+                where=row.where,
+                why="data.overlong_prompts is error",
+                next_step="raise the limit, or set data.overlong_prompts to drop or truncate",
             )
-    return columns
+        cut = np.asarray(token_ids[-config.max_prompt_tokens :], dtype=np.int32)
+        answer, info = self.columns.answer_of(row.values), self.columns.others(row.values)
+        return Made(Prompt(0, row.number, text, cut, answer, info), row.where, row.values, was_long)
+
+    def _finished(self, made: list[Made]) -> Iterator[Made | LeftOut]:
+        for stage in self.stages:
+            done = stage.finish(made, self.columns)
+            yield from (one for one in done if isinstance(one, LeftOut))
+            made = [one for one in done if not isinstance(one, LeftOut)]
+        yield from made
 
 
-def _prompt_text(raw: object, config: DataConfig, tokenizer: Tokenizer, where: str) -> tuple[str, bool]:
-    """Return the text to tokenize, and whether it has no special tokens yet."""
-    if isinstance(raw, str):
-        if not config.apply_chat_template:
-            return raw, True
-        return tokenizer.render_chat([{"role": "user", "content": raw}]), False
-    if isinstance(raw, list) and raw and all(isinstance(m, dict) and "role" in m for m in raw):
-        return tokenizer.render_chat(raw), False
-    raise InvalidConfig(
-        f"column {config.prompt_field!r} is neither text nor a list of chat messages",
-        where=where,
-        why=f"it is a {type(raw).__name__}",
+Load = Callable[[Path, DataConfig, Tokenizer], PromptFile]
+"""Reads a data set, by the columns that the configuration names."""
+
+
+def load_prompts(
+    source: Path,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    copies: Path | None = None,
+    stages: Sequence[Stage] = (),
+) -> PromptFile:
+    """Read a data set with the columns that `config` names; `copies` is where files are unpacked to."""
+    rows = open_rows(source, config.split, copies)
+    if not len(rows):
+        raise InvalidConfig(
+            "the data set has no prompts",
+            where=str(source),
+            why="the file has no lines",
+            next_step="add one JSON object a line",
+        )
+    first = next((row.values for row in rows.read(range(min(len(rows), 64))) if row.error is None), {})
+    maker = PromptMaker(Columns.of(config, first), config, tokenizer, stages)
+    bad = BadRows(source, len(rows), config.max_bad_rows)
+    order = _judged(rows, maker, bad)
+    about = DataSetFacts(maker.columns, rows.digests, _identity(rows, maker), order)
+    if config.streaming == "on" or (config.streaming == "auto" and len(rows) > STREAMED_ABOVE_ROWS):
+        file: PromptFile = StreamedPrompts(rows, maker, bad, about)
+        some = file.first(1)
+    else:
+        file = _loaded(rows, maker, bad, about)
+        some = file.first(1)
+    if not some:
+        raise InvalidConfig(
+            "the data set has no prompts",
+            where=str(source),
+            why=f"all {file.dropped} prompts are longer than data.max_prompt_tokens = {config.max_prompt_tokens}"
+            if file.dropped
+            else "; ".join(bad.named),
+            next_step="raise data.max_prompt_tokens" if file.dropped else "mend its rows",
+        )
+    return file
+
+
+def _judged(rows: Rows, maker: PromptMaker, bad: BadRows) -> npt.NDArray[np.int64] | None:
+    """Judge every row; return the order by difficulty, where the configuration asks for one."""
+    column = maker.config.difficulty_field
+    rules = (maker.columns, column, bad.most)
+    if not maker.stages and rules in rows.judged:
+        numbers, named, order = rows.judged[rules]
+        bad.numbers.update(numbers)
+        bad.named.extend(named)
+        return order
+    by_row = bool(maker.stages or column)
+    proof: Proof | None = None if by_row else lambda batch: all_usable(batch, maker.columns)
+    difficulty = np.zeros(len(rows) if column else 0)
+    for row in rows.unproven(proof):
+        try:
+            maker.require(row)
+            if column:
+                difficulty[row.number] = _difficulty(row, column)
+        except FlotillaError as error:
+            bad.add(row.number, error)
+    order = np.argsort(difficulty, kind="stable") if column else None
+    if not maker.stages:
+        rows.judged[rules] = (frozenset(bad.numbers), tuple(bad.named), order)
+    return order
+
+
+def _difficulty(row: Row, column: str) -> float:
+    value = value_at(row.values, column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        raise InvalidConfig(
+            f"column {column!r} is {'missing' if value is None else 'not a number'}",
+            where=row.where,
+            why="data.order is by_field",
+            next_step="give every row a number there, or set data.difficulty_field to another column",
+        )
+    return value
+
+
+def _loaded(rows: Rows, maker: PromptMaker, bad: BadRows, about: DataSetFacts) -> PromptFile:
+    """Make all prompts now."""
+    prompts: list[Prompt | None] = []
+    dropped = truncated = 0
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        for one in maker.make(rows.read(range(start, min(start + ROWS_AT_ONCE, len(rows))))):
+            if isinstance(one, LeftOut):
+                prompts.append(None)
+                if one.error is not None:
+                    bad.add(one.number, one.error)
+                else:
+                    dropped += 1
+            else:
+                prompts.append(one.prompt)
+                truncated += one.was_long
+    return PromptFile(prompts, dropped, truncated, bad=bad, about=about)
+
+
+def _identity(rows: Rows, maker: PromptMaker) -> str:
+    config = maker.config
+    settings = (
+        maker.columns,
+        config.apply_chat_template,
+        config.system_prompt,
+        config.max_prompt_tokens,
+        config.overlong_prompts,
+        maker.tokenizer.digest,
     )
-
-
-def in_chunks(rows: Iterator[T]) -> Iterator[list[T]]:
-    """Group the rows into chunks that are large enough to tokenize on all cores."""
-    chunk: list[T] = []
-    for row in rows:
-        chunk.append(row)
-        if len(chunk) == ROWS_AT_ONCE:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
-
-
-def _prompt(row: _Row, config: DataConfig) -> Prompt:
-    """Make the prompt; truncation keeps the end, with the question and the template's last words."""
-    token_ids = np.asarray(row.token_ids[-config.max_prompt_tokens :], dtype=np.int32)
-    return Prompt(0, row.index, row.text, token_ids, row.answer, row.info)
-
-
-def _overlong(path: Path, row: _Row, config: DataConfig) -> InvalidConfig:
-    return InvalidConfig(
-        f"the prompt has {len(row.token_ids)} tokens, more than data.max_prompt_tokens = "
-        f"{config.max_prompt_tokens}",
-        where=f"{path}, line {row.line}",
-        why="data.overlong_prompts is error",
-        next_step="raise the limit, or set data.overlong_prompts to drop or truncate",
-    )
+    return blake2b(f"{rows.digest} {settings!r}".encode(), digest_size=16).hexdigest()

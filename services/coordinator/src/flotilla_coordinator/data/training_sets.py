@@ -1,19 +1,29 @@
 """Reads the data sets of a run as its algorithm needs them, and numbers their prompts through.
 
-Invariants: the prompts of a set have the numbers after those of the set before it, with dropped rows counted. An order
-by difficulty changes no number. A run does not start where a line lacks the column of teachers, or names a teacher that
-the run does not ask.
+Invariants: the prompts of a set have the numbers after those of the set before it, with rows that are left out counted.
+An order by difficulty changes no number. A row that lacks the column of teachers, or names a teacher that the run does
+not ask, is a bad row.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from flotilla_coordinator.data.pairs import load_pairs
-from flotilla_coordinator.data.prompts import Load, Prompt, PromptFile, load_prompts
+from flotilla_coordinator.data.columns import Columns, value_at
+from flotilla_coordinator.data.files import set_name
+from flotilla_coordinator.data.pairs import Pairs
+from flotilla_coordinator.data.prompts import (
+    LeftOut,
+    Load,
+    Made,
+    Prompt,
+    PromptFile,
+    Stage,
+    load_prompts,
+)
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import (
     DataConfig,
@@ -22,6 +32,7 @@ from flotilla_core.config import (
     PolicyConfig,
     RewardTermConfig,
     RunConfig,
+    StackConfig,
     TrainingSet,
 )
 from flotilla_core.config.document import describe
@@ -39,37 +50,77 @@ class LoadedSet:
     file: PromptFile
     share: float
     """The share of the draws."""
+    before: int = 0
+    """The number of rows of the sets before it."""
+    shown: str = ""
+    """The name that its prompts carry; empty where the run has one set."""
+
+    def read(self, numbers: Sequence[int], epoch: int = 0) -> list[Prompt | None]:
+        """Return the prompts of these rows as those of the run."""
+        return [
+            None
+            if prompt is None
+            else replace(prompt, epoch=epoch, index=self.before + prompt.index, data_set=self.shown)
+            for prompt in self.file.read(numbers)
+        ]
+
+
+class JoinedSets(PromptFile):
+    """All data sets of a run, as if they were one file."""
+
+    def __init__(self, sets: Sequence[LoadedSet]) -> None:
+        super().__init__(
+            (),
+            dropped=sum(one.file.dropped for one in sets),
+            truncated=sum(one.file.truncated for one in sets),
+        )
+        self._sets = sets
+        self.streamed = any(one.file.streamed for one in sets)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows, with those that are left out."""
+        return sum(one.file.rows for one in self._sets)
+
+    @property
+    def kept(self) -> int:
+        """The number of prompts, as far as it is known."""
+        return sum(one.file.kept for one in self._sets)
+
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens that a prompt can have."""
+        return max(one.file.longest_prompt for one in self._sets)
+
+    def read(self, numbers: Sequence[int]) -> list[Prompt | None]:
+        """Return the prompts of these rows, which ascend."""
+        found: list[Prompt | None] = []
+        for one in self._sets:
+            own = [n - one.before for n in numbers if one.before <= n < one.before + one.file.rows]
+            found += one.read(own)
+        return found
 
 
 def read_sets(config: DataConfig, tokenizer: Tokenizer, load: Load) -> list[LoadedSet]:
     """Read all of `data.train`."""
     train = config.train
     sets = (TrainingSet(path=train),) if isinstance(train, Path) else train
-    names = [one.name or one.path.stem for one in sets]
+    names = [one.name or set_name(one.path) for one in sets]
     _refuse_equal(names)
     weights = sum(one.weight for one in sets)
     loaded: list[LoadedSet] = []
-    first = 0
+    before = 0
     for one, name in zip(sets, names, strict=True):
         file = load(one.path, config, tokenizer)
-        prompts = file.prompts
-        if config.order == "by_field":
-            prompts = _by_difficulty(prompts, config.difficulty_field, one.path)
         shown = name if len(sets) > 1 else ""
-        numbered = [replace(prompt, index=first + prompt.index, data_set=shown) for prompt in prompts]
-        loaded.append(LoadedSet(name, one.path, replace(file, prompts=numbered), one.weight / weights))
-        first += file.rows
+        loaded.append(LoadedSet(name, one.path, file, one.weight / weights, before, shown))
+        before += file.rows
     return loaded
 
 
-def joined(sets: Iterable[LoadedSet]) -> PromptFile:
-    """Join the data sets as if they were one file."""
-    files = [one.file for one in sets]
-    return PromptFile(
-        [prompt for file in files for prompt in file.prompts],
-        dropped=sum(file.dropped for file in files),
-        truncated=sum(file.truncated for file in files),
-    )
+def copies_folder(stack: StackConfig) -> Path:
+    """Return where a stack keeps copies of data that cannot be read where they stand."""
+    return stack.state_dir / stack.name / "data"
 
 
 def _refuse_equal(names: list[str]) -> None:
@@ -82,26 +133,13 @@ def _refuse_equal(names: list[str]) -> None:
         )
 
 
-def _by_difficulty(prompts: list[Prompt], column: str, path: Path) -> list[Prompt]:
-    """Sort in ascending order; equal prompts keep the order of the file."""
-    for prompt in prompts:
-        value = prompt.info.get(column)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InvalidConfig(
-                f"column {column!r} is {'not a number' if column in prompt.info else 'missing'}",
-                where=f"{path}, row {prompt.index + 1}",
-                why="data.order is by_field",
-                next_step="give every row a number there, or set data.difficulty_field to another column",
-            )
-    return sorted(prompts, key=lambda prompt: prompt.info[column])
-
-
-def training_data(config: RunConfig) -> Load:
+def training_data(config: RunConfig, copies: Path | None = None) -> Load:
     """Return the reader of `data.train`; a client that makes the steps brings its pairs itself."""
-    load = load_pairs if config.learns_from_pairs and config.loop == "coordinator" else load_prompts
     algorithm = config.algorithm
     asked = algorithm.asked_teachers if isinstance(algorithm, PolicyConfig) else None
-    return load if asked is None or asked.teacher_field is None else _choosing_teachers(load, asked)
+    if asked is not None and asked.teacher_field is None:
+        asked = None
+    return _reader(config.learns_from_pairs and config.loop == "coordinator", asked, copies)
 
 
 @dataclass(frozen=True)
@@ -110,6 +148,8 @@ class HeldOut:
 
     name: str
     path: Path
+    data: DataConfig
+    """How its rows are read: as the training rows, but for the split and columns of its own."""
     rewards: tuple[RewardTermConfig, ...]
     success_at: float
     max_prompts: int
@@ -132,6 +172,7 @@ def _held_out(one: HeldOutSet, evaluation: EvaluationConfig, config: RunConfig) 
     return HeldOut(
         name=one.name or one.path.stem,
         path=one.path,
+        data=_read_like(config.data, one, evaluation),
         rewards=one.rewards or config.rewards,
         success_at=evaluation.success_at if one.success_at is None else one.success_at,
         max_prompts=one.max_prompts or evaluation.max_prompts,
@@ -142,37 +183,77 @@ def _held_out(one: HeldOutSet, evaluation: EvaluationConfig, config: RunConfig) 
     )
 
 
-def read_held_out(config: RunConfig, tokenizer: Tokenizer) -> list[tuple[HeldOut, PromptFile]]:
-    """Read all of `evaluation.data`, each file with at most `max_prompts` prompts."""
-    load = load_pairs if config.evaluates_pairs else load_prompts
-    files = [(one, load(one.path, config.data, tokenizer)) for one in held_out_sets(config)]
-    return [(one, replace(file, prompts=file.prompts[: one.max_prompts])) for one, file in files]
+def read_held_out(
+    config: RunConfig, tokenizer: Tokenizer, copies: Path | None = None
+) -> list[tuple[HeldOut, PromptFile]]:
+    """Read all of `evaluation.data`, each set with at most `max_prompts` prompts."""
+    load = _reader(config.evaluates_pairs, None, copies)
+    files = [(one, load(one.path, one.data, tokenizer)) for one in held_out_sets(config)]
+    return [(one, file.cut(one.max_prompts)) for one, file in files]
 
 
-def _choosing_teachers(load: Load, asked: AskedTeachers) -> Load:
-    """Return a reader like `load` that also sets the role of the teacher that scores each prompt's samples."""
+def _read_like(data: DataConfig, one: HeldOutSet, evaluation: EvaluationConfig) -> DataConfig:
+    columns = {
+        "prompt_field": one.prompt_field or evaluation.prompt_field or data.prompt_field,
+        "answer_field": one.answer_field or evaluation.answer_field or data.answer_field,
+        "chosen_field": one.chosen_field or evaluation.chosen_field or data.chosen_field,
+        "rejected_field": one.rejected_field or evaluation.rejected_field or data.rejected_field,
+    }
+    return data.model_copy(update={"split": one.split or evaluation.split, **columns})
 
-    def load_with_teachers(path: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
-        file = load(path, config, tokenizer)
-        return replace(file, prompts=[_with_teacher(prompt, asked, path) for prompt in file.prompts])
 
-    return load_with_teachers
+def _reader(pairs: bool, asked: AskedTeachers | None, copies: Path | None) -> Load:
+    def load(source: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
+        stages: list[Stage] = [Pairs(config, tokenizer)] if pairs else []
+        stages += [] if asked is None else [_ChosenTeacher(asked)]
+        return load_prompts(source, config, tokenizer, copies, stages)
+
+    return load
 
 
-def _with_teacher(prompt: Prompt, asked: AskedTeachers, path: Path) -> Prompt:
-    column = asked.teacher_field
-    assert column is not None
-    name = prompt.info.get(column)
-    if isinstance(name, str) and name in asked.teachers:
-        return replace(prompt, teacher=teacher_role(name))
-    problem = (
-        f"is {describe(name)}, which names no teacher of the run" if column in prompt.info else "is missing"
-    )
-    raise InvalidConfig(
-        f"column {column!r} {problem}",
-        where=f"{path}, row {prompt.index + 1}",
-        why=f"algorithm.{asked.asked_by}.teacher_field is {column}, and algorithm.{asked.asked_by}.teachers names "
-        f"{', '.join(asked.teachers)}",
-        next_step="give every row one of these names there, or set "
-        f"algorithm.{asked.asked_by}.teacher_field to another column",
-    )
+@dataclass(frozen=True)
+class _ChosenTeacher:
+    """Adds the role of the teacher that scores a prompt's samples."""
+
+    asked: AskedTeachers
+
+    def require(self, values: dict[str, Any], columns: Columns, where: str) -> None:
+        """Refuse a row that names no teacher of the run."""
+        column, asked = self._column, self.asked
+        name = value_at(values, column)
+        if isinstance(name, str) and name in asked.teachers:
+            return
+        problem = (
+            f"is {describe(name)}, which names no teacher of the run" if column in values else "is missing"
+        )
+        raise InvalidConfig(
+            f"column {column!r} {problem}",
+            where=where,
+            why=f"algorithm.{asked.asked_by}.teacher_field is {column}, and algorithm.{asked.asked_by}.teachers names "
+            f"{', '.join(asked.teachers)}",
+            next_step="give every row one of these names there, or set "
+            f"algorithm.{asked.asked_by}.teacher_field to another column",
+        )
+
+    def finish(self, made: list[Made], columns: Columns) -> list[Made | LeftOut]:
+        """Return the prompts with their teachers."""
+        return [
+            replace(one, prompt=replace(one.prompt, teacher=teacher_role(value_at(one.values, self._column))))
+            for one in made
+        ]
+
+    @property
+    def _column(self) -> str:
+        assert self.asked.teacher_field is not None
+        return self.asked.teacher_field
+
+
+def data_remarks(files: Sequence[PromptFile]) -> Iterator[str]:
+    """Say which rows are left out because they are bad, for plans and notices."""
+    for file in files:
+        bad = file.bad
+        if bad.numbers:
+            yield (
+                f"{len(bad.numbers):,} of {bad.total:,} rows of {bad.source} are bad and left out "
+                f"(data.max_bad_rows is {bad.most:g}): {'; '.join(bad.named)}"
+            )

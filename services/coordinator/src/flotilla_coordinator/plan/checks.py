@@ -82,29 +82,27 @@ def model_errors(
     return errors
 
 
-def longest_prompt(data: PromptFile) -> int:
-    """Return the length of the longest prompt that is kept, in tokens."""
-    return max(len(prompt.token_ids) for prompt in data.prompts)
-
-
 def longest_sequence(config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> int:
     """Return the most tokens that one sequence of an update can have."""
-    if data.prompts[0].pair is not None:
+    if data.first(1)[0].pair is not None:
         return longest_pair(data)
     if config.algorithm.type != "sft":
-        return longest_prompt(data) + config.rollout.sampling.max_response_tokens
-    # An answer is followed by the token that ends it.
-    answers = tokenizer.encode_many([prompt.answer for prompt in data.prompts])
-    return max(
-        len(prompt.token_ids) + len(answer) + 1 for prompt, answer in zip(data.prompts, answers, strict=True)
-    )
+        return data.longest_prompt + config.rollout.sampling.max_response_tokens
+    longest = 0
+    for chunk in data.chunks():
+        answers = tokenizer.encode_many([prompt.answer for prompt in chunk])
+        # An answer is followed by the token that ends it.
+        lengths = (len(one.token_ids) + len(answer) + 1 for one, answer in zip(chunk, answers, strict=True))
+        longest = max(longest, *lengths, 0)
+    return longest
 
 
 def longest_pair(data: PromptFile) -> int:
     """Return the tokens of the longest prompt with one of its two answers."""
     return max(
         len(prompt.token_ids) + len(answer.token_ids)
-        for prompt in data.prompts
+        for chunk in data.chunks()
+        for prompt in chunk
         if prompt.pair is not None
         for answer in (prompt.pair.chosen, prompt.pair.rejected)
     )
@@ -134,7 +132,7 @@ def length_errors(limit: int, prompt_tokens: int, response_tokens: int, response
 def data_warnings(config: RunConfig, data: PromptFile) -> list[str]:
     """Warn of prompts that were left out or cut, and of steps that are larger than the data set."""
     warnings = []
-    total = len(data.prompts) + data.dropped
+    total = data.kept + data.dropped
     if data.dropped:
         warnings.append(
             f"{data.dropped} of {total} prompts are longer than data.max_prompt_tokens = "
@@ -145,16 +143,18 @@ def data_warnings(config: RunConfig, data: PromptFile) -> list[str]:
             f"{data.truncated} of {total} prompts are longer than data.max_prompt_tokens = "
             f"{config.data.max_prompt_tokens} and lose their beginning"
         )
-    if config.rollout.prompts_per_step > len(data.prompts):
+    if config.rollout.prompts_per_step > data.kept:
         warnings.append(
             f"rollout.prompts_per_step = {config.rollout.prompts_per_step} is more than the data set's "
-            f"{len(data.prompts)} prompts: prompts repeat within a step"
+            f"{data.kept} prompts: prompts repeat within a step"
         )
     return warnings
 
 
 def overlap_warnings(data: PromptFile, held_out: PromptFile, name: str = "") -> list[str]:
-    """Warn of held-out prompts that the run also trains on."""
+    """Warn of held-out prompts that the run also trains on; nobody has read the prompts that are streamed."""
+    if data.streamed:
+        return []
     trained = {prompt.token_ids.tobytes() for prompt in data.prompts}
     shared = sum(prompt.token_ids.tobytes() in trained for prompt in held_out.prompts)
     if not shared:

@@ -82,21 +82,27 @@ def draw_warnings(config: RunConfig) -> Iterator[str]:
 def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> Iterator[Line]:
     """Describe the whole of `data.train`, then each data set where there are several."""
     steps, prompts = config.steps, config.rollout.prompts_per_step
-    draws, rows = steps * prompts, sum(len(one.file.prompts) for one in sets)
+    draws, rows = steps * prompts, sum(one.file.kept for one in sets)
     order = ORDERS[config.data.order].format(field=config.data.difficulty_field)
     least, rest = "", ""
     if rest_epochs := config.data.rest_epochs:
         least, rest = "at least ", f"; solved prompts rest for up to {rest_epochs} epochs"
     epochs = f" = {least}{draws / rows:.2f} epochs" if len(sets) == 1 else ""
+    streamed = any(one.file.streamed for one in sets)
+    size = f"streamed, at most {longest} tokens each" if streamed else f"longest {longest} tokens"
     yield (
         "data",
         f"{rows:,} prompts",
-        f"longest {longest} tokens; {steps} steps x {prompts} prompts{epochs}, {order}{rest}",
+        f"{size}; {steps} steps x {prompts} prompts{epochs}, {order}{rest}",
     )
+    for one in sets:
+        columns = one.file.about.columns
+        if columns is not None and columns.layout:
+            yield f"columns of {one.name}", columns.layout, columns.shown
     if len(sets) == 1:
         return
     for one in sets:
-        own = len(one.file.prompts)
+        own = one.file.kept
         yield (
             f"data set {one.name}",
             f"{own:,} prompts",
@@ -134,7 +140,7 @@ def evaluation_errors(config: RunConfig, one: HeldOut, held_out: PromptFile, lim
     """Refuse an evaluation whose sequences are longer than `limit` tokens."""
     if config.evaluates_pairs:
         return checks.answer_errors(limit, checks.longest_pair(held_out))
-    longest = checks.longest_prompt(held_out)
+    longest = held_out.longest_prompt
     return checks.length_errors(limit, longest, one.max_response_tokens, "evaluation.max_response_tokens")
 
 

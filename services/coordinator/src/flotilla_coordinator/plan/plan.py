@@ -1,7 +1,8 @@
 """Works out the arithmetic of a run, explains it, and lists every reason against the run.
 
 Invariants: no figure of a run is left to the user to work out: it is derived here by the same rules as in the loop, and
-explained. "At most" means the bound that no step can pass. A plan reads files and changes nothing.
+explained. "At most" means the bound that no step can pass. A plan reads files and changes nothing; of data that cannot
+be read where they stand it leaves a copy in the state directory for the run.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import (
     HeldOut,
+    JoinedSets,
     LoadedSet,
-    joined,
+    copies_folder,
+    data_remarks,
     read_held_out,
     read_sets,
     training_data,
@@ -49,15 +52,16 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         plan.errors.extend(checks.model_errors(config, model, start, tokenizer.vocabulary_size))
         plan.errors.extend(update_lines.mesh_errors(config.algorithm, stack))
         plan.errors.extend(adapter_errors(model, config.lora) if config.lora else [])
-        sets = read_sets(config.data, tokenizer, training_data(config))
-        data = joined(sets)
+        copies = copies_folder(stack)
+        sets = read_sets(config.data, tokenizer, training_data(config, copies))
+        data = JoinedSets(sets)
         longest = checks.longest_sequence(config, data, tokenizer)
         asked, gpu = config.batching, gpu_memory.gpu_of_this_host()
         trained = model.with_value_head() if config.trains_reward_model else model
         chosen = chosen_batching(config, stack, trained, longest, gpu)
         config = config.model_copy(update={"batching": chosen})
         critic = list(data_lines.critic_lines(config, stack, longest))
-        held_out = read_held_out(config, tokenizer)
+        held_out = read_held_out(config, tokenizer, copies)
     except FlotillaError as error:
         plan.errors.append(str(error))
         return plan
@@ -86,7 +90,7 @@ class _Planner:
         self._stack = stack
         self._model = model
         self._sets = sets
-        self._data = joined(sets)
+        self._data = JoinedSets(sets)
         self._held_out = held_out
         self._plan = plan
         self._given = (
@@ -99,7 +103,7 @@ class _Planner:
         self._gpu = gpu
         self._step_tokens = 0
         """Tokens that are generated for a step; 0 where none are."""
-        self._prompt_tokens = checks.longest_prompt(self._data)
+        self._prompt_tokens = self._data.longest_prompt
         self._response_tokens = config.rollout.sampling.max_response_tokens
         self._longest = longest
         self._adapters = None if config.lora is None else AdapterFacts.of(model, config.lora)
@@ -119,7 +123,7 @@ class _Planner:
         self._evaluation_lines()
         self._memory_lines()
         self._disk_lines()
-        answers = [(one, len(file.prompts)) for one, file in self._held_out]
+        answers = [(one, file.kept) for one, file in self._held_out]
         self._plan.errors.extend(
             size_limits.memory_errors(self._config, self._step_tokens, answers, self._memory)
         )
@@ -136,8 +140,10 @@ class _Planner:
         config = self._config
         for line in data_lines.data_lines(config, self._sets, self._prompt_tokens):
             self._line(*line)
+        read = [one.file for one in self._sets] + [file for _, file in self._held_out]
+        self._plan.warnings.extend(data_remarks(read))
         self._plan.warnings.extend(checks.data_warnings(config, self._data))
-        if self._given == "answers" and not all(prompt.answer for prompt in self._data.prompts):
+        if self._given == "answers" and not all(p.answer for chunk in self._data.chunks() for p in chunk):
             self._plan.errors.append(
                 f"algorithm.type is sft, but some lines of data.train have no {config.data.answer_field!r}"
             )

@@ -201,6 +201,8 @@ class RolloutSource:
             metrics["rollout/uniform_groups"] = float(sum(item.uniform for item in finished))
         if self._prompts.rest_epochs:
             metrics["data/resting"] = self._prompts.resting_share
+        if (left_out := self._prompts.left_out) is not None:
+            metrics["data/left_out"] = float(left_out)
         return metrics
 
     async def _within_staleness(self, item: GroupTask, version: Version) -> RolloutGroup:

@@ -14,7 +14,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.data.training_sets import HeldOut, read_held_out, training_data
+from flotilla_coordinator.data.training_sets import HeldOut, copies_folder, read_held_out, training_data
 from flotilla_coordinator.evaluation.evaluate import Evaluator, PairEvaluator, held_out_prompts
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
@@ -75,10 +75,11 @@ class RunWiring:
         """Wait for the services of the run, then build its parts, and the loop of a client that makes the steps."""
         config = self._config
         tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(model_folder(self._host.stack.model)))
+        copies = copies_folder(self._host.stack)
         prompts = await asyncio.to_thread(
-            PromptSource, config.data, tokenizer, config.seed, training_data(config)
+            PromptSource, config.data, tokenizer, config.seed, training_data(config, copies)
         )
-        held_out = await asyncio.to_thread(read_held_out, config, tokenizer)
+        held_out = await asyncio.to_thread(read_held_out, config, tokenizer, copies)
         sessions = SessionFactory(self._run_id, self._host.stack, self._fleet, self._ledger, lineage)
         batching = await asyncio.to_thread(batching_of_run, config, self._host.stack, prompts.file, tokenizer)
         settled = config.model_copy(update={"batching": batching})
@@ -151,7 +152,7 @@ class RunWiring:
             weights.canary,
             stack,
             policy,
-            [prompt.token_ids for prompt in prompts.file.prompts[: weights.canary.prompts]],
+            [prompt.token_ids for prompt in prompts.file.first(weights.canary.prompts)],
             timeout_s=self._config.rollout.sample_timeout_s,
         )
         candidates = Candidates(

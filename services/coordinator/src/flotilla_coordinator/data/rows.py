@@ -1,0 +1,327 @@
+"""Gives access to any row of a data set by its number, without holding the rows in memory.
+
+Invariants: a row's number is its place among all rows of the data set, one file after the other, and bad rows have a
+number too. Files of JSON lines are read where they stand; of any other file a copy is made once, under the digest of
+its content, from which a row can be read. A file that somebody writes while it is read is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from array import array
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flotilla_coordinator.data.columns import is_sent_as_text
+from flotilla_coordinator.data.files import (
+    Identity,
+    content_digest,
+    data_files,
+    has_columns,
+    has_plain_lines,
+    identity,
+    record_batches,
+    unpacked_lines,
+    unreadable,
+)
+from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_core.json_text import json_object
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LONGEST_LINE = 64 << 20
+"""The limit in bytes; a prompt of a million tokens has a tenth of that."""
+PIECE_ROWS = 128
+"""The rows of a copy that are read together; a step draws single rows from all over the file."""
+ROWS_AT_ONCE = 4096
+COPY_KEPT_S = 14 * 86_400
+"""A copy that no run opened for so long is deleted when another one is made."""
+
+Proof = Callable[["pa.RecordBatch"], bool]
+"""Says whether a look at whole columns shows that all of their rows can be used."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data set."""
+
+    number: int
+    where: str
+    """File and line, or file and row, for messages."""
+    values: dict[str, Any]
+    error: InvalidConfig | None = field(default=None, compare=False)
+    """Why the row has no values."""
+
+
+class FileRows(Protocol):
+    """The rows of one file; numbers begin at 0 in each."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, numbers: Sequence[int]) -> list[Row]:
+        """Return these rows, in this order."""
+        ...
+
+    def unproven(self, proof: Proof | None) -> Iterator[Row]:
+        """Return the rows in their order, without those that `proof` makes sure of."""
+        ...
+
+
+class LineRows:
+    """Rows of JSON lines, which are read from the file each time."""
+
+    def __init__(self, path: Path, shown: Path, unit: str) -> None:
+        self._shown, self._unit = shown, unit
+        self._file = path.open("rb")
+        self._now = self._identity()
+        starts, sizes, lines = array("q"), array("i"), array("i")
+        place = 0
+        for line, size in enumerate(_line_sizes(self._file), 1):
+            if size > 0:
+                starts.append(place)
+                sizes.append(min(size, LONGEST_LINE + 1))
+                lines.append(line)
+            place += abs(size)
+        self._starts = np.frombuffer(starts, np.int64) if starts else np.zeros(0, np.int64)
+        self._sizes = np.frombuffer(sizes, np.int32) if sizes else np.zeros(0, np.int32)
+        # Only blank lines make a row's number another one than its line's.
+        self._lines = np.frombuffer(lines, np.int32) if lines and lines[-1] != len(lines) else None
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def read(self, numbers: Sequence[int]) -> list[Row]:
+        """Return these rows, in this order."""
+        if self._identity() != self._now:
+            raise FailedPrecondition(
+                "the data file changed while a run reads it",
+                where=str(self._shown),
+                next_step="restore it, or start a new run",
+            )
+        return [self._row(number) for number in numbers]
+
+    def unproven(self, proof: Proof | None) -> Iterator[Row]:
+        """Return all rows: lines have no columns to look at."""
+        for start in range(0, len(self), ROWS_AT_ONCE):
+            yield from self.read(range(start, min(start + ROWS_AT_ONCE, len(self))))
+
+    def _row(self, number: int) -> Row:
+        line = number + 1 if self._lines is None else int(self._lines[number])
+        where = f"{self._shown}, {self._unit} {line}"
+        size = int(self._sizes[number])
+        try:
+            if size > LONGEST_LINE:
+                raise InvalidConfig(
+                    "the line is too long",
+                    where=where,
+                    why=f"it has more than {LONGEST_LINE} bytes, the limit",
+                )
+            raw = os.pread(self._file.fileno(), size, int(self._starts[number]))
+            return Row(number, where, json_object(raw, where, what=f"the {self._unit}", finite=True))
+        except InvalidConfig as error:
+            return Row(number, where, {}, error)
+
+    def _identity(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+
+def _line_sizes(file: BinaryIO) -> Iterator[int]:
+    """Return the bytes of each line, as a negative number where it is blank."""
+    while raw := file.readline(LONGEST_LINE + 1):
+        size = len(raw)
+        blank = raw.isspace()
+        while len(raw) > LONGEST_LINE and not raw.endswith(b"\n"):
+            raw = file.readline(LONGEST_LINE + 1)
+            size += len(raw)
+        yield -size if blank else size
+
+
+class ArrowRows:
+    """Rows of Arrow columns, of which a piece is read at a time; all pieces but the last have the same size."""
+
+    def __init__(self, path: Path, shown: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.ipc
+
+        self._shown = shown
+        self._reader = pa.ipc.open_file(pa.OSFile(str(path), "rb"))
+        self._one_at_a_time = threading.Lock()
+        self._pieces = int(self._reader.num_record_batches)
+        last = self._pieces - 1
+        self._length = last * PIECE_ROWS + int(self._piece(last).num_rows) if self._pieces else 0
+        schema = self._reader.schema
+        self._as_text = [column.name for column in schema if is_sent_as_text(column.type)]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, numbers: Sequence[int]) -> list[Row]:
+        """Return these rows, in this order."""
+        by_piece: dict[int, list[int]] = {}
+        for number in numbers:
+            by_piece.setdefault(number // PIECE_ROWS, []).append(number)
+        found: dict[int, Row] = {}
+        for at, own in by_piece.items():
+            piece, first = self._piece(at), at * PIECE_ROWS
+            if len(own) * 4 > piece.num_rows:
+                found |= {row.number: row for row in self._rows(piece, first)}
+                continue
+            for number in own:
+                found |= {row.number: row for row in self._rows(piece.slice(number - first, 1), number)}
+        return [found[number] for number in numbers]
+
+    def unproven(self, proof: Proof | None) -> Iterator[Row]:
+        """Return the rows in their order, without pieces that `proof` makes sure of."""
+        for at in range(self._pieces):
+            piece = self._piece(at)
+            if proof is None or not proof(piece):
+                yield from self._rows(piece, at * PIECE_ROWS)
+
+    def _piece(self, at: int) -> pa.RecordBatch:
+        with self._one_at_a_time:
+            return self._reader.get_batch(at)
+
+    def _rows(self, piece: pa.RecordBatch, first: int) -> Iterator[Row]:
+        for number, values in enumerate(piece.to_pylist(), first):
+            for name in self._as_text:
+                if values[name] is not None:
+                    values[name] = str(values[name])
+            yield Row(number, f"{self._shown}, row {number + 1}", values)
+
+
+class Rows:
+    """The rows of a data set of any number of files."""
+
+    def __init__(self, source: Path, files: Sequence[Identity], rows: Sequence[FileRows]) -> None:
+        self.source = source
+        self._rows = rows
+        self._ends = list(accumulate(len(one) for one in rows))
+        self.digests = {str(file[0]): content_digest(file) for file in files}
+        """The digest of each file's content."""
+        self.judged: dict[Any, tuple[frozenset[int], tuple[str, ...], npt.NDArray[np.int64] | None]] = {}
+        """By the rules of the judgement: bad rows, the names of the first ones, and the order by difficulty."""
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def digest(self) -> str:
+        """The digest of the content of all files, in their order."""
+        return blake2b(" ".join(self.digests.values()).encode(), digest_size=16).hexdigest()
+
+    def read(self, numbers: Sequence[int]) -> list[Row]:
+        """Return these rows, in this order."""
+        if len(self._rows) == 1:
+            return self._rows[0].read(numbers)
+        by_file: dict[int, list[int]] = {}
+        for number in numbers:
+            by_file.setdefault(bisect(self._ends, number), []).append(number)
+        found: dict[int, Row] = {}
+        for at, own in by_file.items():
+            first = self._first(at)
+            for row in self._rows[at].read([number - first for number in own]):
+                found[row.number + first] = _numbered(row, first)
+        return [found[number] for number in numbers]
+
+    def unproven(self, proof: Proof | None = None) -> Iterator[Row]:
+        """Return the rows in their order, without those that `proof` makes sure of."""
+        for at, one in enumerate(self._rows):
+            first = self._first(at)
+            yield from (
+                one.unproven(proof) if first == 0 else (_numbered(row, first) for row in one.unproven(proof))
+            )
+
+    def _first(self, at: int) -> int:
+        return self._ends[at - 1] if at else 0
+
+
+def _numbered(row: Row, first: int) -> Row:
+    return Row(row.number + first, row.where, row.values, row.error)
+
+
+def open_rows(source: Path, split: str, copies: Path | None) -> Rows:
+    """Return the rows of a data set; `copies` gets the copies of files that cannot be read where they stand."""
+    files = tuple(identity(path) for path in data_files(source, split))
+    return _opened(source, files, copies or Path(_folder_of_process().name))
+
+
+@lru_cache(maxsize=8)
+def _opened(source: Path, files: tuple[Identity, ...], copies: Path) -> Rows:
+    """Open files once while they do not change: a plan and its run read the same ones."""
+    return Rows(source, files, [_rows_of(file, copies) for file in files])
+
+
+def _rows_of(file: Identity, copies: Path) -> FileRows:
+    path = file[0]
+    try:
+        if has_columns(path):
+            return ArrowRows(_copy(file, copies, ".arrow", _write_columns), path)
+        if has_plain_lines(path):
+            return LineRows(path, path, "line")
+        unit = "row" if ".json" in path.suffixes else "line"
+        return LineRows(_copy(file, copies, ".jsonl", _write_lines), path, unit)
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+@cache
+def _folder_of_process() -> tempfile.TemporaryDirectory[str]:
+    """Make a folder that ends with the process."""
+    return tempfile.TemporaryDirectory(prefix="flotilla-data-")
+
+
+def _copy(file: Identity, copies: Path, ending: str, write: Callable[[Path, Path], None]) -> Path:
+    """Return the copy of a file, and make it where there is none of this content."""
+    target = copies / f"{content_digest(file)}{ending}"
+    if target.exists():
+        os.utime(target)
+        return target
+    copies.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for old in (*copies.glob("*.arrow"), *copies.glob("*.jsonl")):
+        if old.stat().st_mtime < time.time() - COPY_KEPT_S:
+            old.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=copies, prefix=".writing-") as folder:
+        write(file[0], Path(folder) / "copy")
+        os.chmod(Path(folder) / "copy", 0o600)
+        os.replace(Path(folder) / "copy", target)
+    return target
+
+
+def _write_columns(path: Path, target: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.ipc
+
+    schema, batches = record_batches(path)
+    # A file has one dictionary for a column, and batches may each bring their own.
+    schema = pa.schema([
+        pa.field(one.name, one.type.value_type) if pa.types.is_dictionary(one.type) else one for one in schema
+    ])  # fmt: skip
+    with pa.OSFile(str(target), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        rest = pa.Table.from_batches([], schema)
+        for batch in batches:
+            table = pa.concat_tables([rest, pa.Table.from_batches([batch]).cast(schema)])
+            whole = table.num_rows - table.num_rows % PIECE_ROWS
+            writer.write_table(table.slice(0, whole).combine_chunks(), PIECE_ROWS)
+            rest = table.slice(whole)
+        if rest.num_rows:
+            writer.write_table(rest.combine_chunks(), PIECE_ROWS)
+    pa.default_memory_pool().release_unused()
+
+
+def _write_lines(path: Path, target: Path) -> None:
+    with target.open("wb") as file:
+        file.writelines(unpacked_lines(path))
