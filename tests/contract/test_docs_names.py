@@ -49,6 +49,10 @@ FILES = {"run.yaml", "stack.yaml", "metrics.jsonl"}
 COMMANDS: Any = typer.main.get_command(app)
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(flotilla(?: .*)?)")
 REST_OF_A_RUN: dict[str, Any] = {"name": "page", "steps": 100, "data": {"train": "train.jsonl"}}
+WITH_REWARDS: dict[str, Any] = {
+    "rewards": [{"reward": "exact"}],
+    "evaluation": {"data": "heldout.jsonl", "every_steps": 10},
+}
 """What a part of a run file needs beside it to be one."""
 WITHOUT_REWARDS = {"sft", "dpo", "reward_model", "distillation"}
 
@@ -202,7 +206,7 @@ def test_every_block_of_yaml_is_a_configuration_or_a_part_of_one(page: Path) -> 
         whole = REST_OF_A_RUN | content
         whole["data"] = {**REST_OF_A_RUN["data"], **content.get("data", {})}
         if content.get("algorithm", {}).get("type") not in WITHOUT_REWARDS:
-            whole = {"rewards": [{"reward": "exact"}]} | whole
+            whole = WITH_REWARDS | whole
         load_text(RunConfig, yaml.safe_dump(whole), source=page.name)
 
 
