@@ -90,9 +90,14 @@ chaos-beside:
 	@$(BIN)/pytest -q -s tests/chaos --ignore=tests/chaos/test_fault_matrix.py
 
 .PHONY: $(SUITES:%=test-%)
-$(filter-out test-chaos,$(SUITES:%=test-%)): test-%: setup
+$(filter-out test-chaos test-trackers,$(SUITES:%=test-%)): test-%: setup
 	@echo "==> $* tests"
 	@$(BIN)/pytest -q tests/$*
+
+test-trackers:
+	@PYTHON=$(PYTHON) scripts/setup.sh .venv-trackers requirements/trackers.txt
+	@echo "==> trackers: real clients write, real readers read"
+	@.venv-trackers/bin/pytest -q tests/trackers
 
 .PHONY: test-py312
 test-py312:  ## Run the unit tests of what needs no torch on Python 3.12, in .venv-py312

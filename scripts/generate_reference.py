@@ -119,7 +119,8 @@ class ConfigPage:
     def _union(self, models: Sequence[type[ConfigModel]], place: str, field: FieldInfo) -> Iterator[str]:
         """Yield a section whose keys depend on its `type`."""
         yield from heading(place)
-        yield f"Its keys depend on `type`, by default `{field.default.type}`."
+        default_type = getattr(field.default, "type", "")
+        yield "Its keys depend on `type`" + (f", by default `{default_type}`." if default_type else ".")
         yield ""
         shared = {
             name: one

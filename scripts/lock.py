@@ -117,6 +117,9 @@ def main() -> int:
     write("torch-cuda", {name: pin for name, pin in torch.items() if CUDA_LIBRARIES.match(name)})
     lock_set("tools", "tools", (), upgrade=upgrade, gpu=False)
     lock_set("docs", "docs", (), upgrade=upgrade, gpu=False)
+    write(
+        "trackers", resolve([FOLDER / "trackers.in"], None)
+    )  # older packages than ours, in an environment of its own
     return 0
 
 

@@ -30,6 +30,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "services/coordinator/src/flotilla_coordinator/cli/main.py": 1,
     "services/coordinator/src/flotilla_coordinator/fleet/fleet.py": 1,
     "services/coordinator/src/flotilla_coordinator/runs/executor.py": 3,
+    "services/coordinator/src/flotilla_coordinator/trackers/follow.py": 1,
     # A thread or a peer must outlive an operation that fails; its caller gets the error.
     "libs/launch/src/flotilla_launch/service_process.py": 1,
     "libs/weights/src/flotilla_weights/group.py": 2,
@@ -43,10 +44,11 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "services/generator/src/flotilla_generator/engine/vllm/token_logprobs.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/worker.py": 2,
     "services/generator/src/flotilla_generator/engine/vllm/worker_calls.py": 1,
-    # Foreign code may raise anything: a compiler, the start of vLLM, the tokenizers reader, what users wrote.
+    # Foreign code may raise anything: a compiler, the start of vLLM, the tokenizers reader, trackers, what users wrote.
     "libs/weights/src/flotilla_weights/digest.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/boot.py": 1,
     "services/coordinator/src/flotilla_coordinator/data/tokenizer.py": 1,
+    "services/coordinator/src/flotilla_coordinator/trackers/feed.py": 1,
     "services/reward/src/flotilla_reward/worker.py": 1,
     "services/trainer/src/flotilla_trainer/wire/user_functions.py": 1,
 }

@@ -20,7 +20,7 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import (
 )
 from flotilla_client import connect
 from flotilla_coordinator.cli import output
-from flotilla_coordinator.cli.watch import print_plan, progress
+from flotilla_coordinator.cli.watch import Told, print_plan, progress
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.timeline import SpanStore
@@ -274,9 +274,29 @@ def test_a_log_of_quick_steps_is_short_and_says_nothing_twice(capsys: pytest.Cap
             run_pb2.RunEvent(notice=run_pb2.Notice(level=run_pb2.NOTICE_LEVEL_INFO, text="held-out accuracy"))
         )
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "step 1/100  reward 0.500  3m left"
+    assert lines[0] == "step 1/100  reward 0.500  about 3m left"
     assert lines[-2:] == ["step 100/100  reward 0.500", "held-out accuracy"]
     assert len(lines) < 10
+
+
+def test_the_end_of_a_run_says_what_to_look_at() -> None:
+    told = Told()
+
+    def notice(level: run_pb2.NoticeLevel.ValueType, text: str) -> None:
+        told.note(run_pb2.RunEvent(notice=run_pb2.Notice(level=level, text=text)))
+
+    notice(run_pb2.NOTICE_LEVEL_INFO, "held-out accuracy 0.5")
+    notice(run_pb2.NOTICE_LEVEL_INFO, "tracker wandb shows the run: http://nowhere/run")
+    for text in ("old", "twice", "new", "twice", "newest"):
+        notice(run_pb2.NOTICE_LEVEL_WARNING, text)
+    told.note(run_pb2.RunEvent(step=run_pb2.StepMetrics(step=1)))
+    assert told.lines() == [
+        "5 warnings; the last:",
+        "  new",
+        "  twice (2 times)",
+        "  newest",
+        "tracker wandb shows the run: http://nowhere/run",
+    ]
 
 
 def test_a_pause_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

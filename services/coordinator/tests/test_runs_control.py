@@ -14,7 +14,7 @@ from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import LIVE_KEYS, RunControl, changed_config
 from flotilla_coordinator.runs.events import EventLog
-from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.runs.status import RemainingTime, RunStatus
 from flotilla_core.config import RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_core.service import Activities
@@ -168,3 +168,32 @@ def test_a_run_without_held_out_prompts_cannot_evaluate_them() -> None:
     without = CONFIG.model_copy(update={"evaluation": None})
     with pytest.raises(InvalidRequest, match="no held-out prompts"):
         changed_config(without, ["evaluation.every_steps=5"], 0)
+
+
+def test_the_remaining_time_counts_evaluations_by_themselves_and_no_first_step() -> None:
+    remaining = RemainingTime()
+    remaining.took("evaluate", 30.0)  # before the first step
+    remaining.step_took({"time/step_s": 100.0})
+    assert remaining.estimate(10, {}) == 1000.0  # all that is known
+    remaining.step_took({"time/step_s": 2.0})
+    remaining.step_took({"time/step_s": 34.0, "time/evaluate_s": 32.0})
+    remaining.took("evaluate", 32.0)
+    remaining.took("rollout", 1.0)
+    assert remaining.estimate(10, {"evaluate": 2, "checkpoint": 3}) == 10 * 2.0 + 2 * 31.0
+    assert remaining.estimate(0, {"evaluate": 1}) == 31.0
+
+
+@pytest.mark.parametrize(
+    ("every", "done", "expected"), [(2, 3, 3), (2, 4, 2), (3, 3, 2), (0, 5, 1), (10, 5, 1), (7, 7, 0)]
+)
+async def test_the_last_evaluation_is_to_come_whatever_the_schedule(
+    every: int, done: int, expected: int
+) -> None:
+    run = Bench().run
+    steps = 7 if every in (3, 7, 10) else 8
+    evaluation = CONFIG.evaluation
+    assert evaluation is not None
+    evaluation = evaluation.model_copy(update={"every_steps": every})
+    run.config = CONFIG.model_copy(update={"steps": steps, "evaluation": evaluation})
+    run.steps_done = done
+    assert run.occasions()["evaluate"] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.executor import MOST_IN_A_ROW
 from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_coordinator.runs.status import RunStatus
+from flotilla_coordinator.trackers import follow
+from flotilla_coordinator.trackers.follow import Trackers
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_core.config import RunConfig
@@ -136,7 +139,8 @@ AT_THE_START = StartPoint()
 async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(tmp_path), 0.0))
-    context = Context()
+    context, trackers = Context(), Trackers()
+    monkeypatch.setattr(follow, "CLOSE_S", 0.0)
 
     class RunWiring:
         def __init__(self, *_: Any) -> None:
@@ -148,10 +152,10 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
     monkeypatch.setattr(executor, "RunWiring", RunWiring)
 
-    def started(loop: Loop, start_point: StartPoint = AT_THE_START) -> Bench:
+    def started(loop: Loop, start_point: StartPoint = AT_THE_START, config: RunConfig = CONFIG) -> Bench:
         monkeypatch.setattr(executor, "run_loop", loop)
         events = EventLog(lambda event: None)
-        active = RunHandle(RUN, RunControl(CONFIG), RunStatus(run_pb2.Run(run_id=RUN), events), events)
+        active = RunHandle(RUN, RunControl(config), RunStatus(run_pb2.Run(run_id=RUN), events), events)
         directory = Directory(tmp_path)
         context.status = active.status
         nobody: Any = None
@@ -161,11 +165,12 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             ejected.append(instance_id)
 
         fleet: Any = SimpleNamespace(begin=lambda fence: None, gang_lost=gang_lost, close=nothing)
-        run = executor.RunExecutor(nobody, fleet, ledger, active, directory)
+        run = executor.RunExecutor(nobody, fleet, ledger, active, directory, trackers)
         active.task = asyncio.create_task(run.execute(start_point))
         return Bench(ledger, active, directory, context, ejected)
 
     yield started
+    await trackers.close()
     ledger.close()
 
 
@@ -174,6 +179,23 @@ async def test_a_run_that_went_through_has_succeeded(start: Start) -> None:
         await asyncio.sleep(0)
 
     assert (await start(loop).end()).state == RunState.SUCCEEDED
+
+
+async def test_a_tracker_that_hangs_holds_up_neither_a_run_nor_its_end(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = tmp_path / "hangs"
+    code = f"import pathlib, time; pathlib.Path({str(hanging)!r}).touch(); time.sleep(1000)"
+    monkeypatch.setattr(follow, "COMMAND", (sys.executable, "-c", code))
+
+    async def loop(run: Any, start_point: StartPoint) -> None:
+        while not hanging.exists():
+            await asyncio.sleep(0.01)
+
+    bench = start(loop, config=RunConfig.model_validate({**CONFIG.model_dump(), "trackers": ["wandb"]}))
+    assert (await bench.end()).state == RunState.SUCCEEDED
+    following = [task for task in asyncio.all_tasks() if task.get_name() == f"tracker wandb of {RUN}"]
+    assert len(following) == 1 and not following[0].done()
 
 
 async def test_a_failure_is_one_message(start: Start) -> None:

@@ -38,6 +38,15 @@ from flotilla_core.config.stack import (
     TelemetryConfig,
     TrainerConfig,
 )
+from flotilla_core.config.trackers import (
+    DIRECT,
+    HostedTrackerConfig,
+    MlflowConfig,
+    TensorBoardConfig,
+    TrackerConfig,
+    TrackioConfig,
+    WandbConfig,
+)
 from flotilla_core.config.training import (
     BatchingConfig,
     CanaryConfig,
@@ -49,6 +58,7 @@ from flotilla_core.config.training import (
 )
 
 __all__ = [
+    "DIRECT",
     "LARGEST_REWARD",
     "AlgorithmConfig",
     "AutoscaleConfig",
@@ -66,7 +76,9 @@ __all__ = [
     "GangConfig",
     "GeneratorConfig",
     "HeldOutSet",
+    "HostedTrackerConfig",
     "LoraConfig",
+    "MlflowConfig",
     "NatsConfig",
     "OptimizerConfig",
     "PolicyConfig",
@@ -81,8 +93,12 @@ __all__ = [
     "StackConfig",
     "StopConfig",
     "TelemetryConfig",
+    "TensorBoardConfig",
+    "TrackerConfig",
+    "TrackioConfig",
     "TrainerConfig",
     "TrainingSet",
+    "WandbConfig",
     "WeightSyncConfig",
     "bucket_size_mib",
     "dump_yaml",

@@ -6,9 +6,9 @@ Names carry units. No value needs to divide another: accumulation, packing and d
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from flotilla_core.config.advantages import GdpoAdvantage
 from flotilla_core.config.algorithm import AlgorithmConfig, DpoConfig, PolicyConfig, RewardModelConfig
@@ -21,6 +21,7 @@ from flotilla_core.config.data import (
 )
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.roles import MOST_SAMPLE_BYTES
+from flotilla_core.config.trackers import TrackerSection, named_trackers
 from flotilla_core.config.training import (
     BatchingConfig,
     CheckpointConfig,
@@ -76,6 +77,10 @@ class RunConfig(ConfigModel):
     export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the exported weights; `auto` takes the one that the trainer computes in (`trainer.dtype` of the stack).
     """
+    trackers: Annotated[tuple[TrackerSection, ...], BeforeValidator(named_trackers)] = Field(
+        default=(), max_length=16
+    )
+    """Where the run shows its metrics beside its own files: names (`[tensorboard, wandb]`), or sections with keys."""
 
     @property
     def learns_from_pairs(self) -> bool:

@@ -1,6 +1,7 @@
 """Shows the progress of a run until it ends, and prints runs and plans for `flotilla run`.
 
-Invariants: progress goes to stderr, as one live line on a terminal and as plain lines elsewhere. A log gets every
+Invariants: progress goes to stderr, as one live line on a terminal and as plain lines elsewhere. The remaining time is
+an estimate and called so. A log gets every
 notice (evaluations among them), the first and the last step, and between them at most one line in STEP_LINE_S. So a
 run of thousands of quick steps takes one page. Nothing is repeated.
 """
@@ -8,6 +9,7 @@ run of thousands of quick steps takes one page. Nothing is repeated.
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 Show = Callable[["RunEvent"], None]
 STEP_LINE_S = 5.0
+MOST_SHOWN_AGAIN = 3
+LONGEST_AGAIN = 200
 _SHOWN = (
     ("reward/mean", "reward {:.3f}"),
     ("loss", "loss {:.4g}"),
@@ -42,11 +46,14 @@ def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_jso
     from flotilla_coordinator.cli.output import print_json, say, state_name
     from flotilla_coordinator.evaluation.evaluate import before_and_after
 
+    told = Told()
+
     async def stay() -> Run:
         async with client_of(stack, coordinator) as client:
             started = await client.get_run(run_id)
             with progress(started) as show:
                 async for event in client.watch_run(started.run_id, tell=say):
+                    told.note(event)
                     show(event)
             return await client.get_run(started.run_id)
 
@@ -55,11 +62,47 @@ def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_jso
     if as_json:
         print_json(run_json(ended))
     say(f"run {ended.run_id} {state_name(ended)}" + (f": {ended.reason}" if ended.reason else ""))
-    for line in before_and_after(ended.metrics):
+    for line in (*before_and_after(ended.metrics), *told.lines()):
         say(line)
     say(f"files: {ended.directory}")
     if ended.state == RUN_STATE_FAILED:
         raise typer.Exit(RUN_FAILED)
+
+
+class Told:
+    """Collects the notices of a run that are worth a look once it has ended."""
+
+    def __init__(self) -> None:
+        self._warnings: dict[str, int] = {}
+        self._errors: dict[str, int] = {}
+        self._shown: dict[str, None] = {}
+        """Where trackers show the run."""
+
+    def note(self, event: RunEvent) -> None:
+        """Keep a notice that matters at the end."""
+        from flotilla.coordinator.v1.run_pb2 import NOTICE_LEVEL_ERROR, NOTICE_LEVEL_WARNING
+        from flotilla_coordinator.trackers import SHOWS
+
+        if event.WhichOneof("event") != "notice":
+            return
+        level, text = event.notice.level, event.notice.text
+        if level in (NOTICE_LEVEL_WARNING, NOTICE_LEVEL_ERROR):
+            kept = self._errors if level == NOTICE_LEVEL_ERROR else self._warnings
+            kept[text] = kept.pop(text, 0) + 1
+        elif SHOWS in text:
+            self._shown[text] = None
+
+    def lines(self) -> list[str]:
+        """Return the last errors and warnings, each once, and where trackers show the run."""
+        made = []
+        for name, kept in (("error", self._errors), ("warning", self._warnings)):
+            if not kept:
+                continue
+            made.append(f"{sum(kept.values())} {name}{'s' if sum(kept.values()) > 1 else ''}; the last:")
+            for text in list(kept)[-MOST_SHOWN_AGAIN:]:
+                times = f" ({kept[text]} times)" if kept[text] > 1 else ""
+                made.append(f"  {textwrap.shorten(text, LONGEST_AGAIN, placeholder=' ...')}{times}")
+        return [*made, *self._shown]
 
 
 async def remarks(client: Client, run_id: str) -> list[str]:
@@ -110,10 +153,13 @@ class _Screen:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.metrics: dict[str, float] = dict(run.metrics)
+        self._estimated_at = time.monotonic()
 
     def update(self, event: RunEvent) -> None:
         kind = event.WhichOneof("event")
         if kind == "run":
+            if event.run.eta_seconds != self.run.eta_seconds:
+                self._estimated_at = time.monotonic()
             self.run = event.run
         elif kind == "step":
             self.metrics.update(event.step.metrics)
@@ -129,7 +175,8 @@ class _Screen:
         bar = ProgressBar(total=max(run.total_steps, 1), completed=run.step, width=12)
         # On a terminal the newest evaluation stays in sight; a log has a line for each.
         figures = "  ".join([*_figures(self.metrics)[:1], *self._held_out()])
-        line.add_row(bar, f"{run.step}/{run.total_steps}", figures, run.phase, _time_left(run.eta_seconds))
+        left = _time_left(run.eta_seconds - (time.monotonic() - self._estimated_at))
+        line.add_row(bar, f"{run.step}/{run.total_steps}", figures, run.phase, left)
         return line
 
     def _held_out(self) -> list[str]:
@@ -182,7 +229,7 @@ def _figures(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _time_left(seconds: float) -> str:
-    return f"{duration(seconds)} left" if seconds > 0 else ""
+    return f"about {duration(seconds)} left" if seconds > 0 else ""
 
 
 def run_json(run: Run) -> dict[str, Any]:

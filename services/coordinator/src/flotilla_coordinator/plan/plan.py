@@ -30,6 +30,7 @@ from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, adapter_errors
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_tokens
+from flotilla_coordinator.trackers.follow import tracker_errors
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
@@ -39,6 +40,7 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     """Work out a run on a stack; `errors` of the plan is empty when the run would start."""
     plan = run_pb2.Plan(errors=checks.config_errors(config), warnings=checks.fleet_warnings(config, stack))
     plan.errors.extend(role_errors(config.algorithm, stack))
+    plan.errors.extend(tracker_errors(config))
     # A service that was started elsewhere may have other packages installed than this process.
     if not stack.reward.attach and stack.trainer.attach is None:
         errors, warnings = loading_problems(config)
@@ -67,7 +69,8 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         return plan
     _Planner(config, stack, trained, sets, held_out, longest, gpu, plan).write()
     batching = [] if gpu is None else [batching_line(asked, chosen, gpu)]
-    for name, value, explanation in (*batching, *critic):
+    trackers = [("trackers", ", ".join(one.type for one in config.trackers), "each in a process of its own")]
+    for name, value, explanation in (*batching, *critic, *(trackers if config.trackers else [])):
         plan.lines.add(name=name, value=value, explanation=explanation)
     return plan
 

@@ -151,8 +151,9 @@ class RunContext:
             with self.activities.doing(name, run_id=self.run_id):
                 yield
         finally:
-            key = f"time/{name.replace(' ', '_')}_s"
-            self.metrics[key] = self.metrics.get(key, 0.0) + time.monotonic() - started
+            key, took_s = f"time/{name.replace(' ', '_')}_s", time.monotonic() - started
+            self.metrics[key] = self.metrics.get(key, 0.0) + took_s
+            self.status.remaining.took(name, took_s)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -180,7 +181,20 @@ class RunContext:
         self.metrics.update(self.validator.take_metrics())
         self.steps_done = step + 1
         self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
-        self.status.step_done(self.steps_done, self.policy.version, self.metrics)
+        self.status.step_done(self.steps_done, self.policy.version, self.metrics, self.occasions())
+
+    def occasions(self) -> dict[str, int]:
+        """Return how many evaluations and checkpoints are to come, those at the end of the run among them."""
+
+        def to_come(every: int) -> int:
+            last = self.config.steps // every + (self.config.steps % every > 0) if every else 1
+            return last - (self.steps_done // every if every else 0)
+
+        evaluation, save_every = self.config.evaluation, self.config.checkpoint.every_steps
+        return {
+            "evaluate": 0 if evaluation is None or evaluation.pinned else to_come(evaluation.every_steps),
+            "checkpoint": to_come(save_every) if save_every else 0,
+        }
 
     async def wait_for_canary(self) -> None:
         """Wait until the version that the generators serve has passed its live check; raise where it does not."""

@@ -30,6 +30,7 @@ from flotilla_coordinator.runs.disk_waits import TRY_AGAIN_S
 from flotilla_coordinator.runs.loop import run_loop
 from flotilla_coordinator.runs.resume import StartPoint, restore
 from flotilla_coordinator.runs.wiring import RunWiring
+from flotilla_coordinator.trackers.follow import Trackers
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_core import telemetry
 from flotilla_core.errors import (
@@ -60,6 +61,7 @@ class RunExecutor:
     ledger: Ledger
     active: RunHandle
     directory: RunDirectory
+    trackers: Trackers
 
     async def execute(self, start_point: StartPoint) -> None:
         """Take the run to its end; raise nothing but the cancellation of the coordinator itself."""
@@ -67,6 +69,7 @@ class RunExecutor:
         state, reason = run_pb2.RUN_STATE_FAILED, ""
         try:
             active.status.set_state(run_pb2.RUN_STATE_RUNNING)
+            self.trackers.begin(active.run_id, self.directory.path, active.config, self._tracker_says)
             await self._run(start_point)
             stopped = active.control.stop_requested
             state = run_pb2.RUN_STATE_STOPPED if stopped else run_pb2.RUN_STATE_SUCCEEDED
@@ -94,6 +97,19 @@ class RunExecutor:
             await self.fleet.close()
             if ours:
                 await self._record_end(state, reason)
+                self.trackers.end(
+                    active.run_id, run_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
+                )
+            else:
+                self.trackers.abandon(active.run_id)
+
+    def _tracker_says(self, warning: bool, text: str) -> None:
+        """Announce how a tracker of the run goes, while the run has watchers."""
+        status = self.active.status
+        if status.ended:
+            log.info(text, run_id=self.active.run_id)
+        else:
+            status.notice(run_pb2.NOTICE_LEVEL_WARNING if warning else run_pb2.NOTICE_LEVEL_INFO, text)
 
     async def _run(self, start_point: StartPoint) -> None:
         """Run the loop, again from the last checkpoint whenever a gang is lost."""

@@ -203,7 +203,7 @@ class Runs:
         """Change the run's settings, and record them; a run that ended early gets them when it is resumed."""
         before = load_text(RunConfig, record.config_yaml, source=f"run {record.run_id}")
         config = changed_config(before, assignments, _steps_done(record, active))
-        plan = await self._starter.planned(config)
+        plan = await self._starter.planned(config, begins=False)
         # Meanwhile the run has made steps, perhaps its last one.
         steps_done = _steps_done(record, active)
         config = changed_config(before, assignments, steps_done)
@@ -282,6 +282,7 @@ class Runs:
                 tasks.append(active.task)
         if tasks:
             await asyncio.wait(tasks)  # unlike gather, a limit that ends this wait does not cut the records
+        await self._starter.trackers.close()
         await self._events.close()
 
     def _message(self, record: RunRecord) -> run_pb2.Run:

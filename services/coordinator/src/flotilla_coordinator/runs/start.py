@@ -36,6 +36,7 @@ from flotilla_coordinator.runs.status import (
     interrupted_run,
     record_end,
 )
+from flotilla_coordinator.trackers.follow import Trackers
 from flotilla_core import ids
 from flotilla_core.bus import EventStream
 from flotilla_core.checkpoint import CheckpointShelf
@@ -61,6 +62,7 @@ class RunStarter:
         self._fleet = fleet
         self._ledger = ledger
         self._events = events
+        self.trackers = Trackers()
 
     async def start(self, config_yaml: str) -> RunHandle:
         """Admit a run, or raise the reason against it."""
@@ -132,7 +134,7 @@ class RunStarter:
                 # This comes before anything of the run is read: its plan alone may be what kills the coordinator.
                 if record.state is not RunState.PAUSED:
                     await self._ledger.taken_over(record.run_id)
-                config, _ = await self._checked(record.config_yaml)
+                config, _ = await self._checked(record.config_yaml, begins=False)
                 directory = RunDirectory(Path(record.directory))
                 return await self._reopened(record, config, directory, start_point), start_point
             # A directory that is missing, or full, affects this run alone.
@@ -150,9 +152,13 @@ class RunStarter:
         await asyncio.to_thread(record_end, run)
         return None
 
-    async def planned(self, config: RunConfig) -> run_pb2.Plan:
-        """Return the plan of a run that would work, or raise its errors."""
-        plan = await asyncio.to_thread(plan_run, config, self._host.stack)
+    async def planned(self, config: RunConfig, *, begins: bool) -> run_pb2.Plan:
+        """Return the plan of a run that would work, or raise its errors.
+
+        Trackers that cannot begin are errors where a user starts or resumes the run; no tracker ends one that goes on.
+        """
+        planned = config if begins else config.model_copy(update={"trackers": ()})
+        plan = await asyncio.to_thread(plan_run, planned, self._host.stack)
         if plan.errors:
             raise InvalidConfig(
                 "the run would not work", where=f"run {config.name}", why="; ".join(plan.errors)
@@ -188,10 +194,10 @@ class RunStarter:
             )
         return active
 
-    async def _checked(self, config_yaml: str) -> tuple[RunConfig, run_pb2.Plan]:
+    async def _checked(self, config_yaml: str, *, begins: bool = True) -> tuple[RunConfig, run_pb2.Plan]:
         """Return the configuration of a run that would work here, and its plan."""
         config = await asyncio.to_thread(load_text, RunConfig, config_yaml, source="run")
-        return config, await self.planned(config)
+        return config, await self.planned(config, begins=begins)
 
     def _execute(
         self, active: RunHandle, directory: RunDirectory, start_point: StartPoint, fleet: RunFleet
@@ -199,7 +205,7 @@ class RunStarter:
         """Start the run's task, with the services that it was admitted to."""
         if self._ledger.full is not None:
             active.ledger_full(self._ledger.full)
-        executor = RunExecutor(self._host, fleet, self._ledger, active, directory)
+        executor = RunExecutor(self._host, fleet, self._ledger, active, directory, self.trackers)
         active.task = asyncio.create_task(executor.execute(start_point), name=f"run {active.run_id}")
         return active
 

@@ -1,7 +1,8 @@
 """The state of one run as users see it, while it is active and after its end.
 
 Invariants: every change is an event in the log, and the end is in the ledger as well. The estimate of the remaining
-time uses the median of recent steps, so that one slow step does not distort it. While a disk is full, an active run is
+time uses medians, so that one slow step does not distort it, and counts evaluations and checkpoints by themselves.
+While a disk is full, an active run is
 shown as PAUSED, with the disk as its phase and reason; its own state is kept underneath.
 
 A run that is not active is read from its records: the outcome in the run directory wins over the ledger, because it
@@ -31,6 +32,8 @@ from flotilla_core.errors import InvalidConfig
 from flotilla_core.version import Version
 
 RECENT_STEPS = 20
+OCCASIONS = ("evaluate", "checkpoint")
+"""The phases that come at some steps only, and may take longer than a step."""
 WAITS_FOR_DISK = "wait for disk space"
 GOES_ON = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
 TERMINAL = (run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_STOPPED, run_pb2.RUN_STATE_FAILED)
@@ -44,13 +47,44 @@ INTERRUPTED = (
 )
 
 
+class RemainingTime:
+    """Estimates how long the remaining steps, evaluations and checkpoints take, from those that were made here."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._occasions: dict[str, deque[float]] = {name: deque(maxlen=RECENT_STEPS) for name in OCCASIONS}
+        self._warm = False
+
+    def took(self, phase: str, seconds: float) -> None:
+        """Note the duration of a phase."""
+        if phase in self._occasions:
+            self._occasions[phase].append(seconds)
+
+    def step_took(self, metrics: Mapping[str, float]) -> None:
+        """Note the duration of a step; the first one here counts until there is another, for it may compile."""
+        if len(self._steps) == 1 and not self._warm:
+            self._steps.clear()
+            self._warm = True
+        apart = sum(metrics.get(f"time/{name}_s", 0.0) for name in OCCASIONS)
+        self._steps.append(max(0.0, metrics["time/step_s"] - apart))
+
+    def estimate(self, steps: int, occasions: Mapping[str, int]) -> float:
+        """Return the seconds of so many steps and occasions."""
+        if not self._steps:
+            return 0.0
+        times = ((self._occasions[name], count) for name, count in occasions.items())
+        return statistics.median(self._steps) * steps + sum(
+            statistics.median(took) * count for took, count in times if took
+        )
+
+
 class RunStatus:
     """Holds the `Run` message and announces its changes."""
 
     def __init__(self, run: run_pb2.Run, events: EventLog, *, learns_by_rewards: bool = True) -> None:
         self.run = run
         self._events = events
-        self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.remaining = RemainingTime()
         self._signal = LearningSignal() if learns_by_rewards else None
         self._state, self._reason, self._phase = run.state, run.reason, run.phase
         self._full: dict[str, str] = {}
@@ -103,12 +137,19 @@ class RunStatus:
         """Return whether the run has ended."""
         return self.run.state in TERMINAL
 
-    def step_done(self, steps_done: int, version: Version, metrics: dict[str, float]) -> None:
-        """Add one more step, with its metrics."""
-        self._durations.append(metrics["time/step_s"])
+    def step_done(
+        self,
+        steps_done: int,
+        version: Version,
+        metrics: dict[str, float],
+        occasions: Mapping[str, int] | None = None,
+    ) -> None:
+        """Add one more step, with its metrics; `occasions` says how many evaluations and checkpoints are to come."""
+        self.remaining.step_took(metrics)
         self.run.step = steps_done
         self.run.policy_version.CopyFrom(version.to_proto())
-        self.run.eta_seconds = statistics.median(self._durations) * max(0, self.run.total_steps - steps_done)
+        left = max(0, self.run.total_steps - steps_done)
+        self.run.eta_seconds = self.remaining.estimate(left, occasions or {})
         for name, value in metrics.items():
             self.run.metrics[name] = value
         self._events.append(
