@@ -141,7 +141,12 @@ def show(
     from flotilla_coordinator.cli.output import local_time, print_json, print_line
     from flotilla_core.telemetry.metrics import in_groups
 
-    found, config_yaml = run_and_config(run, stack, coordinator)
+    async def ask() -> tuple[Run, str]:
+        async with client_of(stack, coordinator) as client:
+            answer = await client.get_run_and_config(run)
+            return answer.run, answer.config_yaml
+
+    found, config_yaml = ask_or_else(ask(), lambda paths: get_run(paths, run), stack, coordinator)
     values = run_json(found)
     if as_json:
         from flotilla_core.config import read_values
@@ -368,17 +373,6 @@ def ask_or_else(
         if coordinator is not None or find(paths) is not None:
             raise
         return otherwise(paths)
-
-
-def run_and_config(run: str, stack: str | None, coordinator: str | None) -> tuple[Run, str]:
-    """Return a run and its resolved configuration, from its fleet or from disk while the stack is down."""
-
-    async def ask() -> tuple[Run, str]:
-        async with client_of(stack, coordinator) as client:
-            answer = await client.get_run_and_config(run)
-            return answer.run, answer.config_yaml
-
-    return ask_or_else(ask(), lambda paths: get_run(paths, run), stack, coordinator)
 
 
 def list_runs(paths: StackPaths, limit: int) -> list[Run]:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from flotilla_coordinator.cli.options import Coordinator, Json, Stack
-from flotilla_coordinator.cli.run import Latest, run_and_config
+from flotilla_coordinator.cli.run import Latest, ask_or_else, get_run
+from flotilla_coordinator.cli.stack import client_of
+
+if TYPE_CHECKING:
+    from flotilla.coordinator.v1.run_pb2 import Run
 
 
 def track(
@@ -24,7 +29,12 @@ def track(
     from flotilla_core.config import RunConfig, load_text
     from flotilla_core.errors import FailedPrecondition, InvalidConfig
 
-    found, config_yaml = run_and_config(run, stack, coordinator)
+    async def ask() -> tuple[Run, str]:
+        async with client_of(stack, coordinator) as client:
+            answer = await client.get_run_and_config(run)
+            return answer.run, answer.config_yaml
+
+    found, config_yaml = ask_or_else(ask(), lambda paths: get_run(paths, run), stack, coordinator)
     if not found.HasField("ended_at"):
         raise FailedPrecondition(
             f"run {found.run_id} has not ended",
