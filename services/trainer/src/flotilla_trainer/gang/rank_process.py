@@ -71,7 +71,7 @@ class RankProcess:
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            self._writer.writelines(encode(Frame(kind, number, fields, arrays)))
+            self._send(Frame(kind, number, fields, arrays))
             await self._writer.drain()
             return await answer
         except ConnectionError:
@@ -155,7 +155,7 @@ class RankProcess:
 
     async def leave(self) -> None:
         """Ask the process to end by itself, and wait until it has."""
-        self._writer.writelines(encode(Frame("leave")))
+        self._send(Frame("leave"))
         await asyncio.wait({self._ending})
 
     def kill(self) -> None:
@@ -169,6 +169,11 @@ class RankProcess:
         await asyncio.wait({self._reading}, timeout=LINE_BREAKS_WITHIN_S)
         self._reading.cancel()
         self._writer.close()
+
+    def _send(self, frame: Frame) -> None:
+        """Write a frame; one to a process that is gone is dropped, and the watch finds out why it is."""
+        if not self._writer.is_closing():  # a writer of Python 3.12 raises TypeError once its connection is lost
+            self._writer.writelines(encode(frame))
 
     async def _note_end(self) -> None:
         await self.process.wait()

@@ -6,8 +6,9 @@ work, a twin of the model is loaded and packed during decoding, proved between i
 references: vLLM's packed kernels share scratch memory, so whatever multiplies runs on the thread that decodes. On GPUs,
 and for models without a twin, the first `replace` loads and proves while decoding is paused. It also learns where each
 tensor lies in the live model. Where a copy is all that vLLM does, later versions are copied into a standby as they
-arrive, and `replace` only queues copies of that; what is live then is compared by `check`, beside decoding. Sums with
-adapters are made while they are copied or loaded, a few tensors at a time.
+arrive, and `replace` only queues copies of that; what is live then is compared by `check`, beside decoding. Memory that
+changed later is loaded and learned anew with the next version; copies that were wrong at once are not tried again. Sums
+with adapters are made while they are copied or loaded, a few tensors at a time.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class LiveModel:
         self._regions: LiveRegions | None = None
         self._standby: Standby | None = None
         self._copied = False
+        self._found_right = False
         self._ring_bytes = 0
         self._may_learn = True
         self._committed: Digests = {}
@@ -177,8 +179,13 @@ class LiveModel:
         copies_s = self._standby.copies_s if self._copied else 0.0
         if not regions.stand():
             faults.append("the parameters lie elsewhere than at the commit")
-        if faults:
-            self._give_up_copies("live memory was found wrong after a commit")
+        if not faults:
+            self._found_right = True
+        elif self._copied and not self._found_right:
+            self._give_up_copies("copies of a version did not bring its weights")
+        else:
+            log.warning("live memory has changed since a commit: the next version is loaded as a whole")
+            self._forget_places()
         return {"tensors": compared, "unchecked": "", "faults": faults, "copies_s": copies_s}
 
     def repair_tied_layers(self, model: torch.nn.Module, recorded: dict[int, Recorded]) -> None:
@@ -219,7 +226,7 @@ class LiveModel:
         except Exception as failure:  # noqa: BLE001
             self._give_up_copies("copies failed")
             return answer | {"error": f"copying failed: {type(failure).__name__}: {failure}", "broken": True}
-        self._committed, self._copied = filled.expected, True
+        self._committed, self._copied, self._found_right = filled.expected, True, False
         return answer | {"error": "", "apply_s": time.perf_counter() - started, "check": True}
 
     @torch.no_grad()
@@ -276,7 +283,8 @@ class LiveModel:
         log.warning("every commit loads the whole model anew: %s", why)
 
     def _forget_places(self) -> None:
-        self._regions, self._standby, self._committed, self._copied = None, None, {}, False
+        self._regions, self._standby, self._committed = None, None, {}
+        self._copied = self._found_right = False
 
     @torch.no_grad()
     def _load_recorded(
