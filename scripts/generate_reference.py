@@ -76,11 +76,11 @@ class ConfigPage:
         made = ["# Configuration keys", "", HEAD]
         made += ["An empty value is written `null`. An unknown key is an error.", ""]
         for file, model in (("run.yaml", RunConfig), ("stack.yaml", StackConfig)):
-            made += [f"## `{file}`", "", *text_of(model), *self._table(model.model_fields, "")]
+            made += [f"## `{file}`", "", *text_of(model), *self._table(model, model.model_fields, "")]
             made += self._below(model.model_fields, "")
         return made
 
-    def _table(self, fields: dict[str, FieldInfo], path: str) -> list[str]:
+    def _table(self, model: type[ConfigModel], fields: dict[str, FieldInfo], path: str) -> list[str]:
         if not fields:
             return ["It has no keys.", ""]
         rows = [
@@ -89,7 +89,7 @@ class ConfigPage:
                 kind(field.annotation, path + name),
                 default(field),
                 bounds(field),
-                field.description,
+                model.descriptions().get(name),
             )
             for name, field in fields.items()
         ]
@@ -113,7 +113,7 @@ class ConfigPage:
             return
         self._written[model] = place
         yield from text_of(model)
-        yield from self._table(model.model_fields, f"{place}.")
+        yield from self._table(model, model.model_fields, f"{place}.")
         yield from self._below(model.model_fields, f"{place}.")
 
     def _union(self, models: Sequence[type[ConfigModel]], place: str, field: FieldInfo) -> Iterator[str]:
@@ -126,11 +126,14 @@ class ConfigPage:
             name: one
             for name, one in models[0].model_fields.items()
             if all(
-                name in model.model_fields and repr(model.model_fields[name]) == repr(one) for model in models
+                name in model.model_fields
+                and repr(model.model_fields[name]) == repr(one)
+                and model.descriptions().get(name) == models[0].descriptions().get(name)
+                for model in models
             )
         }
         if shared:
-            yield from ("Every type has these keys:", "", *self._table(shared, f"{place}."))
+            yield from ("Every type has these keys:", "", *self._table(models[0], shared, f"{place}."))
             yield from self._below(shared, f"{place}.")
         for model in models:
             own = {name: one for name, one in model.model_fields.items() if name not in shared}
@@ -142,7 +145,7 @@ class ConfigPage:
                 title = "by preset"
             yield from heading(place, title)
             yield from text_of(model)
-            yield from self._table(own, f"{place}.")
+            yield from self._table(model, own, f"{place}.")
             if len(names) > 1:
                 yield from presets()
             yield from self._below(own, f"{place}.")

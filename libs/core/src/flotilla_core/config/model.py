@@ -7,9 +7,13 @@ names, the user's functions are written path.py:function and never look like our
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import types
 import typing
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -38,7 +42,7 @@ class ConfigModel(BaseModel):
         extra="forbid",
         frozen=True,
         validate_default=True,
-        use_attribute_docstrings=True,
+        defer_build=True,  # a process that reads no configuration does not wait for it
         allow_inf_nan=False,
         str_max_length=LONGEST_TEXT,
     )
@@ -63,6 +67,19 @@ class ConfigModel(BaseModel):
             if isinstance(item, str | Path) and Path in kinds:
                 expanded(Path(item))
         return value
+
+    @classmethod
+    @cache
+    def descriptions(cls) -> dict[str, str]:
+        """Return the text that the source has below each field.
+
+        Pydantic would read it for every model when a process starts, which takes as long as to build the models.
+        """
+        found: dict[str, str] = {}
+        for owner in reversed(cls.__mro__):
+            if issubclass(owner, ConfigModel) and owner is not ConfigModel:
+                found |= _texts_below_fields(owner)
+        return {name: text for name, text in found.items() if name in cls.model_fields}
 
     def with_paths_from(self, directory: Path) -> Self:
         """Return the same configuration with every relative path resolved against `directory`."""
@@ -98,6 +115,17 @@ def _absolute(value: Any, directory: Path) -> Any:
     if isinstance(value, dict):
         return {key: _absolute(item, directory) for key, item in value.items()}
     return value
+
+
+def _texts_below_fields(model: type[ConfigModel]) -> dict[str, str]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(str(text.value.value))
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
 @cache
@@ -151,6 +179,19 @@ class UserFunction(ConfigModel):
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments for the function."""
         return self.parameters
+
+    @classmethod
+    @cache
+    def descriptions(cls) -> dict[str, str]:
+        """Return the text that the source has below each field.
+
+        Pydantic would read it for every model when a process starts, which takes as long as to build the models.
+        """
+        found: dict[str, str] = {}
+        for owner in reversed(cls.__mro__):
+            if issubclass(owner, ConfigModel) and owner is not ConfigModel:
+                found |= _texts_below_fields(owner)
+        return {name: text for name, text in found.items() if name in cls.model_fields}
 
     def with_paths_from(self, directory: Path) -> Self:
         return self.model_copy(update={"type": function_path(self.type, directory)})
