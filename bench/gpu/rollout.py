@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import statistics
 import subprocess
@@ -169,6 +170,8 @@ def _cpu_seconds(stack: Stack) -> dict[str, float]:
 
 
 def _bare(model: Path, asked: argparse.Namespace) -> None:
+    # A forked engine would hang in the threads that made the model here.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     import torch
     from vllm import LLM, SamplingParams
 

@@ -172,7 +172,8 @@ class RankProcess:
 
     def _send(self, frame: Frame) -> None:
         """Write a frame; one to a process that is gone is dropped, and the watch finds out why it is."""
-        if not self._writer.is_closing():  # a writer of Python 3.12 raises TypeError once its connection is lost
+        # A writer of Python 3.12 raises TypeError once its connection is lost.
+        if not self._writer.is_closing():
             self._writer.writelines(encode(frame))
 
     async def _note_end(self) -> None:

@@ -113,7 +113,8 @@ def _tried(device: torch.device) -> bool:
                 *torch.autograd.grad(plain.sum(), (query, key, value)),
             ]
         error = max(
-            float((f - r).float().norm() / r.float().norm()) for f, r in zip(found, right, strict=True)
+            float(((f - r).float().norm() / r.float().norm()).detach())
+            for f, r in zip(found, right, strict=True)
         )
     except (RuntimeError, TypeError, AttributeError) as failure:
         logger.warning("Attention goes without cuDNN, which is slower: %s", str(failure).partition("\n")[0])
