@@ -30,7 +30,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "services/coordinator/src/flotilla_coordinator/cli/main.py": 1,
     "services/coordinator/src/flotilla_coordinator/fleet/fleet.py": 1,
     "services/coordinator/src/flotilla_coordinator/runs/executor.py": 3,
-    "services/coordinator/src/flotilla_coordinator/trackers/follow.py": 1,
+    "libs/trackers/src/flotilla_trackers/follow.py": 1,
     # A thread or a peer must outlive an operation that fails; its caller gets the error.
     "libs/launch/src/flotilla_launch/service_process.py": 1,
     "libs/weights/src/flotilla_weights/group.py": 2,
@@ -48,7 +48,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "libs/weights/src/flotilla_weights/digest.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/boot.py": 1,
     "services/coordinator/src/flotilla_coordinator/data/tokenizer.py": 1,
-    "services/coordinator/src/flotilla_coordinator/trackers/feed.py": 1,
+    "libs/trackers/src/flotilla_trackers/feed.py": 1,
     "services/reward/src/flotilla_reward/worker.py": 1,
     "services/trainer/src/flotilla_trainer/wire/user_functions.py": 1,
 }

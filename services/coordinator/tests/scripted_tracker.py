@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flotilla_coordinator.trackers import feed
-from flotilla_coordinator.trackers.tracker import RunFacts, Tracker
 from flotilla_core.config import WandbConfig
+from flotilla_trackers import feed
+from flotilla_trackers.tracker import RunFacts, Tracker
 
 
 class Scripted(Tracker):

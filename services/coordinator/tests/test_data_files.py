@@ -15,8 +15,6 @@ import pytest
 import tokenizers
 import zstandard
 
-from flotilla_coordinator.data.columns import Columns, all_usable, require_usable
-from flotilla_coordinator.data.files import data_files
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt, PromptFile, load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
@@ -24,6 +22,8 @@ from flotilla_coordinator.data.training_sets import data_remarks, read_held_out,
 from flotilla_coordinator.plan.data_lines import data_lines
 from flotilla_core.config import DataConfig, RunConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, Unavailable
+from flotilla_data.columns import Columns, all_usable, require_usable
+from flotilla_data.files import data_files
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"
 TEMPLATE = (

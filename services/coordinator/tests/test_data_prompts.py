@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from flotilla_coordinator.data.files import data_files
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import load_prompts
 from flotilla_coordinator.data.tokenizer import ChatTemplate, Tokenizer
 from flotilla_coordinator.data.training_sets import training_data
 from flotilla_core.config import DataConfig, RunConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_data.files import data_files
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"
 

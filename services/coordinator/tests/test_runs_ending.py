@@ -23,13 +23,13 @@ from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.executor import MOST_IN_A_ROW
 from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_coordinator.runs.status import RunStatus
-from flotilla_coordinator.trackers import follow
-from flotilla_coordinator.trackers.follow import Trackers
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import FlotillaError, RankFailed, Unavailable, WeightGroupFailed
 from flotilla_core.roles import CRITIC, POLICY
+from flotilla_trackers import follow
+from flotilla_trackers.follow import Trackers
 
 RUN = "run-1"
 CONFIG = RunConfig.model_validate(

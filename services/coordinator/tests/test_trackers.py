@@ -16,10 +16,6 @@ import pytest
 from flotilla_coordinator.records import directory as records
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
-from flotilla_coordinator.trackers import follow
-from flotilla_coordinator.trackers.feed import Feed, Progress, progress_path
-from flotilla_coordinator.trackers.follow import Trackers, environment_of, tracker_errors
-from flotilla_coordinator.trackers.tracker import COLUMNS, RunFacts, Tracker, rows_of, without_secrets
 from flotilla_core.config import (
     RunConfig,
     TensorBoardConfig,
@@ -29,6 +25,10 @@ from flotilla_core.config import (
     load_text,
 )
 from flotilla_core.errors import InvalidConfig
+from flotilla_trackers import follow
+from flotilla_trackers.feed import Feed, Progress, progress_path
+from flotilla_trackers.follow import Trackers, environment_of, tracker_errors
+from flotilla_trackers.tracker import COLUMNS, RunFacts, Tracker, rows_of, without_secrets
 
 RUN = {"name": "run", "steps": 3, "data": {"train": "x.jsonl"}, "rewards": [{"reward": "exact"}]}
 SECRET = "0123456789abcdef"
@@ -227,7 +227,7 @@ async def test_a_tracker_that_hangs_is_named_and_what_it_did_not_take_is_counted
 
 def test_a_tracker_without_its_client_is_refused_by_name_with_the_command() -> None:
     (error,) = tracker_errors(run_config({"type": "wandb"}))
-    assert "trackers names wandb" in error and "pip install 'flotilla-coordinator[wandb]'" in error
+    assert "trackers names wandb" in error and "pip install 'flotilla-trackers[wandb]'" in error
 
 
 def test_a_file_of_secrets_reaches_its_tracker_alone_and_must_be_private(tmp_path: Path) -> None:

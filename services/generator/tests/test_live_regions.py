@@ -426,7 +426,9 @@ def test_live_memory_that_changes_after_a_commit_is_found(
     assert commit(live, 8)["error"] == "" and worker.loads == 2, "a whole load repairs it"
     assert commit(live, 9)["check"] == [] and worker.loads == 2, "and copies go on"
     change(worker.model)
-    assert any(fault.startswith(named) for fault in live.check()["faults"]), "what changes again is found again"
+    assert any(fault.startswith(named) for fault in live.check()["faults"]), (
+        "what changes again is found again"
+    )
 
 
 def test_a_worker_without_memory_for_a_standby_loads_every_version(

@@ -20,7 +20,6 @@ from flotilla_coordinator.cli import (
     samples,
     stacks,
     timeline,
-    trackers,
     weights,
 )
 from flotilla_coordinator.cli.options import INTERRUPTED, code_of
@@ -73,7 +72,6 @@ app.add_typer(reward.app, name="reward")
 app.add_typer(run.app, name="run")
 run.app.command()(run.pause)
 run.app.command("set")(run.set_)
-run.app.command()(trackers.track)
 app.command()(samples.samples)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("eval")(evaluate.evaluate)

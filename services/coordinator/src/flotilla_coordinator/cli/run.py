@@ -2,11 +2,13 @@
 
 Invariants: where the stack of a run does not run, its ledger, run directories and files answer, and nothing of it is
 written. Its state on disk is read only when nothing can be changing it: no coordinator was named, and no launcher of
-the stack is alive.
+the stack is alive. `track` leaves an active run to its coordinator, because two processes of one tracker would tell
+lines twice, and sends nothing again that was taken.
 """
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -141,12 +143,7 @@ def show(
     from flotilla_coordinator.cli.output import local_time, print_json, print_line
     from flotilla_core.telemetry.metrics import in_groups
 
-    async def ask() -> tuple[Run, str]:
-        async with client_of(stack, coordinator) as client:
-            answer = await client.get_run_and_config(run)
-            return answer.run, answer.config_yaml
-
-    found, config_yaml = ask_or_else(ask(), lambda paths: get_run(paths, run), stack, coordinator)
+    found, config_yaml = run_and_config(run, stack, coordinator)
     values = run_json(found)
     if as_json:
         from flotilla_core.config import read_values
@@ -352,6 +349,58 @@ def set_(
         print_json(run_json(found))
     else:
         say(f"run {found.run_id}: {', '.join(changes)} from step {found.step + 1} on")
+
+
+@app.command()
+def track(
+    run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
+) -> None:
+    """Send the trackers of an ended run what they have not taken; also while the stack is down."""
+    from flotilla_coordinator.cli.output import print_json, print_table, say, state_name
+    from flotilla_core.config import RunConfig, load_text
+    from flotilla_core.errors import FailedPrecondition, InvalidConfig
+    from flotilla_trackers.follow import TrackerProcess, tracker_errors
+
+    found, config_yaml = run_and_config(run, stack, coordinator)
+    if not found.HasField("ended_at"):
+        raise FailedPrecondition(
+            f"run {found.run_id} has not ended",
+            why="its coordinator gives its trackers what is there",
+            next_step=f"wait for its end: flotilla run watch {found.run_id}",
+        )
+    config = load_text(RunConfig, config_yaml, source=f"run {found.run_id}")
+    if errors := tracker_errors(config):
+        raise InvalidConfig("the trackers cannot be used", where=f"run {found.run_id}", why="; ".join(errors))
+    processes = [
+        TrackerProcess(found.run_id, Path(found.directory), config, section, section.type)
+        for section in config.trackers
+    ]
+
+    async def send() -> None:
+        for process in processes:
+            process.end(state_name(found))
+        await asyncio.gather(*(process.run(lambda _, text: say(text)) for process in processes))
+
+    asyncio.run(send())
+    left = {process.name: process.behind() for process in processes}
+    if as_json:
+        print_json({"behind": left})
+    else:
+        rows = [(one.name, str(one.progress.points), str(left[one.name]), one.reason) for one in processes]
+        print_table(("TRACKER", "TAKEN", "BEHIND", "WHY"), rows)
+    if any(left.values()):
+        raise typer.Exit(1)
+
+
+def run_and_config(run: str, stack: str | None, coordinator: str | None) -> tuple[Run, str]:
+    """Return a run and its configuration, also while the stack is down."""
+
+    async def ask() -> tuple[Run, str]:
+        async with client_of(stack, coordinator) as client:
+            answer = await client.get_run_and_config(run)
+            return answer.run, answer.config_yaml
+
+    return ask_or_else(ask(), lambda paths: get_run(paths, run), stack, coordinator)
 
 
 def ask_or_else(

@@ -81,7 +81,7 @@ class Told:
     def note(self, event: RunEvent) -> None:
         """Keep a notice that matters at the end."""
         from flotilla.coordinator.v1.run_pb2 import NOTICE_LEVEL_ERROR, NOTICE_LEVEL_WARNING
-        from flotilla_coordinator.trackers import SHOWS
+        from flotilla_trackers import SHOWS
 
         if event.WhichOneof("event") != "notice":
             return

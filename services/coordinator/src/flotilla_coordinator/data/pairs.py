@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from flotilla_coordinator.data.columns import Columns, Messages, as_messages, value_at
 from flotilla_coordinator.data.prompts import Answer, AnswerPair, LeftOut, Made, PromptFile, load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig
+from flotilla_data.columns import Columns, Messages, as_messages, value_at
 
 
 def load_pairs(

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flotilla_coordinator.data.columns import Columns, all_usable, as_messages, require_usable, value_at
-from flotilla_coordinator.data.rows import ROWS_AT_ONCE, Proof, Row, Rows, open_rows
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig, NotFound
+from flotilla_data.columns import Columns, all_usable, as_messages, require_usable, value_at
+from flotilla_data.rows import ROWS_AT_ONCE, Proof, Row, Rows, open_rows
 
 STREAMED_ABOVE_ROWS = 20_000
 """More rows are streamed unless `data.streaming` says otherwise: they take seconds to tokenize, and much memory."""

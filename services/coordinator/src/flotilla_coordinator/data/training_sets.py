@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flotilla_coordinator.data.columns import Columns, value_at
-from flotilla_coordinator.data.files import set_name
 from flotilla_coordinator.data.pairs import Pairs
 from flotilla_coordinator.data.prompts import (
     LeftOut,
@@ -39,6 +37,8 @@ from flotilla_core.config.document import describe
 from flotilla_core.config.roles import AskedTeachers
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.roles import teacher_role
+from flotilla_data.columns import Columns, value_at
+from flotilla_data.files import set_name
 
 
 @dataclass(frozen=True)

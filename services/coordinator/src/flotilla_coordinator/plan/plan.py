@@ -30,10 +30,10 @@ from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, adapter_errors
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_tokens
-from flotilla_coordinator.trackers.follow import tracker_errors
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
+from flotilla_trackers.follow import tracker_errors
 
 
 def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:

@@ -9,7 +9,6 @@ active.
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
 import os
@@ -29,6 +28,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_core.disk import names_full_disk, why_full
 from flotilla_core.errors import AlreadyExists
 from flotilla_core.files import write_atomically
+from flotilla_data.samples import read_samples
 
 if TYPE_CHECKING:
     from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
@@ -181,22 +181,11 @@ class RunDirectory:
 
     def read_samples(self, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
         """Return all samples, or those of `steps`, step by step; where a step was repeated, those of the last time."""
-        return self._read_newest("step", steps)
+        return read_samples(self.path, "step", steps)
 
     def read_answers(self, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
         """Return the answers of all evaluations, or of those after so many steps, in the same way."""
-        return self._read_newest("eval", steps)
-
-    def _read_newest(self, kind: str, steps: Collection[int] | None) -> Iterator[dict[str, Any]]:
-        newest: dict[str, tuple[int, Path]] = {}
-        for path in (self.path / "samples").glob(f"{kind}-*.jsonl.zst"):
-            step, _, number = path.name.partition(".")[0].removeprefix(f"{kind}-").partition("-")
-            if steps is None or int(step) in steps:
-                newest[step] = max(newest.get(step, (0, path)), (int(number or 1), path))
-        for _, (_, path) in sorted(newest.items()):
-            with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
-                for line in io.TextIOWrapper(reader, "utf-8"):
-                    yield json.loads(line)
+        return read_samples(self.path, "eval", steps)
 
     def _keep_logs(self, logs: Iterable[Path]) -> None:
         """Link the logs, so that later lines are included; copy them where the file system allows no links."""

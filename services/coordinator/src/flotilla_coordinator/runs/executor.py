@@ -30,7 +30,6 @@ from flotilla_coordinator.runs.disk_waits import TRY_AGAIN_S
 from flotilla_coordinator.runs.loop import run_loop
 from flotilla_coordinator.runs.resume import StartPoint, restore
 from flotilla_coordinator.runs.wiring import RunWiring
-from flotilla_coordinator.trackers.follow import Trackers
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_core import telemetry
 from flotilla_core.errors import (
@@ -45,6 +44,7 @@ from flotilla_core.errors import (
 from flotilla_core.service import Host
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
+from flotilla_trackers.follow import Trackers
 
 log = structlog.get_logger(__name__)
 

@@ -36,13 +36,13 @@ from flotilla_coordinator.runs.status import (
     interrupted_run,
     record_end,
 )
-from flotilla_coordinator.trackers.follow import Trackers
 from flotilla_core import ids
 from flotilla_core.bus import EventStream
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import RunConfig, dump_yaml, load_text
 from flotilla_core.errors import DiskFull, FailedPrecondition, FlotillaError, InvalidConfig
 from flotilla_core.service import Host
+from flotilla_trackers.follow import Trackers
 
 log = structlog.get_logger(__name__)
 

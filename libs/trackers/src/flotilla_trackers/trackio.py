@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flotilla_coordinator.trackers.tracker import COLUMNS, RunFacts, Tracker
 from flotilla_core.config import TrackioConfig
+from flotilla_trackers.tracker import COLUMNS, RunFacts, Tracker
 
 
 class TrackioTracker(Tracker):

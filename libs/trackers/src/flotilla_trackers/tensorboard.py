@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flotilla_coordinator.trackers.tracker import COLUMNS, RunFacts, Tracker
 from flotilla_core.config import TensorBoardConfig
+from flotilla_trackers.tracker import COLUMNS, RunFacts, Tracker
 
 
 class TensorBoardTracker(Tracker):

@@ -25,12 +25,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.trackers.mlflow import MlflowTracker
-from flotilla_coordinator.trackers.tensorboard import TensorBoardTracker
-from flotilla_coordinator.trackers.tracker import RunFacts, Tracker, rows_of, without_secrets
-from flotilla_coordinator.trackers.trackio import TrackioTracker
-from flotilla_coordinator.trackers.wandb import WandbTracker
 from flotilla_core.config import (
     MlflowConfig,
     TensorBoardConfig,
@@ -39,6 +33,12 @@ from flotilla_core.config import (
     WandbConfig,
 )
 from flotilla_core.files import write_atomically
+from flotilla_data.samples import read_samples
+from flotilla_trackers.mlflow import MlflowTracker
+from flotilla_trackers.tensorboard import TensorBoardTracker
+from flotilla_trackers.tracker import RunFacts, Tracker, rows_of, without_secrets
+from flotilla_trackers.trackio import TrackioTracker
+from flotilla_trackers.wandb import WandbTracker
 
 LOOK_EVERY_S = 1.0
 LONGEST_CALL_S = 120.0
@@ -157,7 +157,7 @@ class Feed:
         config = self._config
         if record.file != METRICS or not config.samples or record.step % config.samples_every_steps:
             return []
-        samples = RunDirectory(self._facts.directory).read_samples({record.step - 1})
+        samples = read_samples(self._facts.directory, "step", {record.step - 1})
         return rows_of(list(samples), config.samples)
 
     def _save(self) -> None:

@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flotilla_coordinator.data.columns import is_sent_as_text
-from flotilla_coordinator.data.files import (
+from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_core.json_text import json_object
+from flotilla_data.columns import is_sent_as_text
+from flotilla_data.files import (
     Identity,
     content_digest,
     data_files,
@@ -36,8 +38,6 @@ from flotilla_coordinator.data.files import (
     unpacked_lines,
     unreadable,
 )
-from flotilla_core.errors import FailedPrecondition, InvalidConfig
-from flotilla_core.json_text import json_object
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from flotilla_coordinator.trackers.tracker import COLUMNS, RunFacts, Tracker
 from flotilla_core.config import MlflowConfig
+from flotilla_trackers.tracker import COLUMNS, RunFacts, Tracker
 
 RUN_ID = "flotilla.run_id"
 ALLOW_FILES = "MLFLOW_ALLOW_FILE_STORE"

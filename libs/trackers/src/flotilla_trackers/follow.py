@@ -19,16 +19,16 @@ from pathlib import Path
 
 import structlog
 
-from flotilla_coordinator.trackers import SHOWS
-from flotilla_coordinator.trackers.feed import Progress, progress_path
 from flotilla_core.config import DIRECT, HostedTrackerConfig, RunConfig, TrackerConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_core.trust import read_secret
+from flotilla_trackers import SHOWS
+from flotilla_trackers.feed import Progress, progress_path
 
 log = structlog.get_logger(__name__)
 
-COMMAND = (sys.executable, "-m", "flotilla_coordinator.trackers.feed")
+COMMAND = (sys.executable, "-m", "flotilla_trackers.feed")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 END_S = 60.0
 CLOSE_S = 5.0
@@ -50,7 +50,7 @@ def tracker_errors(config: RunConfig) -> list[str]:
         if spec is None or spec.origin is None:
             errors.append(
                 f"trackers names {section.type}, whose client is not installed where the coordinator runs: "
-                f"pip install 'flotilla-coordinator[{section.type}]'"
+                f"pip install 'flotilla-trackers[{section.type}]'"
             )
         if isinstance(section, HostedTrackerConfig):
             try:
