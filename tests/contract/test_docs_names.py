@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from flotilla_coordinator.cli.main import app
 from flotilla_core.config import ConfigModel, PolicyConfig, RunConfig, StackConfig, load_text
 from flotilla_core.config.other_programs import OURS
+from flotilla_core.errors import InvalidConfig
 from flotilla_core.telemetry.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,20 +195,31 @@ def test_every_command_of_a_page_parses(page: Path) -> None:
 
 @pytest.mark.parametrize("page", named(PAGES))
 def test_every_block_of_yaml_is_a_configuration_or_a_part_of_one(page: Path) -> None:
-    for text in blocks(page, "yaml"):
-        content = yaml.safe_load(text)
-        top = set(content)
-        of_a_run = RunConfig.model_fields.keys() | PolicyConfig.model_fields.keys()
-        if text.startswith("# stack.yaml") or not top <= of_a_run:
-            load_text(StackConfig, text, source=page.name)
-            continue
+    refused = [error for text in blocks(page, "yaml") if (error := refusal(text, page.name))]
+    assert refused == []
+
+
+def refusal(text: str, source: str) -> str:
+    """Return why a block of YAML is neither a stack, a run nor a part of one; empty if it is."""
+    content = yaml.safe_load(text)
+    top = set(content)
+    of_a_run = RunConfig.model_fields.keys() | PolicyConfig.model_fields.keys()
+    model: type[ConfigModel] = RunConfig
+    if text.startswith("# stack.yaml") or not top <= of_a_run:
+        model = StackConfig
+    else:
         if not top <= RunConfig.model_fields.keys():
             content = {"algorithm": content}
         whole = REST_OF_A_RUN | content
         whole["data"] = {**REST_OF_A_RUN["data"], **content.get("data", {})}
         if content.get("algorithm", {}).get("type") not in WITHOUT_REWARDS:
             whole = WITH_REWARDS | whole
-        load_text(RunConfig, yaml.safe_dump(whole), source=page.name)
+        text = yaml.safe_dump(whole)
+    try:
+        load_text(model, text, source=source)
+    except InvalidConfig as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("page", named(COMING_FROM))

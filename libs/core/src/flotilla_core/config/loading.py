@@ -236,14 +236,14 @@ def dump_yaml(config: ConfigModel) -> str:
 def json_schema(model: type[ConfigModel]) -> dict[str, Any]:
     """Return the JSON schema, for editors and for the reference page."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
-    for section in sections_of(model):
+    for section in _sections_of(model):
         of_section = schema if section is model else schema["$defs"][section.__name__]
         for name, text in section.descriptions().items():
             of_section["properties"][name]["description"] = text
     return schema
 
 
-def sections_of(model: type[ConfigModel]) -> set[type[ConfigModel]]:
+def _sections_of(model: type[ConfigModel]) -> set[type[ConfigModel]]:
     """Return a model and all models below it."""
     found, pending = {model}, [model]
     while pending:

@@ -73,7 +73,7 @@ class ConfigModel(BaseModel):
     def descriptions(cls) -> dict[str, str]:
         """Return the text that the source has below each field.
 
-        Pydantic would read it for every model when a process starts, which takes as long as to build the models.
+        Pydantic could keep it in the fields, but would then parse the source of every model at each start of a process.
         """
         found: dict[str, str] = {}
         for owner in reversed(cls.__mro__):
@@ -179,19 +179,6 @@ class UserFunction(ConfigModel):
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments for the function."""
         return self.parameters
-
-    @classmethod
-    @cache
-    def descriptions(cls) -> dict[str, str]:
-        """Return the text that the source has below each field.
-
-        Pydantic would read it for every model when a process starts, which takes as long as to build the models.
-        """
-        found: dict[str, str] = {}
-        for owner in reversed(cls.__mro__):
-            if issubclass(owner, ConfigModel) and owner is not ConfigModel:
-                found |= _texts_below_fields(owner)
-        return {name: text for name, text in found.items() if name in cls.model_fields}
 
     def with_paths_from(self, directory: Path) -> Self:
         return self.model_copy(update={"type": function_path(self.type, directory)})
