@@ -159,10 +159,22 @@ async def failure_of(call: Any) -> FlotillaError:
     return caught.value
 
 
+async def stop_rank(pid: int) -> None:
+    """Stop a rank by a signal, which takes effect in its own time."""
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(10):
+        while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_killed_rank_is_named_and_the_gang_comes_back(pair: Any, groups_of: MakeGroups) -> None:
     await pair.open()
     victim = pair.gang.pids()[1]
+    await stop_rank(victim)
     running = asyncio.create_task(pair.train(0, groups_of([60, 60])))
+    async with asyncio.timeout(10):  # The call reaches the ranks; a stopped one keeps it there.
+        while not pair.activities.current():
+            await asyncio.sleep(0.01)
     os.kill(victim, signal.SIGKILL)
     error = await failure_of(running)
     assert isinstance(error, RankFailed)
@@ -184,10 +196,7 @@ async def test_a_stopped_rank_is_named_within_the_limit_while_the_front_answers(
     await pair.open()
     pair.lost.clear()
     old = pair.gang.pids()
-    os.kill(old[1], signal.SIGSTOP)
-    async with asyncio.timeout(10):  # The signal takes effect in its own time.
-        while psutil.Process(old[1]).status() != psutil.STATUS_STOPPED:
-            await asyncio.sleep(0.01)
+    await stop_rank(old[1])
     started = time.monotonic()
     running = asyncio.create_task(pair.train(0, groups_of([3, 3])))
     stacks = await pair.gang.stacks()
