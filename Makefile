@@ -49,6 +49,10 @@ doctor: setup  ## Check this machine and the fleet
 demo: setup  ## Train a small model on arithmetic, end to end
 	@$(BIN)/python examples/arithmetic/demo.py
 
+.PHONY: demo-real
+demo-real: setup  ## Teach a real chat model to follow instructions (it is downloaded once, 92 MB)
+	@$(BIN)/python examples/instruct/demo.py
+
 .PHONY: bench
 bench: setup  ## Measure and print one table
 	@$(BIN)/python bench/run.py

@@ -4,25 +4,22 @@ Makes the model and the data if they are not there, starts the fleet, teaches th
 sums by imitation, then trains it by rewards alone. Everything goes through the `flotilla` command, as a user would do
 it. Exits with 0 only when held-out accuracy rises from at most 0.65 to at least 0.93 (0.90 with adapters or another
 algorithm, or with experts: `--moe`); with `--control`, where rewards are shuffled, only when it ends at or below its
-start. A fleet that this script started is always stopped again.
+start.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from commands import ROOT, DemoFailed, chapter, fleet, flotilla, make, told, train
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 EXAMPLE = HERE.relative_to(ROOT)
-FLOTILLA = Path(sys.executable).with_name("flotilla")
 FILES = {"topr": ("stack.yaml", "topr.yaml"), "ppo": ("stack-ppo.yaml", "ppo.yaml")}
 """The stack and the run of algorithms that need others than GRPO's."""
 MOE_STACK, MOE_MODEL = "stack-moe.yaml", HERE / "model-moe"
@@ -34,61 +31,18 @@ LOWEST_END_OF_OTHERS = 0.90
 DEFAULT = "topr"
 
 
-class DemoFailed(Exception):
-    """The demo did not show what it promises; the message says why."""
-
-
-def flotilla(*arguments: str) -> dict[str, Any]:
-    """Run the command line with its talk on our terminal; returns the object that it prints."""
-    done = subprocess.run(
-        [FLOTILLA, *arguments, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
-    )
-    if done.returncode != 0:
-        command = " ".join(("flotilla", *arguments))
-        raise DemoFailed(f"exit code {done.returncode}, for the reason said above, of: {command}")
-    result: dict[str, Any] = json.loads(done.stdout)
-    if result.get("state") == "stopped":
-        raise DemoFailed(f"run {result['run_id']} was stopped at step {result['step']}: {result['reason']}")
-    return result
-
-
-@contextmanager
-def fleet(stack: tuple[str, str]) -> Iterator[None]:
-    """A fleet of this example: started if it does not run, and stopped again if it was started here."""
-    try:
-        ours = True
-        ours = flotilla("up", *stack)["changed"]
-        say("the fleet is up" if ours else "the fleet was up already")
-        yield
-    finally:
-        if ours:
-            flotilla("down", *stack)
-            say("the fleet is down")
-
-
-def train(stack: tuple[str, str], files: list[str], *overrides: str) -> dict[str, Any]:
-    """Start a run and follow it to its end."""
-    return flotilla("run", "start", *(str(EXAMPLE / file) for file in files), *overrides, *stack, "--wait")
-
-
-def make_mixture() -> None:
-    """The model with experts, where it is not there yet; `flotilla up` makes the rest of the example."""
-    if not MOE_MODEL.is_dir():
-        command = [sys.executable, str(HERE / "make_model.py"), "--moe", "--out", str(MOE_MODEL)]
-        subprocess.run(command, stdout=sys.stderr, check=True)
-
-
 def demo(seed: int, algorithm: str, *, lora: bool, moe: bool, control: bool) -> None:
     """The whole story; raises `DemoFailed` where it ends otherwise."""
     stack_file, file = FILES.get(algorithm, ("stack.yaml", "grpo.yaml"))
     if moe:
-        make_mixture()
         stack_file = MOE_STACK
+        if not MOE_MODEL.is_dir():  # `flotilla up` makes the rest of the example.
+            make(HERE / "make_model.py", "--moe", "--out", str(MOE_MODEL))
     stack = ("--stack", str(EXAMPLE / stack_file))
     chapter(1, f"fleet: generator, trainer, rewards and coordinator on this machine ({stack_file})")
     with fleet(stack):
         chapter(2, f"warm-up: imitation, until held-out accuracy is 0.5 or more (seed {seed})")
-        warm = train(stack, ["sft.yaml"], f"seed={seed}")
+        warm = train(stack, [EXAMPLE / "sft.yaml"], f"seed={seed}")
 
         if control:
             chapter(3, "control: the training of the demo on shuffled rewards, which must not teach anything")
@@ -98,7 +52,9 @@ def demo(seed: int, algorithm: str, *, lora: bool, moe: bool, control: bool) -> 
         longer = lora or algorithm not in ("grpo", *FILES)
         files = [file, *["longer.yaml"] * longer, *["lora.yaml"] * lora, *["control.yaml"] * control]
         start = f"initial_weights={warm['directory']}/model"
-        run = train(stack, files, f"seed={seed}", start, f"algorithm.type={algorithm}")
+        run = train(
+            stack, [EXAMPLE / name for name in files], f"seed={seed}", start, f"algorithm.type={algorithm}"
+        )
         timeline = Path(run["directory"]) / "timeline.json"
         flotilla("timeline", run["run_id"], "-o", str(timeline), *stack)
     chapter(4, "what came of it")
@@ -132,14 +88,6 @@ def judge(metrics: dict[str, float], lowest_end: float, *, control: bool) -> Non
         raise DemoFailed(f"accuracy after is {after:.3f}, below {lowest_end}")
 
 
-def chapter(number: int, title: str) -> None:
-    say(f"\n==> {number}/4  {title}")
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of both runs (%(default)s)")
@@ -150,17 +98,12 @@ def main() -> int:
     parser.add_argument("--moe", action="store_true", help="a model with 8 experts in each layer")
     parser.add_argument("--control", action="store_true", help="shuffle the rewards: must not learn")
     arguments = parser.parse_args()
-    started = time.monotonic()
-    try:
-        algorithm = arguments.algorithm or ("grpo" if arguments.lora else DEFAULT)
-        demo(arguments.seed, algorithm, lora=arguments.lora, moe=arguments.moe, control=arguments.control)
-    except DemoFailed as failure:
-        print(f"demo failed: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    say(f"\ndone in {time.monotonic() - started:.0f} s")
-    return 0
+    algorithm = arguments.algorithm or ("grpo" if arguments.lora else DEFAULT)
+    return told(
+        lambda: demo(
+            arguments.seed, algorithm, lora=arguments.lora, moe=arguments.moe, control=arguments.control
+        )
+    )
 
 
 if __name__ == "__main__":
