@@ -38,7 +38,7 @@ CHECKS: dict[str, Callable[[str, Any], bool]] = {
 
 def _items(text: str) -> int:
     """How many different items a list has, on lines of their own, with commas or with "and" between them."""
-    parts = [part.strip(" .*-0123456789") for part in re.split(r",|\n|\band\b", text)]
+    parts = [part.strip(" .*-0123456789") for part in re.split(r",|\n|\band\b", text.lower())]
     items = [part for part in parts if part]
     short = all(len(item.split()) <= 4 for item in items)
     return len(items) if short and len(set(items)) == len(items) else 0
