@@ -8,7 +8,6 @@ Exits with 0 only when that score rises by at least `--rise` (0.10), and by thre
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import sys
@@ -16,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import zstandard
+from flotilla_data.samples import read_samples
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -48,12 +47,11 @@ def demo(asked: argparse.Namespace) -> None:
 
 def report(directory: Path) -> None:
     """Scores by kind before and after, and what a user wants to open next."""
-    before, after = answers(directory, "first"), answers(directory, "last")
-    print(f"{'kind of instruction':24}  before  after")
-    for name in SETS:
-        for kind in sorted(before[name]):
-            print(f"{kind:24}  {mean(before[name][kind]):6.2f} {mean(after[name][kind]):6.2f}")
     lines = evaluations(directory)
+    before, after = (scores_by_kind(directory, lines[at]["step"]) for at in (0, -1))
+    print(f"{'kind of instruction':24}  before  after")
+    for of in sorted(before, key=lambda of: (SETS.index(of[0]), of[1])):
+        print(f"{of[1]:24}  {before[of]:6.2f} {after[of]:6.2f}")
     for name, text in zip(SETS, ("held-out score", "kinds not trained"), strict=True):
         first, last = (score(line, name) for line in (lines[0], lines[-1]))
         print(f"{text:24}  {first[0]:.3f} ± {first[1]:.3f} to {last[0]:.3f} ± {last[1]:.3f}")
@@ -87,19 +85,12 @@ def score(line: dict[str, Any], name: str) -> tuple[float, float]:
     return line[f"eval/{name}/reward_mean"], line[f"eval/{name}/reward_stderr"]
 
 
-def answers(directory: Path, which: str) -> dict[str, dict[str, list[float]]]:
-    """Rewards of the first or the last evaluation, by set and kind."""
-    files = sorted((directory / "samples").glob("eval-*.jsonl.zst"))
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with files[0 if which == "first" else -1].open("rb") as packed:
-        for line in io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(packed), encoding="utf-8"):
-            row = json.loads(line)
-            found[row["set"]][row["info"]["kind"]].append(row["reward"])
-    return found
-
-
-def mean(rewards: list[float]) -> float:
-    return sum(rewards) / len(rewards)
+def scores_by_kind(directory: Path, step: int) -> dict[tuple[str, str], float]:
+    """The mean reward of each set and kind in the evaluation after a step."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for answer in read_samples(directory, "eval", [step]):
+        found[answer["set"], answer["info"]["kind"]].append(answer["reward"])
+    return {of: sum(rewards) / len(rewards) for of, rewards in found.items()}
 
 
 def main() -> int:

@@ -134,15 +134,13 @@ def make_data(out: Path, *, seed: int = 0) -> None:
     """Write the three files to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
-    trained = {name: (make, split(subjects, seed)[0]) for name, (make, subjects) in KINDS.items()}
-    held_out = {name: (make, split(subjects, seed)[1]) for name, (make, subjects) in KINDS.items()}
-    other = {name: (make, split(subjects, seed)[1]) for name, (make, subjects) in UNTRAINED.items()}
-    for name, kinds, count in (
-        ("train", trained, TRAIN),
-        ("heldout", held_out, HELD_OUT),
-        ("other-kinds", other, OTHER_KINDS),
+    for name, kinds, part, count in (
+        ("train", KINDS, 0, TRAIN),
+        ("heldout", KINDS, 1, HELD_OUT),
+        ("other-kinds", UNTRAINED, 1, OTHER_KINDS),
     ):
-        lines = (json.dumps(row) + "\n" for row in rows(kinds, count, draw))
+        of_part = {kind: (make, split(subjects, seed)[part]) for kind, (make, subjects) in kinds.items()}
+        lines = (json.dumps(row) + "\n" for row in rows(of_part, count, draw))
         (out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
