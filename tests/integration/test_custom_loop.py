@@ -117,7 +117,10 @@ def test_the_primitives_act_once_and_say_what_is_wrong(
         assert loop.sync() == Version(0, 1)
         [fresh] = loop.sample(loop.prompts(1), 1)
         assert Version.from_proto(fresh.samples[0].version_spans[0].version) == Version(0, 1)
-        assert 0 <= loop.evaluate() <= 1
+        evaluated = loop.evaluate()
+        assert evaluated.version == Version(0, 1) and list(evaluated.sets) == ["heldout"]
+        assert evaluated.first.prompts == 8 and 0 <= evaluated.first.accuracy <= 1
+        assert evaluated.first.reward_mean > 0 and evaluated.first.reward_stderr > 0
         # The same samples again: trained again, recorded once. An older version's: as stale as the client likes.
         loop.forward_backward([group])
         loop.forward_backward([stale])

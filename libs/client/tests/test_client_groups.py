@@ -1,7 +1,8 @@
-"""What a loop hands to the trainer: losses as in a run file, samples as they are."""
+"""What a loop hands to the trainer (losses as in a run file, samples as they are), and how it reads evaluations."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 from google.protobuf import json_format
 
-from flotilla_client import Group, Prompt, Sample
+from flotilla.coordinator.v1 import loop_pb2 as pb
+from flotilla_client import EvaluationResult, Group, HeldOutResult, Prompt, Sample
 from flotilla_client.loop import loss_function
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor
+from flotilla_core.version import Version
 
 
 def sample(**changes: Any) -> Sample:
@@ -54,6 +57,18 @@ def test_a_mask_and_log_probabilities_go_as_they_are() -> None:
 def test_a_group_without_prompt_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="prompt has no tokens"):
         Group("g", Prompt("text"), [sample()]).train_group()
+
+
+def test_an_evaluation_has_what_was_measured_on_each_set() -> None:
+    metrics = {"eval/accuracy": 0.5, "eval/reward_mean": 0.75, "eval/reward_stderr": 0.1}
+    metrics |= {f"eval/pass@{k}": k / 16 for k in (16, 1, 2)} | {"eval/maj@16": 0.25, "eval/mean@16": 0.5}
+    found = HeldOutResult.from_proto(pb.HeldOutResult(name="sums", prompts=40, metrics=metrics))
+    assert (found.prompts, found.accuracy, found.reward_mean, found.reward_stderr) == (40, 0.5, 0.75, 0.1)
+    assert list(found.pass_at.items()) == [(1, 1 / 16), (2, 2 / 16), (16, 1.0)] and found.maj_at == {16: 0.25}
+    assert math.isnan(found.accuracy_stderr)
+    pairs = HeldOutResult.from_proto(pb.HeldOutResult(prompts=3, metrics={"eval/accuracy": 1.0}))
+    assert math.isnan(pairs.reward_mean) and pairs.pass_at == pairs.maj_at == {}
+    assert EvaluationResult(Version(0, 1), {"sums": found, "pairs": pairs}).first is found
 
 
 def test_a_chat_is_a_prompt_and_comes_back_with_its_text_and_tokens() -> None:

@@ -16,6 +16,7 @@ from flotilla_coordinator.evaluation.evaluate import (
     Evaluation,
     Evaluator,
     HeldOutPrompts,
+    HeldOutResult,
     before,
     before_and_after,
     figures_of,
@@ -123,6 +124,8 @@ async def test_each_set_has_its_figures_and_the_first_one_the_plain_names_too() 
         0.5,
     )
     assert found.metrics["eval/hard/reward_mean"] == 0.5 and found.metrics["eval/reward_mean"] == 0.75
+    assert [(name, one.prompts) for name, one in found.sets.items()] == [("easy", 4), ("hard", 2)]
+    assert found.sets["hard"].metrics["eval/accuracy"] == 0.5
     names = [name for request in generation.asked for name in request.sample_ids]
     assert len(set(names)) == 6, "two sets never share a sample"
     assert [answer.held_out for answer in found.answers] == ["easy"] * 4 + ["hard"] * 2
@@ -245,7 +248,8 @@ def test_accuracy_is_told_alone_where_it_is_the_mean_reward() -> None:
 
 
 def test_sets_are_told_one_by_one() -> None:
-    found = Evaluation.of_sets({"easy": figures([[1.0], [1.0]]), "hard": figures([[0.5], [0.5]])})
+    easy, hard = HeldOutResult(2, figures([[1.0], [1.0]])), HeldOutResult(2, figures([[0.5], [0.5]]))
+    found = Evaluation.of_sets({"easy": easy, "hard": hard})
     told = "easy: accuracy 1.000 ± 0.000; hard: mean reward 0.500 ± 0.000 (no answer reached success_at)"
     assert held_out_text(found.figures) == f"held-out {told}"
     lines = before_and_after(before(found.figures) | found.figures | {"eval/step": 4.0})

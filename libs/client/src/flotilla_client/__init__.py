@@ -22,12 +22,14 @@ from flotilla_client.synchronous import SyncClient, connect
 
 if TYPE_CHECKING:
     from flotilla_client.groups import Group, Prompt, Sample
-    from flotilla_client.loop import Loop, StepResult
+    from flotilla_client.loop import EvaluationResult, HeldOutResult, Loop, StepResult
     from flotilla_client.synchronous_loop import SyncLoop
 
 __all__ = [
     "Client",
+    "EvaluationResult",
     "Group",
+    "HeldOutResult",
     "Loop",
     "Prompt",
     "Sample",
@@ -40,7 +42,9 @@ __all__ = [
 ]
 
 _OF_LOOPS = {
+    "EvaluationResult": "loop",
     "Group": "groups",
+    "HeldOutResult": "loop",
     "Loop": "loop",
     "Prompt": "groups",
     "Sample": "groups",

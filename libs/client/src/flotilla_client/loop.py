@@ -51,6 +51,61 @@ class StepResult:
     """Why no step was made; empty when one was."""
 
 
+@dataclass(frozen=True)
+class HeldOutResult:
+    """The figures of one held-out set, as docs/evaluation.md defines them."""
+
+    prompts: int
+    """How many prompts, or pairs of answers."""
+    accuracy: float
+    accuracy_stderr: float
+    """NaN for a single prompt, and for pairs."""
+    reward_mean: float
+    """NaN for pairs."""
+    reward_stderr: float
+    """NaN where the error of the accuracy is."""
+    pass_at: dict[int, float]
+    """By k; empty where each prompt has one answer. The same holds for `maj_at`."""
+    maj_at: dict[int, float]
+
+    @classmethod
+    def from_proto(cls, message: pb.HeldOutResult) -> HeldOutResult:
+        """Read it from the wire."""
+
+        def figure(name: str) -> float:
+            return message.metrics.get(f"eval/{name}", float("nan"))
+
+        def by_number(name: str) -> dict[int, float]:
+            prefix = f"eval/{name}@"
+            named = {int(key[len(prefix) :]): key for key in message.metrics if key.startswith(prefix)}
+            return {number: message.metrics[named[number]] for number in sorted(named)}
+
+        return cls(
+            message.prompts,
+            figure("accuracy"),
+            figure("accuracy_stderr"),
+            figure("reward_mean"),
+            figure("reward_stderr"),
+            by_number("pass"),
+            by_number("maj"),
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of an evaluation of all held-out sets."""
+
+    version: Version
+    """Of the policy that was evaluated."""
+    sets: dict[str, HeldOutResult]
+    """By their names, in the order of the run file."""
+
+    @property
+    def first(self) -> HeldOutResult:
+        """The figures of the first set, or of the only one."""
+        return next(iter(self.sets.values()))
+
+
 class Loop:
     """The primitives of one open run; see docs/custom-loops.md."""
 
@@ -164,10 +219,12 @@ class Loop:
         reply = await rpc.unary(self._stub.SyncWeights, request, timeout_s=_STEP_S)
         return Version.from_proto(reply.policy_version)
 
-    async def evaluate(self) -> float:
-        """Greedy accuracy on the run's held-out prompts, of the weights that were synced last."""
+    async def evaluate(self) -> EvaluationResult:
+        """Evaluate the weights that were synced last on the held-out sets of the run."""
         request = pb.EvaluatePolicyRequest(run_id=self.run_id)
-        return (await rpc.unary(self._stub.EvaluatePolicy, request, timeout_s=_STEP_S)).accuracy
+        reply = await rpc.unary(self._stub.EvaluatePolicy, request, timeout_s=_STEP_S)
+        sets = {one.name: HeldOutResult.from_proto(one) for one in reply.sets}
+        return EvaluationResult(Version.from_proto(reply.policy_version), sets)
 
     async def save(self) -> Path:
         """Save a checkpoint that `flotilla run resume` continues from; return when it is on disk."""

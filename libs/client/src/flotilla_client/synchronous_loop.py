@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flotilla_client.groups import Group, Prompt
-from flotilla_client.loop import Loss, StepResult
+from flotilla_client.loop import EvaluationResult, Loss, StepResult
 from flotilla_client.waiting import WaitingLoop
 from flotilla_core.version import Version
 
@@ -84,8 +84,8 @@ class SyncLoop(WaitingLoop):
         """Bring the policy to every generator; later samples are drawn from it."""
         return self._wait(self._loop.sync())
 
-    def evaluate(self) -> float:
-        """Greedy accuracy on the run's held-out prompts, of the weights that were synced last."""
+    def evaluate(self) -> EvaluationResult:
+        """Evaluate the weights that were synced last on the held-out sets of the run."""
         return self._wait(self._loop.evaluate())
 
     def save(self) -> Path:

@@ -147,9 +147,12 @@ class LoopServicer(LoopServiceServicer):
     async def EvaluatePolicy(
         self, request: pb.EvaluatePolicyRequest, context: Context
     ) -> pb.EvaluatePolicyResponse:
-        """Return the held-out accuracy."""
-        version, accuracy = await (await self._loop(request.run_id)).evaluate()
-        return pb.EvaluatePolicyResponse(policy_version=version.to_proto(), accuracy=accuracy)
+        """Evaluate the held-out sets."""
+        version, found = await (await self._loop(request.run_id)).evaluate()
+        reply = pb.EvaluatePolicyResponse(policy_version=version.to_proto(), accuracy=found.accuracy)
+        for name, of in found.sets.items():
+            reply.sets.add(name=name, prompts=of.prompts, metrics=of.metrics)
+        return reply
 
     async def SaveState(self, request: pb.SaveStateRequest, context: Context) -> pb.SaveStateResponse:
         """Write a checkpoint."""

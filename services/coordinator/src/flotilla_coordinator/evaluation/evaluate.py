@@ -85,6 +85,16 @@ class HeldOutAnswer:
 
 
 @dataclass(frozen=True)
+class HeldOutResult:
+    """What was measured on one held-out set."""
+
+    prompts: int
+    """How many, or how many pairs."""
+    metrics: dict[str, float]
+    """By their plain names."""
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The accuracy, by which runs are steered, and other metrics of the same evaluation."""
 
@@ -93,18 +103,18 @@ class Evaluation:
     """Further metrics by the names under which they are recorded."""
     answers: tuple[HeldOutAnswer, ...] = ()
     """What was generated, set by set and prompt by prompt."""
+    sets: Mapping[str, HeldOutResult] = field(default_factory=dict)
+    """The same figures, set by set."""
 
     @classmethod
-    def of_sets(
-        cls, found: Mapping[str, Mapping[str, float]], answers: Iterable[HeldOutAnswer] = ()
-    ) -> Evaluation:
+    def of_sets(cls, sets: Mapping[str, HeldOutResult], answers: Iterable[HeldOutAnswer] = ()) -> Evaluation:
         """Join the figures of all sets; those of the first one have the plain names as well."""
-        metrics = dict(next(iter(found.values())))
+        metrics = dict(next(iter(sets.values())).metrics)
         accuracy = metrics.pop(ACCURACY)
-        if len(found) > 1:
-            for name, figures in found.items():
-                metrics |= named(name, figures)
-        return cls(accuracy, metrics, tuple(answers))
+        if len(sets) > 1:
+            for name, found in sets.items():
+                metrics |= named(name, found.metrics)
+        return cls(accuracy, metrics, tuple(answers), sets)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -182,10 +192,11 @@ class Evaluator:
             answered = await gather_or_cancel(
                 self._answers(one, version, step, gate, on) for one in self._sets
             )
-        figures = {
-            one.name: _figures(one, answers) for one, answers in zip(self._sets, answered, strict=True)
+        sets = {
+            one.name: HeldOutResult(len(one.prompts), _figures(one, answers))
+            for one, answers in zip(self._sets, answered, strict=True)
         }
-        return Evaluation.of_sets(figures, (answer for answers in answered for answer in answers))
+        return Evaluation.of_sets(sets, (answer for answers in answered for answer in answers))
 
     async def _answers(
         self, one: HeldOutPrompts, version: Version, step: int, gate: asyncio.Semaphore, on: str
@@ -259,10 +270,11 @@ class PairEvaluator:
     async def evaluate(self, version: Version, step: int) -> Evaluation:
         """Return the share of held-out pairs that `version` ranks right; a tie counts half."""
         with evaluation_span(self._run_id, version, step):
-            figures = {
-                name: {ACCURACY: await self._ranked_right(pairs)} for name, pairs in self._sets.items()
+            sets = {
+                name: HeldOutResult(len(pairs), {ACCURACY: await self._ranked_right(pairs)})
+                for name, pairs in self._sets.items()
             }
-        return Evaluation.of_sets(figures)
+        return Evaluation.of_sets(sets)
 
     async def _ranked_right(self, prompts: list[Prompt]) -> float:
         right = 0.0

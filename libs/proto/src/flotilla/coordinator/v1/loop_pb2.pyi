@@ -673,22 +673,80 @@ class EvaluatePolicyResponse(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     ACCURACY_FIELD_NUMBER: _builtins.int
+    SETS_FIELD_NUMBER: _builtins.int
     accuracy: _builtins.float
+    """Of the first set."""
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion: ...
+    @_builtins.property
+    def sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOutResult]:
+        """In the order of the run file."""
+
     def __init__(
         self,
         *,
         policy_version: _version_pb2.PolicyVersion | None = ...,
         accuracy: _builtins.float = ...,
+        sets: _abc.Iterable[Global___HeldOutResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "policy_version", b"policy_version", "sets", b"sets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvaluatePolicyResponse: _TypeAlias = EvaluatePolicyResponse  # noqa: Y015
+
+@_typing.final
+class HeldOutResult(_message.Message):
+    """The figures of one held-out set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    prompts: _builtins.int
+    """Prompts, or pairs of answers."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """By their names among the metrics of a run that has this set alone: eval/accuracy, eval/pass@4."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        prompts: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "name", b"name", "prompts", b"prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldOutResult: _TypeAlias = HeldOutResult  # noqa: Y015
 
 @_typing.final
 class SaveStateRequest(_message.Message):

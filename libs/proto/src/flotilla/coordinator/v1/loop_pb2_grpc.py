@@ -162,7 +162,7 @@ class LoopServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EvaluatePolicy(self, request, context):
-        """Accuracy on the held-out prompts of the run, under the weights that the generators serve.
+        """Evaluate the held-out sets of the run, under the weights that the generators serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,7 +54,7 @@ class LoopServiceStub:
     SyncWeights: _grpc.UnaryUnaryMultiCallable[_loop_pb2.SyncWeightsRequest, _loop_pb2.SyncWeightsResponse]
     """Send the policy to the generators; later samples are drawn from it."""
     EvaluatePolicy: _grpc.UnaryUnaryMultiCallable[_loop_pb2.EvaluatePolicyRequest, _loop_pb2.EvaluatePolicyResponse]
-    """Accuracy on the held-out prompts of the run, under the weights that the generators serve."""
+    """Evaluate the held-out sets of the run, under the weights that the generators serve."""
     SaveState: _grpc.UnaryUnaryMultiCallable[_loop_pb2.SaveStateRequest, _loop_pb2.SaveStateResponse]
     """Write a checkpoint of the run; returns when it is on disk."""
     SaveModel: _grpc.UnaryUnaryMultiCallable[_loop_pb2.SaveModelRequest, _loop_pb2.SaveModelResponse]
@@ -88,7 +88,7 @@ class LoopServiceAsyncStub(LoopServiceStub):
     SyncWeights: _aio.UnaryUnaryMultiCallable[_loop_pb2.SyncWeightsRequest, _loop_pb2.SyncWeightsResponse]  # type: ignore[assignment]
     """Send the policy to the generators; later samples are drawn from it."""
     EvaluatePolicy: _aio.UnaryUnaryMultiCallable[_loop_pb2.EvaluatePolicyRequest, _loop_pb2.EvaluatePolicyResponse]  # type: ignore[assignment]
-    """Accuracy on the held-out prompts of the run, under the weights that the generators serve."""
+    """Evaluate the held-out sets of the run, under the weights that the generators serve."""
     SaveState: _aio.UnaryUnaryMultiCallable[_loop_pb2.SaveStateRequest, _loop_pb2.SaveStateResponse]  # type: ignore[assignment]
     """Write a checkpoint of the run; returns when it is on disk."""
     SaveModel: _aio.UnaryUnaryMultiCallable[_loop_pb2.SaveModelRequest, _loop_pb2.SaveModelResponse]  # type: ignore[assignment]
@@ -173,7 +173,7 @@ class LoopServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _loop_pb2.EvaluatePolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loop_pb2.EvaluatePolicyResponse, _abc.Awaitable[_loop_pb2.EvaluatePolicyResponse]]:
-        """Accuracy on the held-out prompts of the run, under the weights that the generators serve."""
+        """Evaluate the held-out sets of the run, under the weights that the generators serve."""
 
     @_abc_1.abstractmethod
     def SaveState(

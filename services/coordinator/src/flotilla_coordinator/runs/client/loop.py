@@ -18,6 +18,7 @@ from flotilla.reward.v1 import reward_pb2
 from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.evaluation.evaluate import Evaluation
 from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer
 from flotilla_coordinator.runs.client.calls import ClientCalls
@@ -168,10 +169,10 @@ class ClientLoop:
 
         return await self.calls.shielded(act())
 
-    async def evaluate(self) -> tuple[Version, float]:
-        """Return the accuracy on held-out prompts, and the version that was evaluated."""
+    async def evaluate(self) -> tuple[Version, Evaluation]:
+        """Evaluate the held-out sets; also return the version that was evaluated."""
 
-        async def act() -> tuple[Version, float]:
+        async def act() -> tuple[Version, Evaluation]:
             async with self.calls.turn("evaluate"):
                 evaluator, version = self.run.evaluator, self.run.sync.version
                 if evaluator is None or version is None:
@@ -182,7 +183,7 @@ class ClientLoop:
                     )
                 evaluation = await evaluator.evaluate(version, self.run.steps_done)
                 await self.run.record_evaluation(self.run.steps_done, version, evaluation)
-                return version, evaluation.accuracy
+                return version, evaluation
 
         return await self.calls.shielded(act())
 
