@@ -86,7 +86,7 @@ class HeldOutAnswer:
 
 @dataclass(frozen=True)
 class HeldOutResult:
-    """What was measured on one held-out set."""
+    """The figures of one held-out set."""
 
     prompts: int
     """How many, or how many pairs."""
