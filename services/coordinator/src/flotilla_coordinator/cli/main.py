@@ -20,7 +20,6 @@ from flotilla_coordinator.cli import (
     samples,
     stacks,
     timeline,
-    weights,
 )
 from flotilla_coordinator.cli.options import INTERRUPTED, code_of
 from flotilla_core.files import keep_private
@@ -67,7 +66,7 @@ app.command()(stacks.profile)
 app.command()(stacks.drain)
 app.command()(fleet.scale)
 app.add_typer(replicas.app, name="replicas")
-app.add_typer(weights.app, name="weights")
+app.add_typer(replicas.weights_app, name="weights")
 app.add_typer(reward.app, name="reward")
 app.add_typer(run.app, name="run")
 run.app.command()(run.pause)
