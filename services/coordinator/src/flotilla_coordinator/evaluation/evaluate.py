@@ -25,8 +25,7 @@ from typing import Any
 
 from flotilla_coordinator.data.prompts import Prompt, PromptFile
 from flotilla_coordinator.data.training_sets import HeldOut
-from flotilla_coordinator.rollouts.answers import given_group
-from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
+from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample, given_group
 from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
 from flotilla_coordinator.trainers.messages import parts

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 from opentelemetry.trace import SpanContext
 
+from flotilla_coordinator.data.prompts import Answer, Prompt
 from flotilla_coordinator.ledger.records import DropReason, FinishedSample
 from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_core import ids
 from flotilla_core.config import RunConfig
 from flotilla_core.version import Version
 
@@ -181,3 +183,20 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
 
 def _uniform_share(groups: list[RolloutGroup]) -> float:
     return float(np.mean([group.uniform for group in groups]))
+
+
+def given_group(run_id: str, prompt: Prompt, answers: list[Answer]) -> RolloutGroup:
+    """Return a prompt with its answers, in their order, as the samples that the trainer gets."""
+    group_id = ids.group_id(run_id, prompt.epoch, prompt.index)
+    samples = [
+        RolloutSample(
+            sample_id=ids.sample_id(group_id, place),
+            token_ids=answer.token_ids,
+            logprobs=None,
+            text=answer.text,
+        )
+        for place, answer in enumerate(answers)
+    ]
+    return RolloutGroup(
+        group_id, prompt.prompt_text, prompt.token_ids, samples, answer=prompt.answer, info=prompt.info
+    )

@@ -23,12 +23,11 @@ from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.plan import batching_of_run
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.rollouts.answers import SupervisedSource
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation
 from flotilla_coordinator.rollouts.group import GroupRollout
 from flotilla_coordinator.rollouts.scoring import Scorer
-from flotilla_coordinator.rollouts.source import RolloutSource
+from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.client.sampling import ClientSampling, ClientSource
