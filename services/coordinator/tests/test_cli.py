@@ -139,6 +139,66 @@ def test_a_run_is_completed_from_what_is_on_disk(flotilla: Command, monkeypatch:
     assert "checkpoint" in completed(flotilla, monkeypatch, "flotilla ch")
 
 
+def test_a_setting_is_completed_by_key_and_value(flotilla: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offered(line: str) -> list[str]:
+        return completed(flotilla, monkeypatch, f"flotilla {line}")
+
+    Path("run.yaml").write_text(RUN_YAML)
+    Path("logged.yaml").write_text("loop: client\n")
+    assert {"algorithm.type=", "algorithm.loss."} <= set(offered("run start run.yaml algo"))
+    assert offered("run start run.yaml loop=cl") == ["loop=client"]
+    keys = ["loop=", "loop_idle_timeout_s=", "lora.", "logged.yaml"]
+    assert offered("run plan run.yaml steps=3 lo") == keys
+    assert offered("eval latest seed=") == ["seed=0"]
+    assert offered("reward test run.yaml export_final=f") == ["export_final=false"]
+    assert offered("run set latest checkpoint.k") == ["checkpoint.keep=", "checkpoint.keep=2"]
+    Path("stack.yaml").write_text("generator: {replicas: 1}\n")
+    assert offered("config validate stack.yaml generator.engine=") == [
+        "generator.engine=vllm",
+        "generator.engine=sim",
+    ]
+    assert offered("config validate run.yaml resume=b") == ["resume=by_user"]
+    assert offered("run start ") == offered("run start run") == [], "the shell completes files"
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (("loop", "="), ["coordinator", "client"]),
+        (("loop", "=", "cl"), ["client"]),
+        (("steps", "=", "3", "see"), ["seed=", "seed=0"]),
+        (("data.train", "=", "no"), []),
+    ],
+)
+def test_bash_takes_a_setting_for_three_words_and_gets_the_last_one(
+    typed: tuple[str, ...], offered: list[str]
+) -> None:
+    script = """
+        flotilla=$1; shift
+        eval "$(_FLOTILLA_COMPLETE=source_bash "$flotilla")"
+        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+        _flotilla_completion "$flotilla"
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    words = ("flotilla", "run", "start", "run.yaml", *typed)
+    installed = str(Path(sys.executable).parent / "flotilla")
+    shown = subprocess.run(
+        ["bash", "-c", script, "bash", installed, *words], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.split() == offered
+
+
+def test_the_completion_of_a_setting_loads_configuration_alone() -> None:
+    heavy = ["grpc", "numpy", "torch", "rich.console", "opentelemetry"]
+    code = f"""import sys, flotilla_coordinator.cli.main
+from types import SimpleNamespace
+from flotilla_coordinator.cli.options import complete_setting
+assert complete_setting(SimpleNamespace(params={{"arguments": ["run.yaml"]}}), "algo")
+print([m for m in {heavy!r} if m in sys.modules])"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
 def test_commands_that_call_load_nothing_that_serves_or_records() -> None:
     heavy = ["structlog", "opentelemetry.sdk", "psutil", "nats", "numpy"]
     code = f"import sys, flotilla_client, flotilla_launch.client; print([m for m in {heavy!r} if m in sys.modules])"

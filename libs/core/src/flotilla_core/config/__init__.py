@@ -21,7 +21,7 @@ from flotilla_core.config.data import (
     StopConfig,
     TrainingSet,
 )
-from flotilla_core.config.loading import dump_yaml, json_schema, load, load_text, read_values
+from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
 from flotilla_core.config.model import ConfigModel
 from flotilla_core.config.roles import CriticConfig
 from flotilla_core.config.run import RunConfig
@@ -101,6 +101,7 @@ __all__ = [
     "WandbConfig",
     "WeightSyncConfig",
     "bucket_size_mib",
+    "completions",
     "dump_yaml",
     "json_schema",
     "load",

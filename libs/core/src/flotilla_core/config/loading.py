@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from flotilla_core.config.document import Document, KeyPath, describe, join, read_text_file, shortened
 from flotilla_core.config.model import ConfigModel
@@ -204,6 +206,92 @@ def _probably_meant(path: KeyPath, model: type[ConfigModel]) -> str:
     return min(elsewhere, key=lambda place: place.count("."), default="")
 
 
+def completions(model: type[ConfigModel], begun: str) -> list[tuple[str, str]]:
+    """Return what an override that begins so may become, and what each means.
+
+    Keys are offered section by section, and a section that is the only one is entered. A single key comes with its
+    values: those of an enumeration, otherwise its default.
+    """
+    key, equals, _ = begun.partition("=")
+    *around, last = key.split(".")
+    models, chosen_by_user = [model], False
+    for part in around:
+        if chosen_by_user:
+            chosen_by_user = False
+            continue
+        fields = [one.model_fields[part] for one in models if part in one.model_fields]
+        chosen_by_user = any(typing.get_origin(kind) in (dict, tuple) for kind in _kinds_of(fields))
+        models = [below for one in models if part in one.model_fields for below in _models_of(one, part)]
+    names = {} if chosen_by_user else _names_in(models)
+    found = [name for name in names if (name == last if equals else name.startswith(last))]
+    prefix = "".join(f"{part}." for part in around)
+    if len(found) == 1:
+        [name] = found
+        if _is_section(names[name]) and not equals:
+            return completions(model, f"{prefix}{name}.") or [(f"{prefix}{name}.", _meaning(models, name))]
+        settings = [(f"{prefix}{name}={value}", text) for value, text in _values_of(names[name])]
+        if equals:
+            return [setting for setting in settings if setting[0].startswith(begun)]
+        return [(f"{prefix}{name}=", _meaning(models, name)), *settings]
+    return [
+        (f"{prefix}{name}{'.' if _is_section(names[name]) else '='}", _meaning(models, name))
+        for name in found
+    ]
+
+
+def _names_in(models: Sequence[type[ConfigModel]]) -> dict[str, list[FieldInfo]]:
+    """Return the keys of sections of which one is taken, by its type."""
+    found: dict[str, list[FieldInfo]] = {}
+    for one in models:
+        for name, field in one.model_fields.items():
+            found.setdefault(name, []).append(field)
+    return found
+
+
+def _meaning(models: Sequence[type[ConfigModel]], name: str) -> str:
+    """Return the first sentence about a key."""
+    text = next(one for one in models if name in one.model_fields).descriptions().get(name, "")
+    return re.split(r"(?<=[.;:]) ", " ".join(text.split()))[0].rstrip(".;:")
+
+
+def _kinds_of(fields: Sequence[FieldInfo]) -> Iterator[Any]:
+    """Yield the kinds of values that fields take, without what is inside of lists and mappings."""
+    pending = [field.annotation for field in reversed(fields)]
+    while pending:
+        kind: Any = pending.pop()
+        if typing.get_origin(kind) is typing.Annotated:
+            pending.append(typing.get_args(kind)[0])
+        elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+            pending.extend(reversed(typing.get_args(kind)))
+        else:
+            yield kind
+
+
+def _is_section(fields: Sequence[FieldInfo]) -> bool:
+    return any(
+        typing.get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, ConfigModel))
+        for kind in _kinds_of(fields)
+    )
+
+
+def _values_of(fields: Sequence[FieldInfo]) -> list[tuple[str, str]]:
+    """Return the values of an enumeration, otherwise a default that is one word."""
+    found: dict[str, str] = {}
+    for kind in _kinds_of(fields):
+        if kind is bool:
+            found |= {"true": "", "false": ""}
+        elif kind is types.NoneType:
+            found["null"] = "empty"
+        elif typing.get_origin(kind) is typing.Literal:
+            found |= dict.fromkeys(map(str, typing.get_args(kind)), "")
+    default = fields[0].default
+    if isinstance(default, str | Path | int | float) and all(one.default == default for one in fields):
+        text = yaml.safe_dump(default if isinstance(default, int | float) else str(default)).splitlines()[0]
+        if text in found or (len(text.split()) == 1 and text[0] not in "'\""):
+            found[text] = "the default"
+    return list(found.items())
+
+
 def _all_paths(model: type[ConfigModel], prefix: str = "") -> Iterator[str]:
     for name in model.model_fields:
         yield prefix + name
@@ -219,7 +307,7 @@ def _models_of(model: type[ConfigModel], name: str) -> list[type[ConfigModel]]:
         annotation = pending.pop()
         if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
             found.append(annotation)
-        pending.extend(typing.get_args(annotation))
+        pending.extend(reversed(typing.get_args(annotation)))
     return found
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flotilla_coordinator.cli.options import Json
+from flotilla_coordinator.cli.options import Json, settings_that_begin
 
 if TYPE_CHECKING:
     from flotilla_core.config import RunConfig, StackConfig
@@ -35,9 +35,24 @@ class Kind(StrEnum):
 KindOption = Annotated[Kind | None, typer.Option(help="What the file describes; detected if not given.")]
 
 
+def complete_any_setting(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Return the settings of the kind of the files that begin with `incomplete`."""
+    from flotilla_core.errors import FlotillaError
+
+    files = [Path(text) for text in context.params.get("arguments") or []]
+    try:
+        kind = context.params.get("kind") or _kind_of(files)
+    except FlotillaError:
+        return []
+    return settings_that_begin(_model(Kind(kind)), context, incomplete)
+
+
 @app.command()
 def validate(
-    arguments: Annotated[list[str], typer.Argument(metavar="FILE... [key.path=value]...")],
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE... [key.path=value]...", autocompletion=complete_any_setting),
+    ],
     kind: KindOption = None,
     as_json: Json = False,
 ) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from flotilla_coordinator.cli.options import Json, Stack
+from flotilla_coordinator.cli.options import Json, Stack, complete_setting
 
 if TYPE_CHECKING:
     from flotilla_coordinator.evaluation.evaluate import Evaluation
@@ -45,7 +45,9 @@ def evaluate(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FILE]... [key.path=value]...", help="Run files, in place of the run's own; overrides."
+            metavar="[FILE]... [key.path=value]...",
+            help="Run files, in place of the run's own; overrides.",
+            autocompletion=complete_setting,
         ),
     ] = None,
     data: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import os
 import sys
 from collections.abc import Coroutine
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from flotilla_core.config import ConfigModel
     from flotilla_core.errors import FlotillaError
 
 Stack = Annotated[
@@ -63,6 +65,38 @@ def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str
 
 
 RUNS_TO_OFFER = 50
+
+
+def complete_setting(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Return the settings of a run, and the files, that begin with `incomplete`."""
+    from flotilla_core.config import RunConfig
+
+    return settings_that_begin(RunConfig, context, incomplete)
+
+
+def settings_that_begin(
+    model: type[ConfigModel], context: typer.Context, incomplete: str
+) -> list[tuple[str, str]]:
+    """Return keys with `=`, values of a key, and files of YAML; where none of the keys fits, the shell offers files."""
+    from flotilla_core.config import completions
+
+    given = context.params.get("arguments") or []
+    # bash takes `key=value` for three words and replaces the last one; typer leaves out an `=` that is the last one.
+    key = "".join(given[-2:-1] if given[-1:] == ["="] else given[-1:] if not incomplete else [])
+    if offered := completions(model, f"{key}="):
+        return [(setting.partition("=")[2], meaning) for setting, meaning in offered]
+    found = completions(model, incomplete) if given or incomplete else []
+    files = Path().glob(f"{glob.escape(incomplete)}*.yaml") if found and "=" not in incomplete else ()
+    return found + [(str(file), "") for file in files]
+
+
+def complete_live_setting(incomplete: str) -> list[tuple[str, str]]:
+    """Return the settings of an active run that begin with `incomplete`."""
+    from flotilla_coordinator.runs.control import LIVE_KEYS
+    from flotilla_core.config import RunConfig, completions
+
+    return [one for key in LIVE_KEYS for one in completions(RunConfig, key) if key.startswith(incomplete)]
+
 
 RunId = Annotated[
     str,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flotilla_coordinator.cli.options import Coordinator, Json, Stack
+from flotilla_coordinator.cli.options import Coordinator, Json, Stack, complete_setting
 
 if TYPE_CHECKING:
     from flotilla.reward.v1.reward_pb2 import RewardInfo, ScoreOutcome
@@ -105,6 +105,7 @@ def test(
         typer.Argument(
             metavar="[REWARD]... [FILE]... [key.path=value]...",
             help="Rewards by name or path.py:function; run files, whose rewards and data are taken; overrides.",
+            autocompletion=complete_setting,
         ),
     ],
     data: Annotated[

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack, complete_run
+from flotilla_coordinator.cli.options import (
+    Coordinator,
+    Json,
+    RunId,
+    Stack,
+    complete_live_setting,
+    complete_run,
+    complete_setting,
+)
 from flotilla_coordinator.cli.stack import client_of
 from flotilla_coordinator.cli.watch import print_comparison, print_plan, remarks, run_json, stay_with
 
@@ -31,7 +39,11 @@ app = typer.Typer(help="Start, follow and stop runs.", no_args_is_help=True)
 
 Arguments = Annotated[
     list[str],
-    typer.Argument(metavar="FILE... [key.path=value]...", help="Run files, merged left to right; overrides."),
+    typer.Argument(
+        metavar="FILE... [key.path=value]...",
+        help="Run files, merged left to right; overrides.",
+        autocompletion=complete_setting,
+    ),
 ]
 LONGEST_REASON = 70
 _WARNINGS = ("NOTICE_LEVEL_WARNING", "NOTICE_LEVEL_ERROR")
@@ -45,7 +57,12 @@ Latest = Annotated[
 ]
 
 Changes = Annotated[
-    list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings of the run, by key.path.")
+    list[str],
+    typer.Argument(
+        metavar="KEY=VALUE...",
+        help="Settings of the run, by key.path.",
+        autocompletion=complete_live_setting,
+    ),
 ]
 
 Result = TypeVar("Result")
