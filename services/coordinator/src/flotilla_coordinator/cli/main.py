@@ -13,6 +13,7 @@ from flotilla_coordinator.cli import (
     doctor,
     evaluate,
     fleet,
+    init,
     logs,
     replicas,
     reward,
@@ -57,6 +58,7 @@ def flotilla(
     """Take the options that stand before a command."""
 
 
+app.command()(init.init)
 app.command()(fleet.up)
 app.command()(fleet.down)
 app.command()(fleet.ps)

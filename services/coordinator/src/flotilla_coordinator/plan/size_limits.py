@@ -194,6 +194,11 @@ def has_gpus() -> bool:
     return _GPUS.is_dir()
 
 
+def processor_computes_bfloat16() -> bool:
+    """Return whether this host's processor has instructions for bfloat16."""
+    return bool(_CPU_BFLOAT16 & set(_CPU_FACTS.read_text().split()))
+
+
 def bfloat16_warnings(stack: StackConfig) -> Iterator[str]:
     """Warn of bfloat16 on a processor that has no instructions for it."""
     sections = {"trainer": stack.trainer.attach is None, "generator": stack.generator.engine == "vllm"}
@@ -202,7 +207,7 @@ def bfloat16_warnings(stack: StackConfig) -> Iterator[str]:
         for name, here in sections.items()
         if here and getattr(stack, name).dtype == "bfloat16"
     ]
-    if asked and not has_gpus() and not _CPU_BFLOAT16 & set(_CPU_FACTS.read_text().split()):
+    if asked and not has_gpus() and not processor_computes_bfloat16():
         yield (
             f"{' and '.join(asked)} {'is' if len(asked) == 1 else 'are'} bfloat16, and this processor has no "
             f"instructions for it ({', '.join(sorted(_CPU_BFLOAT16))}): steps take several times as long "

@@ -1,0 +1,380 @@
+"""Implements `flotilla init`, which writes a stack file and a run file for a model, a data set and this host.
+
+Invariants: nothing is written before the model fits on this host and the data can be read, and no file is overwritten
+without --force. What is written is loaded from the disk and planned by the code of `flotilla run plan`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flotilla_coordinator.cli.options import Json
+
+if TYPE_CHECKING:
+    from flotilla.coordinator.v1.run_pb2 import Plan
+    from flotilla_coordinator.cli.init_files import Draft
+    from flotilla_coordinator.data.prompts import Prompt, PromptFile
+    from flotilla_coordinator.data.tokenizer import Tokenizer
+    from flotilla_core.config import RunConfig
+    from flotilla_data.recognition import Fields
+
+FIRST_ROWS = 1000
+ANSWER_TOKENS = 16
+"""The least of a response that is the answer alone."""
+RESPONSE_TOKENS = {"numbers": 512, "formulas": 2048, "marked": 512, "long": 256, "missing": 256}
+"""The least of other responses by the kind of answers: the way to a number is written as well."""
+ON_CPU = 4
+"""The factor by which they may be shorter on a CPU."""
+
+
+def init(
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="Hugging Face folder, or organisation/model.")
+    ],
+    data: Annotated[
+        str, typer.Option("--data", metavar="DATA", help="File, folder, pattern or hub:owner/name.")
+    ],
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", show_default="the current one", help="Folder for the files.")
+    ] = Path(),
+    held_out: Annotated[
+        str | None, typer.Option("--heldout", metavar="DATA", help="Held-out data, for evaluations.")
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            "--algorithm",
+            metavar="TYPE",
+            show_default="dpo for pairs, else grpo",
+            help="grpo, sft, dpo or any other algorithm.type.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write stack.yaml and run.yaml for a model and data, by the GPUs of this host, and plan the run."""
+    from flotilla_coordinator.cli.output import print_json, print_line, say
+    from flotilla_core.errors import InvalidConfig
+    from flotilla_core.files import write_atomically
+
+    _refuse_existing([folder / "stack.yaml", folder / "run.yaml"], force)
+    draft = _fitted(_drafted(folder, model, data, held_out or "", algorithm))
+    _refuse_existing([*draft.files], force)
+    for path, text in draft.files.items():
+        write_atomically(path, text)
+    plan, seats = _planned(draft)
+    if plan.errors:
+        raise InvalidConfig(
+            f"{' and '.join(path.name for path in draft.files)} are written, and the run could not start",
+            where=str(draft.run),
+            why="; ".join(plan.errors),
+            next_step="change what is named, then: flotilla run plan run.yaml",
+        )
+    if as_json:
+        print_json(_as_json(draft, plan))
+        return
+    for path in draft.files:
+        print_line(f"wrote {path}")
+    for line in (*_choices(draft), *seats, *(f"warning: {text}" for text in plan.warnings)):
+        say(line)
+    say("\n  ".join(["next:", *_following(draft)]))
+
+
+def _refuse_existing(paths: Sequence[Path], force: bool) -> None:
+    from flotilla_core.errors import AlreadyExists
+
+    found = [str(path) for path in paths if os.path.exists(path)]
+    if found and not force:
+        raise AlreadyExists(
+            f"{' and '.join(found)} would be overwritten",
+            next_step="name another folder, or overwrite by --force",
+        )
+
+
+def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str | None) -> Draft:
+    """Look at the model, the data and the host, and choose what the files say."""
+    from flotilla_coordinator.cli.init_files import Draft, Host
+    from flotilla_coordinator.data.tokenizer import Tokenizer
+    from flotilla_coordinator.data.training_sets import JoinedSets, read_sets, training_data
+    from flotilla_coordinator.plan.model_facts import ModelFacts
+    from flotilla_coordinator.plan.size_limits import processor_computes_bfloat16
+    from flotilla_core.errors import InvalidConfig
+    from flotilla_core.model_folder import model_folder
+    from flotilla_launch.gpus import Gpus
+
+    with _named_by(
+        "--model", "a folder with config.json, tokenizer.json and *.safetensors, or organisation/model"
+    ):
+        found = model_folder(model)
+    facts, tokenizer = ModelFacts.read(found), Tokenizer.load(found)
+    first, fields = _look_at(data, "train", "--data", algorithm)
+    algorithm = algorithm or ("dpo" if fields.pairs else "grpo")
+    held_out_fields = _look_at(held_out, "test", "--heldout", algorithm)[1] if held_out else fields
+    _require_answers(fields, held_out_fields, held_out)
+    chat = isinstance(first.get(fields.prompt), str) and not fields.layout and _has_template(tokenizer)
+    config = _reading(data, algorithm, fields, chat, facts.longest_sequence)
+    with _named_by("--data", "rows that all have a prompt"):
+        sets = JoinedSets(read_sets(config.data, tokenizer, training_data(config)))
+    prompts = sets.first(FIRST_ROWS)
+    if not prompts:
+        raise InvalidConfig(
+            f"every prompt has more than the model's {facts.longest_sequence} tokens", where=data
+        )
+    draft = Draft(
+        folder=folder,
+        model=model,
+        data=data,
+        held_out=held_out,
+        algorithm=algorithm,
+        gangs=_gangs(config),
+        fields=fields,
+        held_out_fields=held_out_fields,
+        chat=chat,
+        host=Host(bool(Gpus.of_host().names), processor_computes_bfloat16()),
+        parameters=facts.parameters,
+        longest_sequence=facts.longest_sequence,
+        rows=sets.kept,
+        prompt_tokens=0,
+        response_tokens=0,
+        model_tokens=0,
+        answers=None,
+    )
+    return _measured(draft, config, sets, prompts, tokenizer)
+
+
+@contextmanager
+def _named_by(option: str, meant: str) -> Iterator[None]:
+    """Let an error that says which key to set name the option instead: there is no file yet."""
+    from flotilla_core.errors import FlotillaError
+
+    try:
+        yield
+    except FlotillaError as error:
+        if not error.next_step.startswith("set "):
+            raise
+        step = f"name {meant} by {option}"
+        raise type(error)(error.what, where=error.where, why=error.why, next_step=step) from None
+
+
+def _look_at(source: str, split: str, option: str, algorithm: str | None) -> tuple[dict[str, Any], Fields]:
+    """Return the first row of a data set, and its columns."""
+    from flotilla_core.errors import InvalidConfig
+    from flotilla_data.recognition import recognised
+    from flotilla_data.rows import open_rows
+
+    with _named_by(option, "a file, a folder, a pattern or hub:owner/name"):
+        rows = open_rows(Path(source), split, None)
+    read = rows.read(range(min(FIRST_ROWS, len(rows))))
+    values = [row.values for row in read if row.error is None]
+    if not values:
+        raise (read[0].error if read else None) or InvalidConfig("the data set has no rows", where=source)
+    fields = recognised(values, source)
+    _require_columns(algorithm, fields, source, values[0])
+    return values[0], fields
+
+
+def _require_columns(algorithm: str | None, fields: Fields, source: str, row: dict[str, Any]) -> None:
+    """Refuse data from which the algorithm cannot learn."""
+    from flotilla_coordinator.cli.init_files import FROM_PAIRS
+    from flotilla_core.errors import InvalidConfig
+    from flotilla_data.columns import value_at
+    from flotilla_data.recognition import ANSWERS, PAIRS
+
+    there = f"the rows have {', '.join(sorted(row))}"
+    if algorithm in FROM_PAIRS and not fields.pairs:
+        raise InvalidConfig(
+            f"{algorithm} needs columns {' and '.join(PAIRS)}",
+            where=source,
+            why=there,
+            next_step="rename those with the preferred answer and the other one, or choose another --algorithm",
+        )
+    if algorithm == "sft" and not fields.answer:
+        raise InvalidConfig(
+            "sft needs a column with answers",
+            where=source,
+            why=there,
+            next_step=f"rename it to {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]}",
+        )
+    prompt = value_at(row, fields.prompt)
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        raise InvalidConfig(
+            f"the messages of column {fields.prompt!r} end with an answer of the assistant",
+            where=source,
+            why="a prompt ends where the model begins to write",
+            next_step="write the messages before it to a column prompt, and its text to answer",
+        )
+
+
+def _require_answers(fields: Fields, held_out: Fields, source: str) -> None:
+    """Refuse held-out data that the reward of the run cannot judge."""
+    from flotilla_core.errors import InvalidConfig
+
+    if fields.answer and not fields.pairs and not held_out.answer:
+        raise InvalidConfig(
+            "the held-out data have no answers",
+            where=source,
+            why=f"the training data have them in column {fields.answer!r}",
+            next_step="add the column, or leave --heldout out",
+        )
+
+
+def _has_template(tokenizer: Tokenizer) -> bool:
+    from flotilla_core.errors import NotFound
+
+    try:
+        tokenizer.render_chat([{"role": "user", "content": "?"}])
+    except NotFound:
+        return False
+    return True
+
+
+def _reading(source: str, algorithm: str, fields: Fields, chat: bool, longest: int) -> RunConfig:
+    """Return a run that reads the data as the one that is written will."""
+    import json
+
+    from flotilla_coordinator.cli.init_files import FROM_PAIRS
+    from flotilla_core.config import RunConfig, load_text
+
+    data: dict[str, Any] = {"train": source, "apply_chat_template": chat, "max_prompt_tokens": longest}
+    if not fields.layout:
+        data |= {"prompt_field": fields.prompt, "answer_field": fields.answer or "answer"}
+    rewards = [] if algorithm in (*FROM_PAIRS, "sft") else [{"reward": "exact"}]
+    values = {"name": "init", "steps": 1, "data": data, "algorithm": {"type": algorithm}, "rewards": rewards}
+    return load_text(RunConfig, json.dumps(values), source="--algorithm")
+
+
+def _gangs(config: RunConfig) -> tuple[str, ...]:
+    """Return the sections of the gangs that the algorithm needs beside the policy's."""
+    from flotilla_core.config import PolicyConfig
+    from flotilla_core.errors import InvalidRequest
+    from flotilla_core.roles import section_of
+
+    if not isinstance(config.algorithm, PolicyConfig):
+        return ()
+    if config.algorithm.teachers_needed:
+        raise InvalidRequest(
+            f"{config.algorithm.type} learns from a teacher, and this command chooses none",
+            where="--algorithm",
+            next_step="begin with grpo; docs/roles.md says what a teacher needs",
+        )
+    return tuple(map(section_of, config.algorithm.gangs_beside_the_policy))
+
+
+def _measured(
+    draft: Draft, config: RunConfig, data: PromptFile, prompts: Sequence[Prompt], tokenizer: Tokenizer
+) -> Draft:
+    """Choose lengths and the reward by the first prompts, as the model gets them."""
+    from flotilla_coordinator.plan.checks import longest_sequence
+    from flotilla_data.recognition import kind_of_answers
+
+    supervised, limit = config.algorithm.type == "sft", draft.longest_sequence
+    if not config.learns_from_pairs and (draft.held_out or not supervised):
+        draft = replace(draft, answers=kind_of_answers([prompt.answer for prompt in prompts]))
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    response = max(1, min(_response_tokens(draft, prompts, tokenizer), max(limit - longest, limit // 2)))
+    prompt_tokens = min(_rounded(longest * 5 // 4), limit - response)
+    whole = prompt_tokens + response
+    if config.learns_from_pairs or supervised:
+        whole = max(whole, longest_sequence(config, data, tokenizer))
+    return replace(
+        draft,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response,
+        model_tokens=min(_rounded(whole), limit),
+    )
+
+
+def _response_tokens(draft: Draft, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> int:
+    """Return the length of a response: as long as the answers of the data, or what it takes to arrive at one."""
+    longest = max(map(len, tokenizer.encode_many([prompt.answer for prompt in prompts])))
+    given = _rounded(longest * 5 // 4 + 1)
+    kind = str(draft.answers or "")
+    if draft.algorithm == "sft" or kind not in RESPONSE_TOKENS:
+        return max(ANSWER_TOKENS, given)
+    least = RESPONSE_TOKENS[kind] // (1 if draft.host.gpus else ON_CPU)
+    return max(least, given) if kind == "long" else least
+
+
+def _rounded(tokens: int) -> int:
+    """Return the next multiple of 16."""
+    return -(-tokens // 16) * 16
+
+
+def _fitted(draft: Draft) -> Draft:
+    """Let adapters learn where all weights of the model cannot; raise where not even these fit."""
+    from flotilla_coordinator.cli.init_files import stack_text
+    from flotilla_coordinator.plan.model_facts import ModelFacts
+    from flotilla_coordinator.plan.placement import placed, seats
+    from flotilla_coordinator.plan.size_limits import host_memory
+    from flotilla_coordinator.plan.trainer_memory import resident_bytes
+    from flotilla_core.config import StackConfig, load_text
+    from flotilla_core.model_folder import model_folder
+
+    stack = placed(load_text(StackConfig, stack_text(draft), source=str(draft.stack)))
+    if draft.host.gpus:
+        too_large = bool(seats(stack)[1])
+    else:
+        facts = ModelFacts.read(model_folder(stack.model))
+        too_large = resident_bytes(facts, stack.trainer) > host_memory()
+    return replace(draft, adapters=too_large and draft.algorithm != "reward_model")
+
+
+def _planned(draft: Draft) -> tuple[Plan, list[str]]:
+    """Plan what was written, and say who sits on which GPU."""
+    import json
+
+    from flotilla_coordinator.plan import plan_run
+    from flotilla_coordinator.plan.placement import placed, seats
+    from flotilla_core.config import RunConfig, StackConfig, load
+
+    # The commands that follow are given in the folder of the files, so the stack's state is there.
+    state = json.dumps(str((draft.folder / ".flotilla").absolute()))
+    stack = placed(load(StackConfig, [draft.stack], [f"state_dir={state}"], resolve_paths=True))
+    plan = plan_run(load(RunConfig, [draft.run], resolve_paths=True), stack)
+    return plan, [f"GPU {gpu}: {who}" for gpu, who in seats(stack)[0]]
+
+
+def _choices(draft: Draft) -> Iterator[str]:
+    """Say what was recognised."""
+    fields, (reward, why) = draft.fields, draft.reward
+    answers = (
+        "pairs" if fields.pairs else f"answers from {fields.answer!r}" if fields.answer else "no answers"
+    )
+    columns = fields.layout or f"prompts from {fields.prompt!r}, {answers}"
+    yield f"data: {draft.rows:,} prompts; {columns}"
+    if reward:
+        yield f"reward: {reward}, because {why}"
+    if reward.endswith(":reward"):
+        yield "rewards.py is a start: read it, and write what you want from a response"
+    if draft.adapters:
+        yield "lora: adapters learn, because all weights and their moments do not fit on this host"
+
+
+def _following(draft: Draft) -> list[str]:
+    """Return the commands that come next."""
+    import shlex
+
+    there = "" if draft.folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(draft.folder))} && "
+    first = "reward test" if draft.answers else "run plan"
+    return [f"{there}flotilla {first} run.yaml", "flotilla up", "flotilla run start run.yaml --wait"]
+
+
+def _as_json(draft: Draft, plan: Plan) -> dict[str, Any]:
+    return {
+        "files": [str(path) for path in draft.files],
+        "algorithm": draft.algorithm,
+        "prompt_field": draft.fields.prompt,
+        "answer_field": draft.fields.answer or None,
+        "reward": draft.reward[0] or None,
+        "adapters": draft.adapters,
+        "warnings": list(plan.warnings),
+        "next": _following(draft),
+    }

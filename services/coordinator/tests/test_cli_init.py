@@ -1,0 +1,290 @@
+"""`flotilla init` writes files that plan without an error, by what model, data and host are."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from flotilla_coordinator.plan import size_limits
+from flotilla_core.config import RunConfig, StackConfig, load
+from flotilla_core.config.presets import PRESETS
+from flotilla_launch import gpus as gpus_module
+
+Command = Callable[..., tuple[int, str, str]]
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+SUMS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10, 90)]
+PAIRS = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(20)]
+
+
+def make_model(folder: Path, *, width: int = 8, layers: int = 3, template: bool = True) -> None:
+    """A model whose file of weights has a header alone, and a tokenizer of characters."""
+    folder.mkdir()
+    config = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 2, "vocab_size": 300}
+    config |= {"model_type": "qwen3", "num_key_value_heads": 1, "max_position_embeddings": 8192}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {"embed.weight": [300, width]}
+    shapes |= {f"model.layers.{n}.w.weight": [width, width] for n in range(layers)}
+    header = json.dumps(
+        {name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    ).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    letters = {"_": 0, "<eos>": 1} | {chr(code): code for code in range(2, 256)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="_"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<eos>"} | ({"chat_template": TEMPLATE} if template else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host without GPUs, whose processor computes in float32 alone, and a model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(gpus_module.VISIBLE, "")
+    monkeypatch.setattr(size_limits, "_GPUS", tmp_path / "none")
+    (tmp_path / "cpuinfo").write_text("flags : fpu avx512f\n")
+    monkeypatch.setattr(size_limits, "_CPU_FACTS", tmp_path / "cpuinfo")
+    make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def eight_gpus(machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight GPUs of 24 GiB, as far as nvidia-smi and the driver say."""
+    tool, size = tmp_path / "nvidia-smi", 24 << 10
+    listed, sizes, versions = ("\\n".join([text] * 8) for text in ("GPU 0: any", str(size), "9.0"))
+    answers = f'-L) printf "{listed}";; *memory*) printf "{sizes}";; *) printf "{versions}";;'
+    tool.write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv(gpus_module.VISIBLE)
+    monkeypatch.setattr(size_limits, "_GPUS", tmp_path)
+
+
+def write(name: str, rows: list[Any]) -> str:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def init(flotilla: Command, rows: list[Any], *more: str) -> dict[str, Any]:
+    """Write the files, and see that the commands that follow take them."""
+    code, out, err = flotilla(
+        "init", "--model", "model", "--data", write("train.jsonl", rows), *more, "--json"
+    )
+    assert code == 0, err
+    made: dict[str, Any] = json.loads(out)
+    assert flotilla("config", "validate", "run.yaml")[0] == 0
+    code, out, _ = flotilla("run", "plan", "run.yaml", "--json")
+    assert (code, json.loads(out)["errors"]) == (0, [])
+    return made
+
+
+def run_file(**overrides: str) -> RunConfig:
+    return load(RunConfig, ["run.yaml"], [f"{key}={value}" for key, value in overrides.items()])
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "reward"),
+    [
+        ({"prompt": "2+1=", "answer": "3"}, ("prompt", "answer"), "numeric"),
+        ({"question": "two and one?", "answer": 3.5}, ("question", "answer"), "numeric"),
+        ({"problem": "half?", "solution": "\\frac{1}{2}"}, ("problem", "solution"), "math"),
+        ({"problem": "half?", "solution": "long " * 20, "answer": "1/2"}, ("problem", "answer"), "math"),
+        ({"instruction": "capital of France?", "output": "Paris"}, ("instruction", "output"), "exact"),
+        (
+            {"messages": [{"role": "user", "content": "hi"}], "answer": "hello"},
+            ("messages", "answer"),
+            "exact",
+        ),
+        (
+            {"question": "why?", "answer": "Because. " * 9 + "#### 1,200"},
+            ("question", "answer"),
+            "rewards.py:reward",
+        ),
+        ({"prompt": "Write.", "answer": "word " * 30}, ("prompt", "answer"), "rewards.py:reward"),
+        ({"prompt": "Write."}, ("prompt", None), "rewards.py:reward"),
+        (
+            {"prompt": [{"role": "user", "content": "1+1"}], "reward_model": {"ground_truth": "2"}, "x": 1},
+            ("prompt", "reward_model.ground_truth"),
+            "numeric",
+        ),
+        (
+            {"messages": '[{"role": "user", "content": "1+1"}]', "ground_truth": "2"},
+            ("messages", "ground_truth"),
+            "numeric",
+        ),
+        ({"question": "1+1", "ground_truth": "2"}, ("question", "ground_truth"), "numeric"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) if isinstance(value, dict) else "",
+)
+def test_columns_and_answers_are_recognised(
+    flotilla: Command, row: dict[str, Any], columns: tuple[str, str | None], reward: str
+) -> None:
+    made = init(flotilla, [row] * 20)
+    assert (made["prompt_field"], made["answer_field"], made["reward"]) == (*columns, reward)
+    assert made["algorithm"] == run_file().algorithm.type == "grpo"
+    assert [term.reward for term in run_file().rewards] == [reward]
+
+
+def test_rewards_that_are_written_score_every_row_and_know_a_right_answer(flotilla: Command) -> None:
+    texts = {
+        "Because 2+1 is 3.\n#### 1,003": ("so it is 1003.", "so it is 1004", 1.0),
+        "a long answer of more than eight words indeed": (
+            "a long answer of more than eight words indeed",
+            "",
+            1.0,
+        ),
+        "": ("a few words", "", 1.0),
+    }
+    for answer, (right, wrong, value) in texts.items():
+        init(flotilla, [{"prompt": "why?", "answer": answer}] * 3, "--force")
+        test = ("reward", "test", "run.yaml", "-n", "1", "--response", right, "--response", wrong, "--json")
+        code, out, err = flotilla(*test)
+        assert code == 0, err
+        assert [one["reward"] for one in json.loads(out)["samples"]] == [value, 0.0]
+
+
+def test_pairs_are_learned_by_dpo_and_need_no_reward(flotilla: Command) -> None:
+    made = init(flotilla, PAIRS, "--heldout", write("held.jsonl", PAIRS[:4]))
+    assert (made["algorithm"], made["reward"]) == ("dpo", None)
+    assert run_file().evaluates_pairs and "rewards" not in Path("run.yaml").read_text()
+
+
+def test_supervised_training_has_room_for_its_longest_answer_and_a_reward_for_evaluations_alone(
+    flotilla: Command,
+) -> None:
+    rows = [*SUMS, {"prompt": "say", "answer": "x" * 3000}]
+    assert init(flotilla, rows, "--algorithm", "sft")["reward"] is None
+    stack = load(StackConfig, ["stack.yaml"])
+    assert stack.generator.max_model_tokens and stack.generator.max_model_tokens > 3000
+    held_out = write("held.jsonl", [{"prompt": "7+1=", "answer": "8"}])
+    assert init(flotilla, SUMS, "--algorithm", "sft", "--heldout", held_out, "--force")["reward"] == "numeric"
+
+
+def test_held_out_data_may_have_columns_of_their_own(flotilla: Command) -> None:
+    held_out = write("held.jsonl", [{"question": "5+5", "solution": "10"}])
+    init(flotilla, SUMS, "--heldout", held_out)
+    evaluation = run_file().evaluation
+    assert evaluation and (evaluation.prompt_field, evaluation.answer_field) == ("question", "solution")
+    assert 0 < evaluation.every_steps < run_file().steps
+
+
+def test_texts_become_chat_messages_only_where_the_model_has_a_template(flotilla: Command) -> None:
+    init(flotilla, SUMS)
+    assert run_file().data.apply_chat_template
+    make_model(Path("base"), template=False)
+    init(flotilla, SUMS, "--model", "base", "--force")
+    assert not run_file().data.apply_chat_template
+
+
+def test_a_host_with_gpus_gets_a_stack_file_of_three_keys(flotilla: Command, eight_gpus: None) -> None:
+    code, _, err = flotilla("init", "--model", "model", "--data", write("train.jsonl", SUMS))
+    assert code == 0 and "GPU 7: generator-7 (" in err and "trainer rank 7" in err, err
+    stack = load(StackConfig, ["stack.yaml"])
+    assert stack.model_fields_set == {"name", "model", "generator"}
+    assert stack.generator.model_fields_set == {"max_model_tokens"}
+    assert flotilla("run", "plan", "run.yaml")[0] == 0
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [("avx512f", "float32"), ("avx512_bf16", "bfloat16")])
+def test_a_host_without_gpus_gets_the_dtype_that_its_processor_has(
+    flotilla: Command, flags: str, dtype: str
+) -> None:
+    Path("cpuinfo").write_text(f"flags : {flags}\n")
+    init(flotilla, SUMS, "--algorithm", "ppo")
+    stack = load(StackConfig, ["stack.yaml"])
+    assert (stack.trainer.dtype, stack.generator.dtype, stack.critic.dtype) == (dtype,) * 3
+    assert (stack.trainer.nproc, stack.generator.replicas, stack.critic.replicas) == (1, 1, 1)
+    assert not [*size_limits.bfloat16_warnings(stack)]
+
+
+def test_adapters_learn_where_all_weights_do_not_fit(flotilla: Command, eight_gpus: None) -> None:
+    make_model(Path("large"), width=16_384, layers=40)  # 10.7 billion parameters
+    made = init(flotilla, SUMS, "--model", "large")
+    assert made["adapters"] and run_file().lora is not None
+    small, large = 1e-5, run_file().optimizer.learning_rate
+    assert large == pytest.approx(1e-5), "ten times that of its weights"
+    assert not init(flotilla, SUMS, "--force")["adapters"]
+    assert run_file().lora is None and run_file().optimizer.learning_rate == pytest.approx(small)
+
+
+def test_every_algorithm_plans_or_says_that_it_needs_a_teacher(flotilla: Command) -> None:
+    data = write("train.jsonl", SUMS)
+    for name in (*PRESETS, "sft"):
+        code, _, err = flotilla("init", "--model", "model", "--data", data, "--algorithm", name, "--force")
+        assert code == 0 or "learns from a teacher" in err, (name, err)
+    data = write("train.jsonl", PAIRS)
+    for name in ("dpo", "reward_model"):
+        code, _, err = flotilla("init", "--model", "model", "--data", data, "--algorithm", name, "--force")
+        assert code == 0, err
+
+
+def test_files_in_another_folder_mean_the_same_there(
+    flotilla: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write("train.jsonl", [{"prompt": "Write."}] * 9)
+    code, _, err = flotilla("init", "--model", "model", "--data", data, "New project: 2")
+    assert code == 0 and "cd 'New project: 2' && flotilla reward test run.yaml" in err
+    monkeypatch.chdir("New project: 2")
+    assert load(StackConfig, ["stack.yaml"]).name == load(RunConfig, ["run.yaml"]).name == "new-project-2"
+    assert flotilla("run", "plan", "run.yaml")[0] == 0
+
+
+def test_files_are_overwritten_by_force_alone(flotilla: Command) -> None:
+    Path("run.yaml").write_text("mine")
+    asked = ("init", "--model", "model", "--data", write("train.jsonl", SUMS))
+    code, _, err = flotilla(*asked)
+    assert code == 2 and "run.yaml would be overwritten" in err and "--force" in err
+    assert Path("run.yaml").read_text() == "mine" and not Path("stack.yaml").exists()
+    assert flotilla(*asked, "--force")[0] == 0 and run_file().steps > 1
+
+
+def test_a_reward_of_the_user_is_not_overwritten(flotilla: Command) -> None:
+    Path("rewards.py").write_text("mine")
+    code, _, err = flotilla(
+        "init", "--model", "model", "--data", write("train.jsonl", [{"prompt": "Write."}])
+    )
+    assert code == 2 and "rewards.py would be overwritten" in err
+    assert Path("rewards.py").read_text() == "mine" and not Path("run.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        (SUMS, {"--model": "nowhere"}, ("the model folder does not exist", "by --model")),
+        (SUMS, {"--data": "nowhere.jsonl"}, ("the data file does not exist", "by --data")),
+        (SUMS, {"--heldout": "nowhere.jsonl"}, ("the data file does not exist", "by --heldout")),
+        ([], {}, ("the data set has no rows",)),
+        ([[1, 2]], {}, ("train.jsonl, line 1",)),
+        ([*SUMS, {"answer": "1"}], {}, ("column 'prompt' is missing", "train.jsonl, line 81", "by --data")),
+        ([{"text": "a", "label": 1}], {}, ("no column with prompts", "the rows have label, text")),
+        ([{"prompt": "a", "label": 1}], {"--algorithm": "sft"}, ("sft needs a column", "label, prompt")),
+        (SUMS, {"--algorithm": "dpo"}, ("dpo needs columns chosen and rejected", "answer, prompt")),
+        (SUMS, {"--algorithm": "distillation"}, ("learns from a teacher",)),
+        (SUMS, {"--algorithm": "grop"}, ("grop", "grpo")),
+        (
+            [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
+            {},
+            ("end with an answer of the assistant", "to answer"),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_used_is_refused_and_nothing_is_written(
+    flotilla: Command, rows: list[Any], options: Mapping[str, str], words: tuple[str, ...]
+) -> None:
+    asked = {"--model": "model", "--data": write("train.jsonl", rows), **options}
+    code, _, err = flotilla("init", *(word for option in asked.items() for word in option))
+    assert code == 2 and all(word in err for word in words), err
+    assert not Path("stack.yaml").exists() and not Path("run.yaml").exists()
+
+
+def test_held_out_data_without_answers_are_refused(flotilla: Command) -> None:
+    data, held_out = write("train.jsonl", SUMS), write("held.jsonl", [{"prompt": "1+1="}])
+    code, _, err = flotilla("init", "--model", "model", "--data", data, "--heldout", held_out)
+    assert code == 2 and "the held-out data have no answers" in err
