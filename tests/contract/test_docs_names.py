@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 import yaml
+from doc_pages import FENCED
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -35,7 +36,6 @@ PAGES += [
 ]
 COMING_FROM = sorted((ROOT / "docs").glob("coming-from-*.md"))
 
-FENCED = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 CELLS = re.compile(r"(?<!\\)\|")
 FIRST_CELL = re.compile(r"^\|[^|]*(?=\|)", re.MULTILINE)
