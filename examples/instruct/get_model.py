@@ -77,6 +77,10 @@ def convert(gguf: Path, out: Path) -> None:
     model.load_state_dict(quantized.state_dict())
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(**read)
+    # Some versions of transformers take another token of the file for the one that ends a response.
+    for kind in ("bos", "eos", "pad"):
+        token = tokenizer.convert_ids_to_tokens(getattr(config, f"{kind}_token_id"))
+        setattr(tokenizer, f"{kind}_token", token)
     tokenizer.save_pretrained(out)
 
 

@@ -137,6 +137,17 @@ def test_large_buckets_are_cut_so_that_a_model_has_a_few():
     assert small.in_enough_buckets() == small
 
 
+def test_adapters_travel_in_buckets_of_the_size_that_their_model_was_cut_to():
+    model = Manifest.from_named([("q_proj.weight", "bfloat16", (1 << 14, 1 << 14))], 512 << 20)
+    named = [
+        (f"q_proj.lora_{side}.weight", "float32", shape)
+        for side, shape in (("A", (8, 1 << 14)), ("B", (1 << 14, 8)))
+    ]
+    manifest = model.in_enough_buckets().with_adapters(Manifest.from_named(named, 512 << 20), 2.0)
+    assert manifest.bucket_bytes < model.bucket_bytes
+    assert Manifest.from_proto(manifest.to_proto()) == manifest
+
+
 @pytest.mark.parametrize(
     ("embedding", "tied", "layer", "layers"),
     [

@@ -145,7 +145,8 @@ class Manifest:
         return replace(self, bucket_bytes=bucket_limit(self.nbytes, self.bucket_bytes))
 
     def with_adapters(self, adapters: Manifest, scale: float) -> Manifest:
-        """Return the same, with what is added to some of the tensors."""
+        """Return the same, with what is added to some of the tensors; one bucket size holds for both."""
+        adapters = replace(adapters, bucket_bytes=self.bucket_bytes)
         return replace(self, adapters=Adapters(adapters, scale).checked(self))
 
     @property
