@@ -174,6 +174,16 @@ def test_held_out_data_may_have_columns_of_their_own(flotilla: Command) -> None:
     assert 0 < evaluation.every_steps < run_file().steps
 
 
+def test_a_model_of_few_tokens_leaves_room_for_longer_prompts_than_the_first(flotilla: Command) -> None:
+    settings = json.loads(Path("model/config.json").read_text()) | {"max_position_embeddings": 64}
+    Path("model/config.json").write_text(json.dumps(settings))
+    init(flotilla, SUMS)
+    longest = max(len(f"<user>{row['prompt']}") for row in SUMS)
+    config = run_file()
+    assert config.data.max_prompt_tokens > longest
+    assert config.data.max_prompt_tokens + config.rollout.sampling.max_response_tokens == 64
+
+
 def test_texts_become_chat_messages_only_where_the_model_has_a_template(flotilla: Command) -> None:
     init(flotilla, SUMS)
     assert run_file().data.apply_chat_template
@@ -256,7 +266,7 @@ def test_a_reward_of_the_user_is_not_overwritten(flotilla: Command) -> None:
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
-        (SUMS, {"--model": "nowhere"}, ("the model folder does not exist", "by --model")),
+        (SUMS, {"--model": "nowhere"}, ("the model folder does not exist", "--model nowhere", "by --model")),
         (SUMS, {"--data": "nowhere.jsonl"}, ("the data file does not exist", "by --data")),
         (SUMS, {"--heldout": "nowhere.jsonl"}, ("the data file does not exist", "by --heldout")),
         ([], {}, ("the data set has no rows",)),

@@ -110,7 +110,7 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
     from flotilla_launch.gpus import Gpus
 
     with _named_by(
-        "--model", "a folder with config.json, tokenizer.json and *.safetensors, or organisation/model"
+        "--model", "a folder with config.json, tokenizer.json and *.safetensors, or organisation/model", model
     ):
         found = model_folder(model)
     facts, tokenizer = ModelFacts.read(found), Tokenizer.load(found)
@@ -150,17 +150,20 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
 
 
 @contextmanager
-def _named_by(option: str, meant: str) -> Iterator[None]:
-    """Let an error that says which key to set name the option instead: there is no file yet."""
+def _named_by(option: str, meant: str, value: str = "") -> Iterator[None]:
+    """Let an error that speaks of a configuration name the option instead: there is no file yet."""
     from flotilla_core.errors import FlotillaError
 
     try:
         yield
     except FlotillaError as error:
-        if not error.next_step.startswith("set "):
-            raise
-        step = f"name {meant} by {option}"
-        raise type(error)(error.what, where=error.where, why=error.why, next_step=step) from None
+        step = error.next_step
+        raise type(error)(
+            error.what,
+            where=f"{option} {value}" if value else error.where,
+            why=error.why,
+            next_step=f"name {meant} by {option}" if step.startswith("set ") else step,
+        ) from None
 
 
 def _look_at(source: str, split: str, option: str, algorithm: str | None) -> tuple[dict[str, Any], Fields]:
@@ -278,9 +281,9 @@ def _measured(
     supervised, limit = config.algorithm.type == "sft", draft.longest_sequence
     if not config.learns_from_pairs and (draft.held_out or not supervised):
         draft = replace(draft, answers=kind_of_answers([prompt.answer for prompt in prompts]))
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    response = max(1, min(_response_tokens(draft, prompts, tokenizer), max(limit - longest, limit // 2)))
-    prompt_tokens = min(_rounded(longest * 5 // 4), limit - response)
+    longest = _rounded(max(len(prompt.token_ids) for prompt in prompts) * 5 // 4)
+    response = min(_response_tokens(draft, prompts, tokenizer), max(limit - longest, limit // 2))
+    prompt_tokens = min(longest, limit - response)
     whole = prompt_tokens + response
     if config.learns_from_pairs or supervised:
         whole = max(whole, longest_sequence(config, data, tokenizer))
