@@ -33,6 +33,7 @@ PAGES += [
     ROOT / "README.md",
     *sorted(ROOT.glob("services/*/README.md")),
     *sorted(ROOT.glob("examples/*/README.md")),
+    *sorted(ROOT.glob("recipes/**/README.md")),
 ]
 COMING_FROM = sorted((ROOT / "docs").glob("coming-from-*.md"))
 
