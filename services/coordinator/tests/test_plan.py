@@ -127,6 +127,19 @@ def test_supervised_training_needs_answers_and_no_generators(run: dict[str, Any]
     assert "no 'solution'" in the_error(plan(run, stack, **supervised))
 
 
+def test_answers_that_would_end_otherwise_than_responses_do_are_warned_of(
+    run: dict[str, Any], stack: StackConfig, tmp_path: Path
+) -> None:
+    supervised = {"algorithm": {"type": "sft"}, "evaluation": None, "rewards": []}
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "+"}')
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [12, 1]}')
+    (warning,) = plan(run, stack, **supervised).warnings
+    assert "eos_token '+' (11)" in warning and "with '=' (12) or '0' (1)" in warning
+    assert not any("eos_token" in text for text in plan(run, stack).warnings)
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [12, 11]}')
+    assert not plan(run, stack, **supervised).warnings
+
+
 def test_a_reward_model_needs_a_trainer_alone_and_feeds_every_token(
     run: dict[str, Any], stack: StackConfig, tmp_path: Path
 ) -> None:

@@ -129,6 +129,17 @@ class Tokenizer:
             )
         return self.eos_ids[0]
 
+    def end_warnings(self) -> list[str]:
+        """Warn where the answers of a data set would end with a token that the model does not end responses with."""
+        own, models = self._id_of_setting("eos_token"), self._models_end_ids()
+        if own is None or not models or own in models:
+            return []
+        ends = " or ".join(f"{self._backend.id_to_token(end)!r} ({end})" for end in models)
+        return [
+            f"tokenizer_config.json has the eos_token {self._backend.id_to_token(own)!r} ({own}), and the model's "
+            f"configuration ends responses with {ends}: answers of data sets get the former; set the right one in both"
+        ]
+
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return token ids; `special` adds the tokens that the model expects around a plain prompt."""
         return list(self._backend.encode(text, add_special_tokens=special).ids)
@@ -183,10 +194,11 @@ class Tokenizer:
 
     def _end_ids(self) -> tuple[int, ...]:
         """Return the tokenizer's own end token first, then those that the model's configuration adds."""
-        found: list[int] = []
         own = self._id_of_setting("eos_token")
-        if own is not None:
-            found.append(own)
+        return tuple(dict.fromkeys((*([] if own is None else [own]), *self._models_end_ids())))
+
+    def _models_end_ids(self) -> tuple[int, ...]:
+        found: list[int] = []
         for file in ("generation_config.json", "config.json"):
             value = _read_json(self.folder / file).get("eos_token_id")
             found += value if isinstance(value, list) else [] if value is None else [value]

@@ -54,6 +54,8 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         plan.errors.extend(checks.model_errors(config, model, start, tokenizer.vocabulary_size))
         plan.errors.extend(update_lines.mesh_errors(config.algorithm, stack))
         plan.errors.extend(adapter_errors(model, config.lora) if config.lora else [])
+        if config.algorithm.type == "sft" or config.learns_from_pairs:
+            plan.warnings.extend(tokenizer.end_warnings())
         copies = copies_folder(stack)
         sets = read_sets(config.data, tokenizer, training_data(config, copies))
         data = JoinedSets(sets)
