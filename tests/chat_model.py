@@ -1,4 +1,4 @@
-"""A chat model that is small enough for tests of whole fleets: its tokens are bytes, its weights are random."""
+"""A chat model that is small enough for tests of whole fleets: its weights are random, its tokens those of a page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END, BEGIN = "<|im_end|>", "<|im_start|>"
+TEXT = Path(__file__).resolve().parents[1] / "README.md"
+VOCABULARY = 512
 HIDDEN, MIDDLE, LAYERS, HEAD, POSITIONS = 64, 128, 2, 32, 1024
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>
@@ -20,11 +22,14 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 def make_chat_model(folder: Path) -> Path:
     """Write a Llama with a chat template as a Hugging Face folder."""
     folder.mkdir(parents=True)
-    tokens = [END, BEGIN, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (END, BEGIN)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END, BEGIN], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT.read_text("utf-8").splitlines(), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write(
         folder / "tokenizer_config.json",
@@ -33,13 +38,14 @@ def make_chat_model(folder: Path) -> Path:
         pad_token=END,
         chat_template=TEMPLATE,
     )
-    ends = {"eos_token_id": tokens.index(END), "pad_token_id": tokens.index(END)}
+    end = tokenizer.token_to_id(END)
+    ends = {"eos_token_id": end, "pad_token_id": end}
     _write(folder / "generation_config.json", **ends)
     _write(
         folder / "config.json",
         architectures=["LlamaForCausalLM"],
         model_type="llama",
-        vocab_size=len(tokens),
+        vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         intermediate_size=MIDDLE,
         num_hidden_layers=LAYERS,
@@ -51,13 +57,13 @@ def make_chat_model(folder: Path) -> Path:
         dtype="float32",
         **ends,
     )
-    save_file(_weights(len(tokens)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _weights(vocabulary: int) -> dict[str, np.ndarray]:
+def _weights() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    shapes = {"embed_tokens": (vocabulary, HIDDEN)}
+    shapes = {"embed_tokens": (VOCABULARY, HIDDEN)}
     for layer in range(LAYERS):
         shapes |= {
             f"layers.{layer}.self_attn.q_proj": (HIDDEN, HIDDEN),
