@@ -44,9 +44,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="the directory of a run of examples/instruct/grpo.yaml")
     parser.add_argument("--steps", type=int, default=50, help="first steps to take (%(default)s)")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="data of that run (%(default)s)")
     parser.add_argument("--out", type=Path, default=HERE / "data" / "pairs.jsonl", help="file (%(default)s)")
     asked = parser.parse_args()
-    instructions = [json.loads(line)["prompt"][0]["content"] for line in PROMPTS.read_text().splitlines()]
+    instructions = [
+        json.loads(line)["prompt"][0]["content"] for line in asked.prompts.read_text().splitlines()
+    ]
     lines = [json.dumps(pair) for pair in pairs(asked.run, asked.steps, instructions)]
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,108 @@
+"""Recipes of GSM8K and of the instructions: their files are sound, and what their pages promise was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from flotilla_core.config import RunConfig, StackConfig, load
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes"
+LAID_UNDER = ROOT / "examples" / "instruct" / "grpo.yaml"
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*/*.yaml")), ids=lambda file: "/".join(file.parts[-2:]))
+def test_each_file_of_a_recipe_is_a_configuration(file: Path) -> None:
+    if file.stem.startswith("stack"):
+        load(StackConfig, [file])
+    else:
+        below = {"instruct": [LAID_UNDER], "qwen3": [file.parent / "grpo.yaml"]}
+        load(RunConfig, [*below.get(file.parent.name, []), file])
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k", "instruct"])
+def test_the_scores_that_a_page_tells_are_those_of_its_curves(recipe: str) -> None:
+    page = (RECIPES / recipe / "README.md").read_text()
+    curves = {path.stem: lines_of(path) for path in (RECIPES / recipe / "curves").glob("*.jsonl")}
+    rows = re.findall(r"^\|(.+)\|$", page, re.MULTILINE)
+    for name, curve in curves.items():
+        first, last = (line["eval/reward_mean"] for line in (curve[0], curve[-1]))
+        told = f"{last:.1%}".replace("%", " %") if recipe == "gsm8k" else f"| {first:.3f} | {last:.3f} |"
+        assert name == "grpo-cpu-seed0" or any(told in f"|{row}|" for row in rows), (name, told)
+
+
+def test_problems_become_rows_with_their_final_number_and_no_calculator(tmp_path: Path) -> None:
+    problem = {"question": "Two and two?", "answer": "It is 2+2=<<2+2=4>>4, in cents 1,000.\n#### 1,004"}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(problem) + "\n")
+    script = [
+        sys.executable,
+        RECIPES / "gsm8k" / "make_data.py",
+        "--from",
+        tmp_path,
+        "--out",
+        tmp_path / "made",
+    ]
+    subprocess.run(script, check=True)
+    prompt = [{"role": "user", "content": "Two and two?"}]
+    solution = "It is 2+2=4, in cents 1,000.\n#### 1,004"
+    assert lines_of(tmp_path / "made" / "solutions.jsonl") == [{"prompt": prompt, "answer": solution}]
+    for split in ("train", "test"):
+        assert lines_of(tmp_path / "made" / f"{split}.jsonl") == [{"prompt": prompt, "answer": "1004"}]
+
+
+def test_pairs_have_a_right_and_a_wrong_response_to_one_prompt(tmp_path: Path) -> None:
+    told = ["Name a tree.", "Name a tree in one word."]
+    rewards = {"a": [1.0, 0.0, 1.0, 0.0, 0.0], "b": [1.0, 1.0]}
+    samples = [
+        {
+            "step": 0,
+            "group_id": group,
+            "prompt": f"<user>{told[1]}<end>",
+            "response": f"{group}{n}",
+            "reward": reward,
+        }
+        for group, each in rewards.items()
+        for n, reward in enumerate(each)
+    ]
+    (tmp_path / "samples").mkdir()
+    text = "".join(json.dumps(sample) + "\n" for sample in samples)
+    (tmp_path / "samples" / "step-000000.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n" for text in told)
+    )
+    script = [
+        sys.executable,
+        RECIPES / "instruct" / "make_pairs.py",
+        tmp_path,
+        "--out",
+        tmp_path / "pairs.jsonl",
+    ]
+    subprocess.run([*script, "--prompts", tmp_path / "prompts.jsonl"], check=True)
+    found = lines_of(tmp_path / "pairs.jsonl")
+    assert {pair["prompt"][0]["content"] for pair in found} == {told[1]}
+    assert [(pair["chosen"][0]["content"], pair["rejected"][0]["content"]) for pair in found] == [
+        ("a0", "a1"),
+        ("a2", "a3"),
+    ]
+
+
+def test_a_run_is_drawn_beside_the_curves_of_its_recipe(tmp_path: Path) -> None:
+    curve = (RECIPES / "gsm8k" / "curves" / "grpo.jsonl").read_text()
+    (tmp_path / "evaluations.jsonl").write_text(curve)
+    drawn = tmp_path / "drawn.png"
+    script = [sys.executable, RECIPES / "curve.py", RECIPES / "gsm8k", tmp_path, "--out", drawn]
+    subprocess.run(script, check=True)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
