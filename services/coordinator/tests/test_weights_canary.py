@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
-from flotilla_coordinator.weights.canary import Canary
+from flotilla_coordinator.weights.canary import Canary, LiveCheck
 from flotilla_core import rpc
 from flotilla_core.config import CanaryConfig, StackConfig
 from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
@@ -124,6 +124,18 @@ async def test_limits_that_a_run_sets_are_kept_and_nothing_is_measured(dtype: st
     outcome = await canary.check(V1, [member("a", moved(0.03)), member("b", moved(0.015))])
     assert set(outcome.failures) == {"a"} and not policy.measured
     assert outcome.report is not None and outcome.report.warn_at == 0.01
+
+
+async def test_a_difference_is_warned_of_when_two_checks_in_a_row_find_it() -> None:
+    warnings: list[str] = []
+    figures: dict[str, float] = {}
+    canary = canary_of("float32", Policy(), warn_at=0.01, fail_at=0.5)
+    check = LiveCheck(canary, figures, lambda rounding: None, warnings.append)
+    for difference, warned in ((0.02, 0), (0.0, 0), (0.02, 0), (0.03, 1), (0.0, 1)):
+        report = SimpleNamespace(version=V1, members=[member("a", moved(difference))])
+        assert not await check.verify(report)  # type: ignore[arg-type]
+        assert figures["canary/mean"] == pytest.approx(difference, abs=1e-6) and len(warnings) == warned
+    assert "0.0300 at version 0.1, above 0.0100" in warnings[0]
 
 
 async def test_members_that_agree_pass_with_figures(canary: Canary) -> None:

@@ -133,8 +133,8 @@ class CanaryConfig(ConfigModel):
     temperatures: tuple[Annotated[float, Field(ge=0, le=100)], ...] = Field(default=(1.0,), max_length=16)
     """Sampling temperatures, one pass for each."""
     warn_at: AgreementLimit = "auto"
-    """Mean difference over all answers that raises a warning; `auto` is what rounding explains, as a bfloat16 trainer
-    measures it against float32."""
+    """Mean difference over all answers that raises a warning in two checks in a row; `auto` is what rounding explains,
+    as a bfloat16 trainer measures it against float32."""
     fail_at: AgreementLimit = "auto"
     """Mean difference over all answers of one generator that fails the run: it does not decode with the trainer's
     weights. `auto` as for `warn_at`."""

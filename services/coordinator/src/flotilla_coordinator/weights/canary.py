@@ -253,7 +253,8 @@ class LiveCheck:
     """Compares trainer and generators of a run on the same tokens, after each sync.
 
     The comparison may end in a later step than the sync, so `figures` keeps what the last one found. It calls `warn`
-    with a difference beyond `weights.canary.warn_at`, and `measured` with what is known of the trainer's rounding.
+    with differences beyond `weights.canary.warn_at` in two checks in a row, because by chance alone one of forty is
+    beyond it. It calls `measured` with what is known of the trainer's rounding.
     """
 
     def __init__(
@@ -267,6 +268,7 @@ class LiveCheck:
         self._figures = figures
         self._measured = measured
         self._warn = warn
+        self._was_above = False
 
     async def verify(self, report: SyncReport) -> dict[str, FlotillaError]:
         """Return the members that could not answer, or that answered with other weights, with the reasons."""
@@ -284,11 +286,14 @@ class LiveCheck:
         if (rounding := self._canary.rounding) is not None:
             self._figures |= {"canary/trainer_rounding": rounding.mean}
             self._measured(rounding)
-        if result.warn_at is not None and result.probs_mean > result.warn_at:
+        above = result.warn_at is not None and not result.probs_mean <= result.warn_at
+        if above and self._was_above:
             self._warn(
-                f"trainer and generator differ: mean probability difference {result.probs_mean:.4f} "
-                f"at version {report.version}, above {result.warn_at:.4f} (weights.canary.warn_at)"
+                "trainer and generator differ in two checks in a row: mean probability difference "
+                f"{result.probs_mean:.4f} at version {report.version}, above {result.warn_at:.4f} "
+                "(weights.canary.warn_at)"
             )
+        self._was_above = above
         return outcome.failures
 
 
