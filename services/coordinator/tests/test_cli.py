@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -19,10 +20,11 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import (
     CoordinatorServiceServicer,
 )
 from flotilla_client import connect
-from flotilla_coordinator.cli import output
+from flotilla_coordinator.cli import doctor, output
 from flotilla_coordinator.cli.watch import Told, print_plan, progress
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.plan import size_limits
 from flotilla_coordinator.timeline import SpanStore
 from flotilla_core.errors import NotFound
 from flotilla_core.telemetry import names
@@ -462,6 +464,22 @@ def test_errors_of_a_plan_stand_above_and_below_its_table() -> None:
         print_plan(run_pb2.Plan(errors=["no model"]), as_json=False)
     first = ["error: rewards is empty", "table", "warning: no room", "error: rewards is empty"]
     assert told == [*first, "no lines", "error: no model"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [("avx512_bf16", "bfloat16 is faster than float32"), ("avx2", "no instructions for bfloat16")],
+)
+def test_doctor_says_which_processors_compute_in_bfloat16(
+    flotilla: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, said: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags} sse\n")
+    monkeypatch.setattr(size_limits, "_CPU_FACTS", tmp_path / "cpuinfo")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    monkeypatch.setattr(doctor, "_cgroup_cpus", lambda: None)
+    _, out, _ = flotilla("doctor", "--json")
+    (cpu,) = (check for check in json.loads(out)["checks"] if check["check"] == "cpu")
+    assert cpu["status"] == "passed" and said in cpu["finding"]
 
 
 def test_doctor_names_the_missing_model_and_fails(flotilla: Command) -> None:

@@ -160,6 +160,8 @@ def _driver() -> Finding:
 
 
 def _cpus() -> Finding:
+    from flotilla_coordinator.plan.size_limits import processor_computes_bfloat16
+
     cores = os.cpu_count() or 1
     allowed = min(len(os.sched_getaffinity(0)), math.ceil(_cgroup_cpus() or cores))
     if allowed < cores:
@@ -168,7 +170,10 @@ def _cpus() -> Finding:
             f"{allowed} of this host's {cores} cores may be used (cgroup or affinity)",
             f"set OMP_NUM_THREADS to {allowed} or less, or torch starts a thread a core",
         )
-    return passed("cpu", f"{cores} cores")
+    dtype = (
+        "bfloat16 is faster than float32" if processor_computes_bfloat16() else "no instructions for bfloat16"
+    )
+    return passed("cpu", f"{cores} cores, {dtype}")
 
 
 def _cgroup_cpus() -> float | None:
