@@ -65,6 +65,18 @@ def test_rewards_of_a_run_are_tried_on_answers_and_empty_responses(flotilla: Com
     assert parts == [("exact", 1.0), ("mine.py:shape", 0.0)]
 
 
+def test_the_table_shows_what_differs_between_the_prompts(flotilla: Command) -> None:
+    rows = [
+        {"prompt": f"You are a calculator with a long introduction.\n{n}+1=", "level": n} for n in range(2)
+    ]
+    Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tried = ("reward", "test", "mine.py:level", "--response", "4")
+    _, out, _ = flotilla(*tried, "--data", "long.jsonl")
+    assert [line.split()[-1] for line in out.splitlines()] == ["PROMPT", "0+1=", "1+1="]
+    _, out, _ = flotilla(*tried, "--data", "long.jsonl", "-n", "1")
+    assert "You are a calculator" in out
+
+
 def test_failing_function_is_told_with_its_line_and_traceback(flotilla: Command) -> None:
     code, out, _ = flotilla("reward", "test", "mine.py:level", "--data", "train.jsonl", "--response", "4")
     assert code == 1

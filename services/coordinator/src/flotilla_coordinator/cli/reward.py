@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -291,13 +292,22 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
     from flotilla_coordinator.cli.output import print_line, print_table, say
 
     rows = []
+    shared = _shared_lines([one["prompt"] for one in found])
     for one in found:
         parts = ", ".join(f"{Path(part['reward']).name}={part['value']:.4g}" for part in one["reward_parts"])
         shown = f"({one['response_is']})" if one["response_is"] else _short(one["response"])
         reward = "failed" if one["failure"] else f"{one['reward']:.4g}"
         time = f"{one['seconds'] * 1000:.1f} ms"
         rows.append(
-            (str(one["row"]), shown, reward, parts, time, _short(one["answer"]), _short(one["prompt"]))
+            (
+                str(one["row"]),
+                shown,
+                reward,
+                parts,
+                time,
+                _short(one["answer"]),
+                _short(one["prompt"][shared:]),
+            )
         )
     print_table(("ROW", "RESPONSE", "REWARD", "PARTS", "TIME", "ANSWER", "PROMPT"), rows)
     failures: dict[str, list[dict[str, Any]]] = {}
@@ -317,6 +327,14 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
             )
     if len(rewards) > 1 and len(set(rewards)) == 1:
         say("all rewards are equal: these responses teach nothing. Try others: --response TEXT")
+
+
+def _shared_lines(prompts: list[str]) -> int:
+    """Return the length of the lines with which all prompts begin: a system prompt would hide what differs."""
+    if len(set(prompts)) < 2:
+        return 0
+    lines = zip(*(prompt.splitlines(keepends=True) for prompt in prompts), strict=False)
+    return sum(len(same[0]) for same in takewhile(lambda line: len(set(line)) == 1, lines))
 
 
 def _short(text: str) -> str:
