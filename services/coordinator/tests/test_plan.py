@@ -20,6 +20,7 @@ from flotilla_core.config import RunConfig, StackConfig
 
 RECOMPUTED = {"activation_checkpointing": True, "tokens_per_microbatch": 4096}
 PARAMETERS = {"embed": [20, 8], "layer": [3, 8, 8]}
+SUPERVISED = {"algorithm": {"type": "sft"}, "evaluation": None, "rewards": []}
 
 
 def make_model(folder: Path, **changes: object) -> Path:
@@ -117,27 +118,25 @@ def test_an_evaluation_at_the_last_step_is_the_one_after(run: dict[str, Any], st
 
 
 def test_supervised_training_needs_answers_and_no_generators(run: dict[str, Any], stack: StackConfig) -> None:
-    supervised = {"algorithm": {"type": "sft"}, "evaluation": None, "rewards": []}
     idle = stack.model_copy(update={"generator": stack.generator.model_copy(update={"replicas": 0})})
-    planned = plan(run, idle, **supervised)
+    planned = plan(run, idle, **SUPERVISED)
     assert (list(planned.errors), list(planned.warnings)) == ([], [])
     assert {line.name: line.value for line in planned.lines}["step"] == "16 sequences"
     assert "flotilla scale generator 1" in plan(run, idle).warnings[0]
     run["data"]["answer_field"] = "solution"
-    assert "no 'solution'" in the_error(plan(run, stack, **supervised))
+    assert "no 'solution'" in the_error(plan(run, stack, **SUPERVISED))
 
 
 def test_answers_that_would_end_otherwise_than_responses_do_are_warned_of(
     run: dict[str, Any], stack: StackConfig, tmp_path: Path
 ) -> None:
-    supervised = {"algorithm": {"type": "sft"}, "evaluation": None, "rewards": []}
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "+"}')
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [12, 1]}')
-    (warning,) = plan(run, stack, **supervised).warnings
+    (warning,) = plan(run, stack, **SUPERVISED).warnings
     assert "eos_token '+' (11)" in warning and "with '=' (12) or '0' (1)" in warning
     assert not any("eos_token" in text for text in plan(run, stack).warnings)
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [12, 11]}')
-    assert not plan(run, stack, **supervised).warnings
+    assert not plan(run, stack, **SUPERVISED).warnings
 
 
 def test_a_reward_model_needs_a_trainer_alone_and_feeds_every_token(
@@ -149,23 +148,12 @@ def test_a_reward_model_needs_a_trainer_alone_and_feeds_every_token(
     services = {"generator": stack.generator, "reward": stack.reward}
     none = {name: section.model_copy(update={"replicas": 0}) for name, section in services.items()}
     alone = stack.model_copy(update=none | {"model": make_model(tmp_path / "ending", eos_token_id=0)})
-    budget = {"tokens_per_microbatch": 16}
-    made = {
-        name: plan(
-            run,
-            alone,
-            algorithm={"type": name},
-            rewards=[],
-            rollout={"prompts_per_step": 16},
-            batching=budget,
-        )
-        for name in ("dpo", "reward_model")
-    }
+    changes = {"rewards": [], "rollout": {"prompts_per_step": 16}, "batching": {"tokens_per_microbatch": 16}}
+    made = {name: plan(run, alone, algorithm={"type": name}, **changes) for name in ("dpo", "reward_model")}
     assert [list(planned.errors) for planned in made.values()] == [[], []]
     lines = {name: {line.name: line for line in planned.lines} for name, planned in made.items()}
     ours = lines["reward_model"]
-    assert ours["step"].value == "32 sequences"
-    assert ours["evaluations"].value == "5 x 40 pairs"
+    assert (ours["step"].value, ours["evaluations"].value) == ("32 sequences", "5 x 40 pairs")
     # 5 of the prompt, 2 of the answer and its end: 8 tokens are fed, so that two go together; a policy feeds 7.
     assert "8 tokens each" in ours["micro-batches of an update"].explanation
     assert ours["micro-batches of an update"].value == "at most 16 a rank"
@@ -177,11 +165,10 @@ def test_a_reward_model_needs_a_trainer_alone_and_feeds_every_token(
 def test_answers_that_the_model_cannot_hold_are_refused(
     run: dict[str, Any], stack: StackConfig, tmp_path: Path
 ) -> None:
-    supervised = {"algorithm": {"type": "sft"}, "evaluation": None, "rewards": []}
     for digits, errors in ((58, []), (59, ["65 tokens, the model has 64"])):
         line = json.dumps({"prompt": "10+1=", "answer": "1" * digits})
         (tmp_path / "train.jsonl").write_text(line + "\n")
-        found = plan(run, stack, **supervised).errors
+        found = plan(run, stack, **SUPERVISED).errors
         assert [wanted in error for wanted, error in zip(errors, found, strict=True)] == [True] * len(errors)
 
 

@@ -1,0 +1,127 @@
+"""How long one engine takes to start, and what a start that imports vLLM once, or compiles no sampler, would save.
+
+Each way starts twice, in a folder of its own for what is compiled: the second start is the one of every day.
+
+- `spawn`: as the service does it. The engine's process imports vLLM after the service has done so.
+- `ahead`: a fork server of `multiprocessing` imports vLLM while the service does, and the engine's process is its fork.
+- `plain-sampler`: `spawn` without the sampler of FlashInfer, which is compiled for top-p and top-k.
+
+Prints one JSON object a start, and appends it to `starts.jsonl`; the log of each start lies beside it and says when
+its phases ended.
+
+`python bench/gpu/start.py --model FOLDER --out DIR`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from flotilla_core.config.stack import GeneratorConfig
+from flotilla_generator.checkpoint import Checkpoint
+from flotilla_generator.engine.vllm.boot import prepare_environment
+from flotilla_generator.engine.vllm.engine import VllmEngine
+
+WAYS = ("spawn", "ahead", "plain-sampler")
+IMPORTED = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "flotilla_generator.engine.vllm.worker")
+
+
+class EngineProcess(ForkServerProcess):
+    """A process of the fork server with the environment of the process that starts it."""
+
+    def start(self) -> None:
+        """Start it, as a spawned process would start."""
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        """Take the environment over; the import of torch has read the number of threads before."""
+        import torch
+
+        os.environ.clear()
+        os.environ.update(self._environment)
+        if (threads := os.environ.get("OMP_NUM_THREADS")) is not None:
+            torch.set_num_threads(int(threads))
+        super().run()
+
+
+class EngineContext(ForkServerContext):
+    """What vLLM takes processes and queues from."""
+
+    Process = EngineProcess
+
+
+class Engine(VllmEngine):
+    """The engine of the service, whose process may come from a fork server."""
+
+    ahead = False
+
+    def _boot(self) -> tuple[Any, dict[str, str]]:
+        if self.ahead:
+            prepare_environment(self._config, self._cache)
+            multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED))
+            forkserver.ensure_running()
+            from vllm.v1.engine import utils
+
+            utils.get_mp_context = EngineContext
+        return super()._boot()
+
+
+def main() -> int:
+    """Start an engine in a process of its own for each way, twice."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--model", type=Path, required=True)
+    cli.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    cli.add_argument("--dtype", default="bfloat16")
+    cli.add_argument("--limit-s", type=float, default=150.0, help="the most seconds that a start may take")
+    cli.add_argument("--out", type=Path, required=True)
+    cli.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
+    asked = cli.parse_args()
+    if asked.one:
+        asyncio.run(started(asked))
+        return 0
+    asked.out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for way in asked.ways:
+        for number in (1, 2):
+            with (asked.out / f"{way}-{number}.log").open("w") as log:
+                command = [sys.executable, __file__, *sys.argv[1:], "--one", way]
+                try:
+                    code = subprocess.run(
+                        command, stdout=log, stderr=log, timeout=asked.limit_s, check=False
+                    ).returncode
+                except subprocess.TimeoutExpired:
+                    code = 124
+            failed += code != 0
+            last = (asked.out / "starts.jsonl").read_text().splitlines()[-1] if code == 0 else ""
+            print(f"{way}, start {number}: {last or f'exit code {code}, see its log'}", flush=True)
+    return 1 if failed else 0
+
+
+async def started(asked: argparse.Namespace) -> None:
+    """Start one engine, decode a first request, and stop it."""
+    if asked.one == "plain-sampler":
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    began = time.perf_counter()
+    config = GeneratorConfig(dtype=asked.dtype, max_model_tokens=64, kv_cache_gib=1)
+    engine = Engine(config, Checkpoint.read(asked.model), cache=asked.out.absolute() / f"cache-{asked.one}")
+    engine.ahead = asked.one == "ahead"
+    await engine.start()
+    figures = {"way": asked.one, "ready_s": round(time.perf_counter() - began, 1), **engine.info.versions}
+    with (asked.out / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(figures) + "\n")
+    await engine.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
