@@ -149,7 +149,8 @@ def test_a_setting_is_completed_by_key_and_value(flotilla: Command, monkeypatch:
     Path("logged.yaml").write_text("loop: client\n")
     assert {"algorithm.type=", "algorithm.loss."} <= set(offered("run start run.yaml algo"))
     assert offered("run start run.yaml loop=cl") == ["loop=client"]
-    keys = ["loop=", "loop_idle_timeout_s=", "lora.", "logged.yaml"]
+    Path("losses").mkdir()
+    keys = ["loop=", "loop_idle_timeout_s=", "lora.", "logged.yaml", "losses/"]
     assert offered("run plan run.yaml steps=3 lo") == keys
     assert offered("eval latest seed=") == ["seed=0"]
     assert offered("reward test run.yaml export_final=f") == ["export_final=false"]
@@ -164,16 +165,19 @@ def test_a_setting_is_completed_by_key_and_value(flotilla: Command, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"),
+    ("command", "typed", "offered"),
     [
-        (("loop", "="), ["coordinator", "client"]),
-        (("loop", "=", "cl"), ["client"]),
-        (("steps", "=", "3", "see"), ["seed=", "seed=0"]),
-        (("data.train", "=", "no"), []),
+        ("start", ("loop", "="), ["coordinator", "client"]),
+        ("start", ("loop", "=", "cl"), ["client"]),
+        ("start", ("steps", "=", "3", "see"), ["seed=", "seed=0"]),
+        ("start", ("data.train", "="), []),
+        ("start", ("data.train", "=", "tr"), []),
+        ("start", ("rewards.0.args.limit", "=", "tr"), []),
+        ("set", ("checkpoint.keep", "="), ["2"]),
     ],
 )
 def test_bash_takes_a_setting_for_three_words_and_gets_the_last_one(
-    typed: tuple[str, ...], offered: list[str]
+    command: str, typed: tuple[str, ...], offered: list[str]
 ) -> None:
     script = """
         flotilla=$1; shift
@@ -182,7 +186,7 @@ def test_bash_takes_a_setting_for_three_words_and_gets_the_last_one(
         _flotilla_completion "$flotilla"
         printf '%s\\n' "${COMPREPLY[@]}"
     """
-    words = ("flotilla", "run", "start", "run.yaml", *typed)
+    words = ("flotilla", "run", command, "run.yaml", *typed)
     installed = str(Path(sys.executable).parent / "flotilla")
     shown = subprocess.run(
         ["bash", "-c", script, "bash", installed, *words], capture_output=True, text=True, check=True

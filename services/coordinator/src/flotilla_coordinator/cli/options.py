@@ -77,24 +77,44 @@ def complete_setting(context: typer.Context, incomplete: str) -> list[tuple[str,
 def settings_that_begin(
     model: type[ConfigModel], context: typer.Context, incomplete: str
 ) -> list[tuple[str, str]]:
-    """Return keys with `=`, values of a key, and files of YAML; where none of the keys fits, the shell offers files."""
+    """Return keys with `=`, values of a key, and paths; where none of the keys fits, the shell offers paths."""
     from flotilla_core.config import completions
 
     given = context.params.get("arguments") or []
-    # bash takes `key=value` for three words and replaces the last one; typer leaves out an `=` that is the last one.
-    key = "".join(given[-2:-1] if given[-1:] == ["="] else given[-1:] if not incomplete else [])
-    if offered := completions(model, f"{key}="):
-        return [(setting.partition("=")[2], meaning) for setting, meaning in offered]
+    if (values := _values_after_key(model, given, incomplete)) is not None:
+        return values
     found = completions(model, incomplete) if given or incomplete else []
-    files = Path().glob(f"{glob.escape(incomplete)}*.yaml") if found and "=" not in incomplete else ()
-    return found + [(str(file), "") for file in files]
+    if not found or "=" in incomplete:
+        return found
+    paths = sorted(Path().glob(f"{glob.escape(incomplete)}*"))
+    shown = (f"{path}/" if path.is_dir() else str(path) for path in paths if not path.name.startswith("."))
+    return found + [(path, "") for path in shown]
 
 
-def complete_live_setting(incomplete: str) -> list[tuple[str, str]]:
+def _values_after_key(
+    model: type[ConfigModel], given: list[str], incomplete: str
+) -> list[tuple[str, str]] | None:
+    """Return the values of a key that is a word of its own; None where no such key stands before the word.
+
+    bash takes `key=value` for three words and replaces the last one; typer leaves out an `=` that is the last one.
+    """
+    from flotilla_core.config import completions
+
+    after_equals = given[-1:] == ["="]
+    key = "".join(given[-2:-1] if after_equals else given[-1:] if not incomplete else [])
+    if not after_equals and (not key or f"{key}=" not in dict(completions(model, key))):
+        return None
+    return [(setting.partition("=")[2], meaning) for setting, meaning in completions(model, f"{key}=")]
+
+
+def complete_live_setting(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return the settings of an active run that begin with `incomplete`."""
     from flotilla_coordinator.runs.control import LIVE_KEYS
     from flotilla_core.config import RunConfig, completions
 
+    values = _values_after_key(RunConfig, context.params.get("changes") or [], incomplete)
+    if values is not None:
+        return values
     return [one for key in LIVE_KEYS for one in completions(RunConfig, key) if key.startswith(incomplete)]
 
 
