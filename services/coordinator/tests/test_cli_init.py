@@ -192,6 +192,25 @@ def test_texts_become_chat_messages_only_where_the_model_has_a_template(flotilla
     assert not run_file().data.apply_chat_template
 
 
+@pytest.mark.parametrize(
+    ("row", "chat"),
+    [
+        ({"prompt": "1+1", "ground_truth": "2"}, True),
+        ({"prompt": "1+1", "reward_model": {"ground_truth": "2"}}, True),
+        ({"messages": '[{"role": "user", "content": "1+1"}]', "ground_truth": "2"}, False),
+        ({"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}, False),
+    ],
+)
+def test_texts_of_any_layout_and_of_held_out_data_become_chat_messages(
+    flotilla: Command, row: dict[str, Any], chat: bool
+) -> None:
+    init(flotilla, [row] * 20)
+    assert run_file().data.apply_chat_template is chat
+    if "answer" in row:
+        init(flotilla, [row] * 20, "--force", "--heldout", write("held.jsonl", SUMS))
+        assert run_file().data.apply_chat_template
+
+
 def test_a_host_with_gpus_gets_a_stack_file_of_three_keys(flotilla: Command, eight_gpus: None) -> None:
     code, _, err = flotilla("init", "--model", "model", "--data", write("train.jsonl", SUMS))
     assert code == 0 and "GPU 7: generator-7 (" in err and "trainer rank 7" in err, err
@@ -273,6 +292,17 @@ def test_a_reward_of_the_user_is_not_overwritten(flotilla: Command) -> None:
         ([[1, 2]], {}, ("train.jsonl, line 1",)),
         ([*SUMS, {"answer": "1"}], {}, ("column 'prompt' is missing", "train.jsonl, line 81", "by --data")),
         ([{"text": "a", "label": 1}], {}, ("no column with prompts", "the rows have label, text")),
+        (
+            [{"instruction": "Translate.", "input": "cat", "output": "Katze"}],
+            {},
+            ("only a part of the prompt", "'input'", "to a column prompt"),
+        ),
+        (
+            [*SUMS, {"prompt": "a", "answer": None}, {"prompt": "b"}],
+            {},
+            ("2 of the first 82 prompts have no answer", "train.jsonl", "column 'answer'"),
+        ),
+        ([{"prompt": "a" * 9000}], {}, ("longer than", "name rows with prompts of at most 8192 tokens")),
         ([{"prompt": "a", "label": 1}], {"--algorithm": "sft"}, ("sft needs a column", "label, prompt")),
         (SUMS, {"--algorithm": "dpo"}, ("dpo needs columns chosen and rejected", "answer, prompt")),
         (SUMS, {"--algorithm": "distillation"}, ("learns from a teacher",)),
@@ -292,6 +322,12 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_written(
     code, _, err = flotilla("init", *(word for option in asked.items() for word in option))
     assert code == 2 and all(word in err for word in words), err
     assert not Path("stack.yaml").exists() and not Path("run.yaml").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(flotilla: Command) -> None:
+    data = write("train.jsonl", SUMS)
+    code, _, err = flotilla("init", "--model", "model", "--data", data, data)
+    assert code == 2 and "'train.jsonl' is a file" in err
 
 
 def test_held_out_data_without_answers_are_refused(flotilla: Command) -> None:

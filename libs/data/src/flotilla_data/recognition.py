@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from pathlib import Path
@@ -36,6 +36,8 @@ class Fields:
     prompt: str
     answer: str
     """Empty where there is none."""
+    texts: bool
+    """True where prompts are texts, not chat messages."""
     pairs: bool
     """True where each row has a preferred answer and another one."""
     layout: str
@@ -56,19 +58,35 @@ class Answers(StrEnum):
 
 def recognised(rows: Values, source: str) -> Fields:
     """Return the columns of a data set by its first rows; raise where none of them holds prompts."""
-    known = Columns.of(DataConfig(train=Path(source)), rows[0])
+    columns = Columns.of(DataConfig(train=Path(source)), rows[0])
+    if not (columns.layout and _filled(rows, [columns.prompt])):
+        answers = [columns.answer] if columns.layout else ANSWERS
+        columns = replace(
+            columns, prompt=_column_of_prompts(rows, source), answer=_filled(rows, answers), layout=""
+        )
+    texts = any(isinstance(columns.prompt_of(row), str) for row in rows)
     pairs = all(_filled(rows, [name]) for name in PAIRS)
-    if known.layout and _filled(rows, [known.prompt]):
-        return Fields(known.prompt, known.answer, pairs, known.shown)
-    prompt = _filled(rows, PROMPTS)
-    if not prompt:
+    return Fields(columns.prompt, columns.answer, texts, pairs, columns.shown if columns.layout else "")
+
+
+def _column_of_prompts(rows: Values, source: str) -> str:
+    there = f"the rows have {', '.join(sorted(rows[0])) or 'no columns'}"
+    found = _filled(rows, PROMPTS)
+    if not found:
         raise InvalidConfig(
             "no column with prompts was recognised",
             where=source,
-            why=f"the rows have {', '.join(sorted(rows[0])) or 'no columns'}",
+            why=there,
             next_step=f"rename the one with the prompts to {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}",
         )
-    return Fields(prompt, _filled(rows, [known.answer] if known.layout else ANSWERS), pairs, "")
+    if found == "instruction" and _filled(rows, ["input"]):
+        raise InvalidConfig(
+            "column 'instruction' is only a part of the prompt",
+            where=source,
+            why=f"{there}: the model would never see the texts of 'input'",
+            next_step="write both to a column prompt",
+        )
+    return found
 
 
 def _filled(rows: Values, names: Sequence[str]) -> str:

@@ -42,7 +42,13 @@ def init(
         str, typer.Option("--data", metavar="DATA", help="File, folder, pattern or hub:owner/name.")
     ],
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", show_default="the current one", help="Folder for the files.")
+        Path,
+        typer.Argument(
+            metavar="[FOLDER]",
+            show_default="the current one",
+            help="Folder for the files.",
+            file_okay=False,
+        ),
     ] = Path(),
     held_out: Annotated[
         str | None, typer.Option("--heldout", metavar="DATA", help="Held-out data, for evaluations.")
@@ -105,7 +111,6 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
     from flotilla_coordinator.data.training_sets import JoinedSets, read_sets, training_data
     from flotilla_coordinator.plan.model_facts import ModelFacts
     from flotilla_coordinator.plan.size_limits import processor_computes_bfloat16
-    from flotilla_core.errors import InvalidConfig
     from flotilla_core.model_folder import model_folder
     from flotilla_launch.gpus import Gpus
 
@@ -114,19 +119,14 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
     ):
         found = model_folder(model)
     facts, tokenizer = ModelFacts.read(found), Tokenizer.load(found)
-    first, fields = _look_at(data, "train", "--data", algorithm)
+    fields = _look_at(data, "train", "--data", algorithm)
     algorithm = algorithm or ("dpo" if fields.pairs else "grpo")
-    held_out_fields = _look_at(held_out, "test", "--heldout", algorithm)[1] if held_out else fields
+    held_out_fields = _look_at(held_out, "test", "--heldout", algorithm) if held_out else fields
     _require_answers(fields, held_out_fields, held_out)
-    chat = isinstance(first.get(fields.prompt), str) and not fields.layout and _has_template(tokenizer)
+    chat = (fields.texts or held_out_fields.texts) and _has_template(tokenizer)
     config = _reading(data, algorithm, fields, chat, facts.longest_sequence)
-    with _named_by("--data", "rows that all have a prompt"):
+    with _named_by("--data", f"rows with prompts of at most {facts.longest_sequence} tokens"):
         sets = JoinedSets(read_sets(config.data, tokenizer, training_data(config)))
-    prompts = sets.first(FIRST_ROWS)
-    if not prompts:
-        raise InvalidConfig(
-            f"every prompt has more than the model's {facts.longest_sequence} tokens", where=data
-        )
     draft = Draft(
         folder=folder,
         model=model,
@@ -146,7 +146,7 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
         model_tokens=0,
         answers=None,
     )
-    return _measured(draft, config, sets, prompts, tokenizer)
+    return _measured(draft, config, sets, tokenizer)
 
 
 @contextmanager
@@ -162,12 +162,12 @@ def _named_by(option: str, meant: str, value: str = "") -> Iterator[None]:
             error.what,
             where=f"{option} {value}" if value else error.where,
             why=error.why,
-            next_step=f"name {meant} by {option}" if step.startswith("set ") else step,
+            next_step=f"name {meant} by {option}" if step.startswith(("set ", "raise ")) else step,
         ) from None
 
 
-def _look_at(source: str, split: str, option: str, algorithm: str | None) -> tuple[dict[str, Any], Fields]:
-    """Return the first row of a data set, and its columns."""
+def _look_at(source: str, split: str, option: str, algorithm: str | None) -> Fields:
+    """Return the columns of a data set by its first rows."""
     from flotilla_core.errors import InvalidConfig
     from flotilla_data.recognition import recognised
     from flotilla_data.rows import open_rows
@@ -180,7 +180,7 @@ def _look_at(source: str, split: str, option: str, algorithm: str | None) -> tup
         raise (read[0].error if read else None) or InvalidConfig("the data set has no rows", where=source)
     fields = recognised(values, source)
     _require_columns(algorithm, fields, source, values[0])
-    return values[0], fields
+    return fields
 
 
 def _require_columns(algorithm: str | None, fields: Fields, source: str, row: dict[str, Any]) -> None:
@@ -229,6 +229,20 @@ def _require_answers(fields: Fields, held_out: Fields, source: str) -> None:
         )
 
 
+def _require_all_answers(prompts: Sequence[Prompt], draft: Draft) -> None:
+    """Refuse data of which only some rows have answers: without one there is no reward, and nothing to imitate."""
+    from flotilla_core.errors import InvalidConfig
+
+    without = sum(not prompt.answer.strip() for prompt in prompts)
+    if 0 < without < len(prompts):
+        raise InvalidConfig(
+            f"{without} of the first {len(prompts):,} prompts have no answer",
+            where=draft.data,
+            why=f"the others have one in column {draft.fields.answer!r}",
+            next_step="add the answers, or leave these rows out",
+        )
+
+
 def _has_template(tokenizer: Tokenizer) -> bool:
     from flotilla_core.errors import NotFound
 
@@ -271,16 +285,17 @@ def _gangs(config: RunConfig) -> tuple[str, ...]:
     return tuple(map(section_of, config.algorithm.gangs_beside_the_policy))
 
 
-def _measured(
-    draft: Draft, config: RunConfig, data: PromptFile, prompts: Sequence[Prompt], tokenizer: Tokenizer
-) -> Draft:
+def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> Draft:
     """Choose lengths and the reward by the first prompts, as the model gets them."""
     from flotilla_coordinator.plan.checks import longest_sequence
     from flotilla_data.recognition import kind_of_answers
 
     supervised, limit = config.algorithm.type == "sft", draft.longest_sequence
-    if not config.learns_from_pairs and (draft.held_out or not supervised):
-        draft = replace(draft, answers=kind_of_answers([prompt.answer for prompt in prompts]))
+    prompts = data.first(FIRST_ROWS)
+    if not config.learns_from_pairs:
+        _require_all_answers(prompts, draft)
+        if draft.held_out or not supervised:
+            draft = replace(draft, answers=kind_of_answers([prompt.answer for prompt in prompts]))
     longest = _rounded(max(len(prompt.token_ids) for prompt in prompts) * 5 // 4)
     response = min(_response_tokens(draft, prompts, tokenizer), max(limit - longest, limit // 2))
     prompt_tokens = min(longest, limit - response)
