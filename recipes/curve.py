@@ -85,6 +85,8 @@ def main() -> None:
     asked = parser.parse_args()
     curves = asked.recipe / "curves"
     if asked.keep:
+        if len(asked.keep) != len(asked.runs):
+            parser.error(f"--keep has {len(asked.keep)} names for {len(asked.runs)} runs")
         for run, name in zip(asked.runs, asked.keep, strict=True):
             keep(run, curves, name)
     yours = {} if asked.keep else {f"yours: {run.name}": curve_of(run) for run in asked.runs}

@@ -29,7 +29,9 @@ def pairs(run: Path, steps: int, instructions: list[str]) -> Iterator[dict[str, 
         groups[sample["step"], sample["group_id"]].append(sample)
     for group in groups.values():
         # A sample holds its prompt as the chat template rendered it: the instruction alone is wanted.
-        told = max((text for text in instructions if text in group[0]["prompt"]), key=len)
+        told = max((text for text in instructions if text in group[0]["prompt"]), key=len, default="")
+        if not told:
+            raise SystemExit(f"no prompt of --prompts is in this one of the run: {group[0]['prompt']!r}")
         right = [sample["response"] for sample in group if sample["reward"] >= 1]
         wrong = [sample["response"] for sample in group if sample["reward"] < 1]
         for chosen, rejected in zip(right, wrong, strict=False):
@@ -51,6 +53,10 @@ def main() -> None:
         json.loads(line)["prompt"][0]["content"] for line in asked.prompts.read_text().splitlines()
     ]
     lines = [json.dumps(pair) for pair in pairs(asked.run, asked.steps, instructions)]
+    if not lines:
+        raise SystemExit(
+            f"{asked.run}: no prompt of the first {asked.steps} steps has a right and a wrong response"
+        )
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text("\n".join(lines) + "\n")
     print(f"{len(lines)} pairs in {asked.out}")

@@ -99,6 +99,26 @@ def test_pairs_have_a_right_and_a_wrong_response_to_one_prompt(tmp_path: Path) -
     ]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "reward", "said"),
+    [("Name a tree.", 1.0, "no prompt of the first 50 steps"), ("Name a bird.", 0.0, "'Name a bird.'")],
+)
+def test_a_run_that_makes_no_pairs_is_refused_and_no_file_is_written(
+    tmp_path: Path, prompt: str, reward: float, said: str
+) -> None:
+    sample = {"step": 0, "group_id": "a", "prompt": prompt, "response": "oak", "reward": reward}
+    (tmp_path / "samples").mkdir()
+    packed = zstandard.compress(json.dumps(sample).encode() + b"\n")
+    (tmp_path / "samples" / "step-000000.jsonl.zst").write_bytes(packed)
+    told, pairs = tmp_path / "prompts.jsonl", tmp_path / "pairs.jsonl"
+    told.write_text(json.dumps({"prompt": [{"role": "user", "content": "Name a tree."}]}) + "\n")
+    script = [sys.executable, RECIPES / "instruct" / "make_pairs.py", tmp_path]
+    shown = subprocess.run(
+        [*script, "--prompts", told, "--out", pairs], capture_output=True, text=True, check=False
+    )
+    assert (shown.returncode, pairs.exists()) == (1, False) and said in shown.stderr
+
+
 def test_a_run_is_drawn_beside_the_curves_of_its_recipe(tmp_path: Path) -> None:
     curve = (RECIPES / "gsm8k" / "curves" / "grpo.jsonl").read_text()
     (tmp_path / "evaluations.jsonl").write_text(curve)
