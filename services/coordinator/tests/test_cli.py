@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -479,11 +478,13 @@ def test_doctor_says_which_processors_compute_in_bfloat16(
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags} sse\n")
     monkeypatch.setattr(size_limits, "_CPU_FACTS", tmp_path / "cpuinfo")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
     monkeypatch.setattr(doctor, "_cgroup_cpus", lambda: None)
-    _, out, _ = flotilla("doctor", "--json")
-    (cpu,) = (check for check in json.loads(out)["checks"] if check["check"] == "cpu")
-    assert cpu["status"] == "passed" and said in cpu["finding"]
+    for cores, status in ((4, "passed"), (8, "warning")):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        _, out, _ = flotilla("doctor", "--json")
+        (cpu,) = (check for check in json.loads(out)["checks"] if check["check"] == "cpu")
+        assert cpu["status"] == status and said in cpu["finding"]
 
 
 def test_doctor_names_the_missing_model_and_fails(flotilla: Command) -> None:

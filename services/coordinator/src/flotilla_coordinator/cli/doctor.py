@@ -164,15 +164,15 @@ def _cpus() -> Finding:
 
     cores = os.cpu_count() or 1
     allowed = min(len(os.sched_getaffinity(0)), math.ceil(_cgroup_cpus() or cores))
-    if allowed < cores:
-        return warning(
-            "cpu",
-            f"{allowed} of this host's {cores} cores may be used (cgroup or affinity)",
-            f"set OMP_NUM_THREADS to {allowed} or less, or torch starts a thread a core",
-        )
     dtype = (
         "bfloat16 is faster than float32" if processor_computes_bfloat16() else "no instructions for bfloat16"
     )
+    if allowed < cores:
+        return warning(
+            "cpu",
+            f"{allowed} of this host's {cores} cores may be used (cgroup or affinity), {dtype}",
+            f"set OMP_NUM_THREADS to {allowed} or less, or torch starts a thread a core",
+        )
     return passed("cpu", f"{cores} cores, {dtype}")
 
 
