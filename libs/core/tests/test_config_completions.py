@@ -64,3 +64,5 @@ def test_what_fits_no_key_has_no_completion() -> None:
 
 def test_a_key_says_what_it_means() -> None:
     assert ("seed=", "Every other seed is derived from it") in completions(RunConfig, "seed")
+    ((_, meaning),) = completions(RunConfig, "data.difficulty_field")
+    assert meaning == "Column with the number that `order: by_field` sorts by, the same in every epoch"

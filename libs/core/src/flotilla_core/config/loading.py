@@ -251,7 +251,7 @@ def _names_in(models: Sequence[type[ConfigModel]]) -> dict[str, list[FieldInfo]]
 def _meaning(models: Sequence[type[ConfigModel]], name: str) -> str:
     """Return the first sentence about a key."""
     text = next(one for one in models if name in one.model_fields).descriptions().get(name, "")
-    return re.split(r"(?<=[.;:]) ", " ".join(text.split()))[0].rstrip(".;:")
+    return re.split(r"(?<=[.;]) ", " ".join(text.split()))[0].rstrip(".;")
 
 
 def _kinds_of(fields: Sequence[FieldInfo]) -> Iterator[Any]:
