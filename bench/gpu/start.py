@@ -6,8 +6,8 @@ Each way starts twice, in a folder of its own for what is compiled: the second s
 - `ahead`: a fork server of `multiprocessing` imports vLLM while the service does, and the engine's process is its fork.
 - `plain-sampler`: `spawn` without the sampler of FlashInfer, which is compiled for top-p and top-k.
 
-Prints one JSON object a start, and appends it to `starts.jsonl`; the log of each start lies beside it and says when
-its phases ended.
+Prints a line for each start, and appends its figures to `starts.jsonl`; the log of each start lies beside it and says
+when its phases ended. A start that takes too long is ended with all of its processes.
 
 `python bench/gpu/start.py --model FOLDER --out DIR`
 """
@@ -19,13 +19,14 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_generator.checkpoint import Checkpoint
@@ -95,17 +96,24 @@ def main() -> int:
     for way in asked.ways:
         for number in (1, 2):
             with (asked.out / f"{way}-{number}.log").open("w") as log:
-                command = [sys.executable, __file__, *sys.argv[1:], "--one", way]
-                try:
-                    code = subprocess.run(
-                        command, stdout=log, stderr=log, timeout=asked.limit_s, check=False
-                    ).returncode
-                except subprocess.TimeoutExpired:
-                    code = 124
+                code = exit_code([sys.executable, __file__, *sys.argv[1:], "--one", way], log, asked.limit_s)
             failed += code != 0
             last = (asked.out / "starts.jsonl").read_text().splitlines()[-1] if code == 0 else ""
             print(f"{way}, start {number}: {last or f'exit code {code}, see its log'}", flush=True)
     return 1 if failed else 0
+
+
+def exit_code(command: list[str], log: IO[str], limit_s: float) -> int:
+    """Run a command; end its whole group at the limit, because the next start needs the GPU."""
+    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 async def started(asked: argparse.Namespace) -> None:
