@@ -298,6 +298,11 @@ def test_a_reward_of_the_user_is_not_overwritten(flotilla: Command) -> None:
             ("only a part of the prompt", "'input'", "to a column prompt"),
         ),
         (
+            [{"question": "Which?", "choices": ["a", "b"], "answer": 0}],
+            {},
+            ("'question' is only a part", "'choices'"),
+        ),
+        (
             [*SUMS, {"prompt": "a", "answer": None}, {"prompt": "b"}],
             {},
             ("2 of the first 82 prompts have no answer", "train.jsonl", "column 'answer'"),

@@ -20,6 +20,9 @@ from flotilla_data.columns import Columns, value_at
 Values = Sequence[Mapping[str, Any]]
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "messages")
+WHOLE = ("prompt", "messages")
+PARTS = ("input", "context", "choices", "options")
+"""What belongs to a prompt beside a column that is not one of WHOLE, as in the layouts of Alpaca, SQuAD and MMLU."""
 ANSWERS = ("answer", "solution", "output", "completion", "response")
 PAIRS = ("chosen", "rejected")
 MARK = "####"
@@ -79,11 +82,11 @@ def _column_of_prompts(rows: Values, source: str) -> str:
             why=there,
             next_step=f"rename the one with the prompts to {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}",
         )
-    if found == "instruction" and _filled(rows, ["input"]):
+    if found not in WHOLE and (part := _filled(rows, PARTS)):
         raise InvalidConfig(
-            "column 'instruction' is only a part of the prompt",
+            f"column {found!r} is only a part of the prompt",
             where=source,
-            why=f"{there}: the model would never see the texts of 'input'",
+            why=f"{there}: the model would never see column {part!r}",
             next_step="write both to a column prompt",
         )
     return found
