@@ -29,6 +29,8 @@ def problems(source: Path, split: str) -> Iterator[tuple[str, str, str]]:
     for row in rows.read(range(len(rows))):
         if row.error is not None:
             raise SystemExit(str(row.error))
+        if missing := {"question", "answer"} - set(row.values):
+            raise SystemExit(f"{row.where} has no column {min(missing)!r}: it is no row of GSM8K")
         solution = CALCULATOR.sub("", row.values["answer"])
         answer = solution.rpartition("####")[2].strip().replace(",", "")
         if not answer:

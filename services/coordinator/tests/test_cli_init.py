@@ -142,6 +142,7 @@ def test_rewards_that_are_written_score_every_row_and_know_a_right_answer(flotil
         "": ("a few words", "", 1.0),
     }
     for answer, (right, wrong, value) in texts.items():
+        Path("rewards.py").unlink(missing_ok=True)
         init(flotilla, [{"prompt": "why?", "answer": answer}] * 3, "--force")
         test = ("reward", "test", "run.yaml", "-n", "1", "--response", right, "--response", wrong, "--json")
         code, out, err = flotilla(*test)
@@ -273,13 +274,24 @@ def test_files_are_overwritten_by_force_alone(flotilla: Command) -> None:
     assert flotilla(*asked, "--force")[0] == 0 and run_file().steps > 1
 
 
-def test_a_reward_of_the_user_is_not_overwritten(flotilla: Command) -> None:
-    Path("rewards.py").write_text("mine")
-    code, _, err = flotilla(
-        "init", "--model", "model", "--data", write("train.jsonl", [{"prompt": "Write."}])
-    )
-    assert code == 2 and "rewards.py would be overwritten" in err
-    assert Path("rewards.py").read_text() == "mine" and not Path("run.yaml").exists()
+def test_a_reward_of_the_user_is_never_overwritten(flotilla: Command) -> None:
+    mine = "def reward(prompt, response, answer, info):\n    return 0.5\n"
+    Path("rewards.py").write_text(mine)
+    asked = ("init", "--model", "model", "--data", write("train.jsonl", [{"prompt": "Write."}]))
+    code, _, err = flotilla(*asked)
+    assert code == 2 and "rewards.py would be overwritten" in err and not Path("run.yaml").exists()
+    code, out, err = flotilla(*asked, "--force")
+    assert code == 0 and "kept rewards.py" in out and "wrote run.yaml" in out, err
+    assert Path("rewards.py").read_text() == mine
+
+
+def test_the_commands_that_follow_name_the_new_stack_where_a_variable_names_another(
+    flotilla: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOTILLA_STACK", "other")
+    _, out, _ = flotilla("init", "--model", "model", "--data", write("train.jsonl", SUMS), "--json")
+    _, up, start = json.loads(out)["next"]
+    assert up == "flotilla up --stack stack.yaml" and start.endswith("--wait --stack stack.yaml")
 
 
 @pytest.mark.parametrize(

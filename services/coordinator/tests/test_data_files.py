@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,16 @@ def test_every_format_has_the_same_rows(
     ]
     assert [p.info for p in prompts] == [{"level": row["level"], "tags": row["tags"]} for row in ROWS]
     assert [p.index for p in file.read([299, 5, 130, 5]) if p is not None] == [299, 5, 130, 5]
+
+
+def test_where_pyarrow_is_missing_a_parquet_file_says_what_to_install(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = written("parquet", tmp_path)
+    for name in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(InvalidConfig, match=r"need the package pyarrow.*extra `report`"):
+        read(source, tokenizer, tmp_path)
 
 
 def test_a_copy_is_made_once_for_a_content(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -302,10 +302,11 @@ def _copy(file: Identity, copies: Path, ending: str, write: Callable[[Path, Path
 
 
 def _write_columns(path: Path, target: Path) -> None:
+    # This comes first because it says what to do where pyarrow is missing.
+    schema, batches = record_batches(path)
     import pyarrow as pa
     import pyarrow.ipc
 
-    schema, batches = record_batches(path)
     # A file has one dictionary for a column, and batches may each bring their own.
     schema = pa.schema([
         pa.field(one.name, one.type.value_type) if pa.types.is_dictionary(one.type) else one for one in schema

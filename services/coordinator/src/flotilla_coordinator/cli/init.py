@@ -62,7 +62,9 @@ def init(
             help="grpo, sft, dpo or any other algorithm.type.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite the files, but not a rewards.py.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write stack.yaml and run.yaml for a model and data, by the GPUs of this host, and plan the run."""
@@ -73,12 +75,14 @@ def init(
     _refuse_existing([folder / "stack.yaml", folder / "run.yaml"], force)
     draft = _fitted(_drafted(folder, model, data, held_out or "", algorithm))
     _refuse_existing([*draft.files], force)
-    for path, text in draft.files.items():
+    # A reward that exists is the user's work.
+    written = {path: text for path, text in draft.files.items() if path.suffix != ".py" or not path.exists()}
+    for path, text in written.items():
         write_atomically(path, text)
     plan, seats = _planned(draft)
     if plan.errors:
         raise InvalidConfig(
-            f"{' and '.join(path.name for path in draft.files)} are written, and the run could not start",
+            f"{' and '.join(path.name for path in written)} are written, and the run could not start",
             where=str(draft.run),
             why="; ".join(plan.errors),
             next_step="change what is named, then: flotilla run plan run.yaml",
@@ -87,7 +91,7 @@ def init(
         print_json(_as_json(draft, plan))
         return
     for path in draft.files:
-        print_line(f"wrote {path}")
+        print_line(f"wrote {path}" if path in written else f"kept {path}")
     for line in (*_choices(draft), *seats, *(f"warning: {text}" for text in plan.warnings)):
         say(line)
     say("\n  ".join(["next:", *_following(draft)]))
@@ -382,7 +386,13 @@ def _following(draft: Draft) -> list[str]:
 
     there = "" if draft.folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(draft.folder))} && "
     first = "reward test" if draft.answers else "run plan"
-    return [f"{there}flotilla {first} run.yaml", "flotilla up", "flotilla run start run.yaml --wait"]
+    # The variable would lead these commands to another stack.
+    of = " --stack stack.yaml" if os.environ.get("FLOTILLA_STACK") else ""
+    return [
+        f"{there}flotilla {first} run.yaml",
+        f"flotilla up{of}",
+        f"flotilla run start run.yaml --wait{of}",
+    ]
 
 
 def _as_json(draft: Draft, plan: Plan) -> dict[str, Any]:
