@@ -100,6 +100,13 @@ class EvaluationResult:
     sets: dict[str, HeldOutResult]
     """By their names, in the order of the run file."""
 
+    @classmethod
+    def from_proto(cls, message: pb.EvaluatePolicyResponse) -> EvaluationResult:
+        """Read it from the wire; a coordinator of release 0.1.0 tells the accuracy alone."""
+        told = message.sets or [pb.HeldOutResult(metrics={"eval/accuracy": message.accuracy})]
+        sets = {one.name: HeldOutResult.from_proto(one) for one in told}
+        return cls(Version.from_proto(message.policy_version), sets)
+
     @property
     def first(self) -> HeldOutResult:
         """The figures of the first set, or of the only one."""
@@ -223,8 +230,7 @@ class Loop:
         """Evaluate the weights that were synced last on the held-out sets of the run."""
         request = pb.EvaluatePolicyRequest(run_id=self.run_id)
         reply = await rpc.unary(self._stub.EvaluatePolicy, request, timeout_s=_STEP_S)
-        sets = {one.name: HeldOutResult.from_proto(one) for one in reply.sets}
-        return EvaluationResult(Version.from_proto(reply.policy_version), sets)
+        return EvaluationResult.from_proto(reply)
 
     async def save(self) -> Path:
         """Save a checkpoint that `flotilla run resume` continues from; return when it is on disk."""
