@@ -14,7 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import LoraConfig
 from flotilla_trainer.rank import fused_head
-from flotilla_trainer.rank.fused_head import PLAIN, HeadOperations, HeadRules, head_scores
+from flotilla_trainer.rank.fused_head import PLAIN, HeadOperations, head_scores
+from flotilla_trainer.rank.head_rules import HeadRules
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
 

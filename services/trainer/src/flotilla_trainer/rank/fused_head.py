@@ -15,12 +15,13 @@ import logging
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
 from flotilla_trainer.rank.device_memory import free_bytes
+from flotilla_trainer.rank.head_rules import HeadRules, TargetScores
 
 logger = logging.getLogger(__name__)
 
@@ -30,33 +31,6 @@ KERNEL_CHUNKS = 4
 """The kernels take this many chunks at once: they hold 2 or 4 bytes a logit, where plain operations hold 16."""
 SPARE_SHARE = 0.4
 """The share of the free memory that the raw output of a chunk may take."""
-
-
-@dataclass(frozen=True)
-class HeadRules:
-    """The scale, cap and temperature between the raw output of a head and the softmax."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
-
-    def logits(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return the logits in float32."""
-        logits = raw.float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits if self.temperature == 1.0 else logits / self.temperature
-
-
-class TargetScores(NamedTuple):
-    """The scores of targets, in float32, one number for each."""
-
-    logprobs: torch.Tensor
-    normalizers: torch.Tensor
-    """The log of the sum of all exponentials of the logits."""
-    entropies: torch.Tensor
 
 
 class HeadOperations(Protocol):

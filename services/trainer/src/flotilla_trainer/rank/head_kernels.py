@@ -14,7 +14,7 @@ import torch
 import triton
 from triton import language as tl
 
-from flotilla_trainer.rank.fused_head import HeadRules, TargetScores
+from flotilla_trainer.rank.head_rules import HeadRules, TargetScores
 
 BLOCK = 4096
 """The columns that a program handles at once."""

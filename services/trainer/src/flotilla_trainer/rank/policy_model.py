@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from flotilla_trainer.losses.divergence import TeacherTop, full_divergence, teacher_divergence
 from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel
-from flotilla_trainer.rank.fused_head import HeadRules, head_scores
+from flotilla_trainer.rank.fused_head import head_scores
+from flotilla_trainer.rank.head_rules import HeadRules
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.sequence_parallel import SequenceParallel
 
