@@ -15,8 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from trainer_work import Record, shape
 
 from flotilla_trainer.rank import fused_head, packed_rows
-from flotilla_trainer.rank.fused_head import PLAIN, HeadRules, head_scores
+from flotilla_trainer.rank.fused_head import PLAIN, head_scores
 from flotilla_trainer.rank.grid_attention import Grid, attention_on_grid
+from flotilla_trainer.rank.head_rules import HeadRules
 
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 REPEATS = 5
