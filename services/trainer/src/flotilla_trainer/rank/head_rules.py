@@ -1,4 +1,4 @@
-"""Turn the raw output of a head into logits, and name the scores of targets; plain operations and kernels share both."""
+"""Turn raw numbers of a head into logits, and name the scores of targets; plain operations and kernels share both."""
 
 from __future__ import annotations
 
