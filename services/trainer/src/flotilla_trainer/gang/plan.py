@@ -93,6 +93,9 @@ class GangPlan:
         return {
             **os.environ,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            # A thread that waits soon gives its core away. By default it spins for milliseconds, and two gangs on the
+            # same cores then take up to ten times as long.
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000"),
             # A gang that replaces another one finds the code that the other one compiled.
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
                 "TORCHINDUCTOR_CACHE_DIR", str(self.log_dir.parent / "compiled")
