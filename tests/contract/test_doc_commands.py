@@ -42,7 +42,10 @@ def test_a_reward_of_ones_own_is_tried_as_the_page_of_rewards_says(project: Read
         if text.startswith("def reward(")
     )
     project.write("my_rewards.py", code)
+    before = set(project.said)
     project.follow("services/reward/README.md")
+    scored = [text for command, text in project.said.items() if command not in before]
+    assert len(scored) == 3 and sum("my_rewards.py:reward=" in text for text in scored) == 2
 
 
 def test_the_examples_are_planned_and_scored_as_the_readme_says(arithmetic: Path, tmp_path: Path) -> None:
