@@ -15,6 +15,8 @@ SMALL_WITH_ONE_IMPORTER = 4
 FRAGMENTS = 0
 LARGEST_IMPORT_SHARE = {"services/coordinator": 0.09, "services/trainer": 0.09}
 MOST_MODULES = {"services/coordinator": 105, "services/trainer": 85}
+CONFIG = ROOT / "libs" / "core" / "src" / "flotilla_core" / "config"
+MOST_CONFIG_MODULES = 12
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +59,7 @@ def test_a_service_is_spread_over_no_more_modules(
     now = tree_figures.figures([module for module in modules if module.package == package], small)
     assert now.modules <= MOST_MODULES[package]
     assert now.import_share <= LARGEST_IMPORT_SHARE[package]
+
+
+def test_the_configuration_is_read_in_few_modules() -> None:
+    assert len([path for path in CONFIG.glob("*.py") if path.stem != "__init__"]) <= MOST_CONFIG_MODULES

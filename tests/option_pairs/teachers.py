@@ -11,7 +11,7 @@ from flotilla.trainer.v1 import session_pb2
 from flotilla_coordinator.rollouts.batch import Batch
 from flotilla_coordinator.trainers.roles import ScoringSession, Teachers
 from flotilla_coordinator.trainers.session import Gang
-from flotilla_core.config.roles import AskedTeachers
+from flotilla_core.config.training import AskedTeachers
 from flotilla_core.roles import teacher_role
 from flotilla_testing.exact_update import Rollouts
 from option_pairs.scenes import Drawn, whole_groups

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from flotilla_core.config import PolicyConfig
-from flotilla_core.config.roles import TeacherConfig
+from flotilla_core.config.training import TeacherConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_testing.session_specs import called, wire_objective
 from flotilla_trainer.objective.session_objective import call_objective

@@ -23,8 +23,16 @@ from flotilla_core.config.data import (
 )
 from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
 from flotilla_core.config.model import ConfigModel
-from flotilla_core.config.roles import CriticConfig
-from flotilla_core.config.run import RunConfig
+from flotilla_core.config.run import (
+    DIRECT,
+    HostedTrackerConfig,
+    MlflowConfig,
+    RunConfig,
+    TensorBoardConfig,
+    TrackerConfig,
+    TrackioConfig,
+    WandbConfig,
+)
 from flotilla_core.config.stack import (
     AutoscaleConfig,
     BindConfig,
@@ -38,19 +46,11 @@ from flotilla_core.config.stack import (
     TelemetryConfig,
     TrainerConfig,
 )
-from flotilla_core.config.trackers import (
-    DIRECT,
-    HostedTrackerConfig,
-    MlflowConfig,
-    TensorBoardConfig,
-    TrackerConfig,
-    TrackioConfig,
-    WandbConfig,
-)
 from flotilla_core.config.training import (
     BatchingConfig,
     CanaryConfig,
     CheckpointConfig,
+    CriticConfig,
     LoraConfig,
     OptimizerConfig,
     WeightSyncConfig,

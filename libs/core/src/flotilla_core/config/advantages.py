@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from flotilla_core.config.model import ConfigModel, UserFunction, kind_of
-from flotilla_core.config.roles import AskedTeachers
+from flotilla_core.config.training import AskedTeachers
 
 
 class OverlongConfig(ConfigModel):

@@ -10,7 +10,7 @@ from flotilla_core.config.advantages import AdvantageConfig, AdvantageSection, D
 from flotilla_core.config.losses import LossSection, PpoLoss, SampleWeightsConfig
 from flotilla_core.config.model import AgreementLimit, ConfigModel
 from flotilla_core.config.presets import PRESETS, with_preset
-from flotilla_core.config.roles import AskedTeachers, CriticConfig, TeacherConfig
+from flotilla_core.config.training import AskedTeachers, CriticConfig, TeacherConfig
 from flotilla_core.roles import CRITIC, REFERENCE
 
 

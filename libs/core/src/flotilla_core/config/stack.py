@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from flotilla_core.config.model import ConfigModel, expanded
-from flotilla_core.config.roles import TeacherName
+from flotilla_core.config.training import TeacherName
 from flotilla_core.roles import MOST_TEACHERS
 
 MOST_REPLICAS = 256

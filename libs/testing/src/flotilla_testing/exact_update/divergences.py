@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from flotilla_core.config.roles import TeacherConfig
+from flotilla_core.config.training import TeacherConfig
 
 
 def estimated(estimator: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from flotilla_core.config import (
     TrainingSet,
 )
 from flotilla_core.config.document import describe
-from flotilla_core.config.roles import AskedTeachers
+from flotilla_core.config.training import AskedTeachers
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.roles import teacher_role
 from flotilla_data.columns import Columns, value_at

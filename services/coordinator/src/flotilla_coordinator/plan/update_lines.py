@@ -29,7 +29,7 @@ from flotilla_core.config import (
 )
 from flotilla_core.config.algorithm import CorrectionConfig, KlConfig, RejectionConfig
 from flotilla_core.config.losses import GspoLoss
-from flotilla_core.config.roles import TeacherConfig
+from flotilla_core.config.training import TeacherConfig
 from flotilla_core.gangs import gang_of, model_of, roles_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import POLICY, section_of

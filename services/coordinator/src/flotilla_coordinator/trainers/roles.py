@@ -29,7 +29,7 @@ from flotilla_coordinator.trainers.session import (
 )
 from flotilla_core import ids, rpc
 from flotilla_core.agreement import AgreementLimits
-from flotilla_core.config.roles import TOP_BYTES, AskedTeachers
+from flotilla_core.config.training import TOP_BYTES, AskedTeachers
 from flotilla_core.roles import TEACHER, kind_of_role, teacher_name
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.tensors import from_tensor, to_tensor

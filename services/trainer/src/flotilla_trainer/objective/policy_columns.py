@@ -37,7 +37,7 @@ from flotilla_core.config import PolicyConfig
 from flotilla_core.config.advantages import AdvantageConfig, RewardNormalizationConfig
 from flotilla_core.config.algorithm import AggregationConfig, CorrectionConfig
 from flotilla_core.config.losses import SampleWeightsConfig
-from flotilla_core.config.roles import TeacherConfig
+from flotilla_core.config.training import TeacherConfig
 from flotilla_core.errors import NotFinite, UserCodeError
 from flotilla_trainer.batch.tokens import sample_place
 from flotilla_trainer.batch.update_batch import UpdateBatch
