@@ -67,3 +67,13 @@ async def test_a_rank_that_hangs_is_reported_in_one_line_that_names_its_stacks(t
     assert "rank 0 (pid 7) made no progress for 0.3 s" in found.what
     assert "last seen micro-batch 1 of 1" in found.where
     assert found.why == f"the stacks of rank 0 (pid 7) are in {tmp_path / 'trainer-0.rank-0.stacks'}"
+
+
+def test_threads_of_ranks_give_their_core_away_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = GangPlan.of_stack(StackConfig(model=tmp_path), "trainer-0", "trainer-0-test", tmp_path, tmp_path)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert plan.environment()["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "infinite")
+    assert plan.environment()["GOMP_SPINCOUNT"] == "infinite"
