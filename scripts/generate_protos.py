@@ -1,9 +1,10 @@
-"""Generate the Python code of every contract under protos/ into libs/proto/src.
+"""Generate the Python code of every contract under protos/, and of the table of roles, into libs/proto/src.
 
-Invariants: the directory of a .proto file is its package and its import path; what lies under the output
-root is exactly what the protos produce (stale files are removed); the same protos give the same bytes. Runs
-with the interpreter of the tool environment (requirements/tools.txt), which is kept apart from the services
-because the code generator and the runtime need different protobuf releases.
+Invariants: every call of a contract has one line in protos/roles.yaml, and a line names a call; the directory of a
+.proto file is its package and its import path; what lies under the output root is exactly what the protos produce
+(stale files are removed); the same protos give the same bytes. Runs with the interpreter of the tool environment
+(requirements/tools.txt), which is kept apart from the services because the code generator and the runtime need
+different protobuf releases.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ import tempfile
 from importlib import resources
 from pathlib import Path
 
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 PACKAGES = ROOT / "libs" / "proto" / "src"
 SERVICE = re.compile(r"^service ", re.MULTILINE)
-GENERATED_NAMES = ("__init__.py", "py.typed")
+ROLES = PROTOS / "roles.yaml"
+ROLES_MODULE = Path("flotilla/common/v1/roles.py")
+ROLE_LINE = re.compile(r"(?P<call>[\w.]+/\w+): (?P<role>read|run|admin)")
+# Services of others have no contract here, and tests/contract/test_roles.py finds their calls.
+OURS = "flotilla."
+GENERATED_NAMES = ("__init__.py", "py.typed", ROLES_MODULE.name)
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
@@ -57,6 +64,55 @@ def generate(output: Path) -> None:
         package = folder.relative_to(output).as_posix().replace("/", ".")
         (folder / "__init__.py").write_text(f'"""Generated code of {package}."""\n', encoding="ascii")
         (folder / "py.typed").touch()
+    (output / ROLES_MODULE).write_text(roles_module(roles(), calls_of(sources)), encoding="ascii")
+
+
+def roles() -> dict[str, str]:
+    """Return the role of every call that the table names; exit where a line is no `call: role`."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(ROLES.read_text("utf-8").splitlines(), start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = ROLE_LINE.fullmatch(text)
+        if match is None or match["call"] in found:
+            problem = "names a call again" if match else "is no `package.Service/Call: read|run|admin`"
+            sys.exit(f"{ROLES}:{number} {problem}: {text}")
+        found[match["call"]] = match["role"]
+    return found
+
+
+def calls_of(sources: list[str]) -> set[str]:
+    """Return package.Service/Call of every call of the contracts."""
+    with tempfile.TemporaryDirectory() as folder:
+        descriptors = Path(folder) / "descriptors.binpb"
+        run_protoc(sources, f"--descriptor_set_out={descriptors}")
+        files = FileDescriptorSet.FromString(descriptors.read_bytes()).file
+    return {
+        f"{file.package}.{service.name}/{method.name}"
+        for file in files
+        for service in file.service
+        for method in service.method
+    }
+
+
+def roles_module(table: dict[str, str], calls: set[str]) -> str:
+    """Return the module that holds the table; exit where it does not name exactly the calls of the contracts."""
+    ours = {call for call in table if call.startswith(OURS)}
+    problems = [f"{call} has no line: say read, run or admin" for call in sorted(calls - ours)]
+    problems += [f"{call} is no call of a contract" for call in sorted(ours - calls)]
+    if problems:
+        sys.exit("\n  ".join([f"{ROLES} does not fit the contracts:", *problems]))
+    return "\n".join(
+        [
+            '"""Generated from protos/roles.yaml: the least role that a caller of each call has."""',
+            "",
+            "ROLES = {",
+            *(f'    "/{call}": "{role}",' for call, role in table.items()),
+            "}",
+            "",
+        ]
+    )
 
 
 def generated_files(root: Path) -> set[Path]:

@@ -52,10 +52,13 @@ if TYPE_CHECKING:
 
 
 def connect(
-    stack: str = "local", state_dir: str | Path = ".flotilla", coordinator: str | None = None
+    stack: str = "local",
+    state_dir: str | Path = ".flotilla",
+    coordinator: str | None = None,
+    token_file: str | Path | None = None,
 ) -> SyncClient:
     """A client of the stack's coordinator; use it in a `with` block or call `close`."""
-    return SyncClient(stack, state_dir, coordinator)
+    return SyncClient(stack, state_dir, coordinator, token_file)
 
 
 class SyncClient(WaitingClient):

@@ -120,6 +120,9 @@ def main() -> int:
     write(
         "trackers", resolve([FOLDER / "trackers.in"], None)
     )  # older packages than ours, in an environment of its own
+    write("helm", resolve([FOLDER / "helm.in"], None))
+    write("ray", resolve([FOLDER / "ray.in"], FOLDER / "constraints.txt"))
+    write("storage", resolve([FOLDER / "storage.in"], None))
     return 0
 
 

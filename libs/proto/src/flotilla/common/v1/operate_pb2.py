@@ -28,7 +28,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n flotilla/common/v1/operate.proto\x12\x12\x66lotilla.common.v1\x1a%flotilla/common/v1/registration.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x11\n\x0f\x44\x65scribeRequest\"q\n\x10\x44\x65scribeResponse\x12\x36\n\x0cregistration\x18\x01 \x01(\x0b\x32 .flotilla.common.v1.Registration\x12\x10\n\x08log_path\x18\x02 \x01(\t\x12\x13\n\x0bsource_path\x18\x03 \x01(\t\"\x0e\n\x0c\x43heckRequest\"A\n\rCheckResponse\x12\x30\n\x07results\x18\x01 \x03(\x0b\x32\x1f.flotilla.common.v1.CheckResult\"m\n\x0b\x43heckResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x06status\x18\x02 \x01(\x0e\x32\x1f.flotilla.common.v1.CheckStatus\x12\x0f\n\x07\x66inding\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rDrainResponse\"\x13\n\x11\x44umpStacksRequest\"J\n\x12\x44umpStacksResponse\x12\x34\n\tprocesses\x18\x01 \x03(\x0b\x32!.flotilla.common.v1.ProcessStacks\";\n\rProcessStacks\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\"\x14\n\x12GetActivityRequest\"G\n\x13GetActivityResponse\x12\x30\n\nactivities\x18\x01 \x03(\x0b\x32\x1c.flotilla.common.v1.Activity\"S\n\x08\x41\x63tivity\x12\x0c\n\x04what\x18\x01 \x01(\t\x12)\n\x05since\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06run_id\x18\x03 \x01(\t\">\n\x0eTailLogRequest\x12\x1c\n\x05lines\x18\x01 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x00j\xf8@\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\"\x1f\n\x0fTailLogResponse\x12\x0c\n\x04line\x18\x01 \x01(\t\"Y\n\x0eProfileRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12samples_per_second\x18\x02 \x01(\r\"+\n\x0fProfileResponse\x12\x18\n\x10\x63ollapsed_stacks\x18\x01 \x01(\t*w\n\x0b\x43heckStatus\x12\x1c\n\x18\x43HECK_STATUS_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43HECK_STATUS_PASSED\x10\x01\x12\x18\n\x14\x43HECK_STATUS_WARNING\x10\x02\x12\x17\n\x13\x43HECK_STATUS_FAILED\x10\x03\x32\xea\x04\n\x0eOperateService\x12U\n\x08\x44\x65scribe\x12#.flotilla.common.v1.DescribeRequest\x1a$.flotilla.common.v1.DescribeResponse\x12L\n\x05\x43heck\x12 .flotilla.common.v1.CheckRequest\x1a!.flotilla.common.v1.CheckResponse\x12L\n\x05\x44rain\x12 .flotilla.common.v1.DrainRequest\x1a!.flotilla.common.v1.DrainResponse\x12[\n\nDumpStacks\x12%.flotilla.common.v1.DumpStacksRequest\x1a&.flotilla.common.v1.DumpStacksResponse\x12^\n\x0bGetActivity\x12&.flotilla.common.v1.GetActivityRequest\x1a\'.flotilla.common.v1.GetActivityResponse\x12T\n\x07TailLog\x12\".flotilla.common.v1.TailLogRequest\x1a#.flotilla.common.v1.TailLogResponse0\x01\x12R\n\x07Profile\x12\".flotilla.common.v1.ProfileRequest\x1a#.flotilla.common.v1.ProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n flotilla/common/v1/operate.proto\x12\x12\x66lotilla.common.v1\x1a%flotilla/common/v1/registration.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x9a\x01\n\x10\x44\x65scribeResponse\x12\x36\n\x0cregistration\x18\x01 \x01(\x0b\x32 .flotilla.common.v1.Registration\x12\x10\n\x08log_path\x18\x02 \x01(\t\x12\x13\n\x0bsource_path\x18\x03 \x01(\t\x12\'\n\x03now\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x0e\n\x0c\x43heckRequest\"A\n\rCheckResponse\x12\x30\n\x07results\x18\x01 \x03(\x0b\x32\x1f.flotilla.common.v1.CheckResult\"m\n\x0b\x43heckResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x06status\x18\x02 \x01(\x0e\x32\x1f.flotilla.common.v1.CheckStatus\x12\x0f\n\x07\x66inding\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rDrainResponse\"\x13\n\x11\x44umpStacksRequest\"J\n\x12\x44umpStacksResponse\x12\x34\n\tprocesses\x18\x01 \x03(\x0b\x32!.flotilla.common.v1.ProcessStacks\";\n\rProcessStacks\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\"\x14\n\x12GetActivityRequest\"G\n\x13GetActivityResponse\x12\x30\n\nactivities\x18\x01 \x03(\x0b\x32\x1c.flotilla.common.v1.Activity\"S\n\x08\x41\x63tivity\x12\x0c\n\x04what\x18\x01 \x01(\t\x12)\n\x05since\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06run_id\x18\x03 \x01(\t\">\n\x0eTailLogRequest\x12\x1c\n\x05lines\x18\x01 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x00j\xf8@\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\"\x1f\n\x0fTailLogResponse\x12\x0c\n\x04line\x18\x01 \x01(\t\"Y\n\x0eProfileRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12samples_per_second\x18\x02 \x01(\r\"+\n\x0fProfileResponse\x12\x18\n\x10\x63ollapsed_stacks\x18\x01 \x01(\t*w\n\x0b\x43heckStatus\x12\x1c\n\x18\x43HECK_STATUS_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43HECK_STATUS_PASSED\x10\x01\x12\x18\n\x14\x43HECK_STATUS_WARNING\x10\x02\x12\x17\n\x13\x43HECK_STATUS_FAILED\x10\x03\x32\xea\x04\n\x0eOperateService\x12U\n\x08\x44\x65scribe\x12#.flotilla.common.v1.DescribeRequest\x1a$.flotilla.common.v1.DescribeResponse\x12L\n\x05\x43heck\x12 .flotilla.common.v1.CheckRequest\x1a!.flotilla.common.v1.CheckResponse\x12L\n\x05\x44rain\x12 .flotilla.common.v1.DrainRequest\x1a!.flotilla.common.v1.DrainResponse\x12[\n\nDumpStacks\x12%.flotilla.common.v1.DumpStacksRequest\x1a&.flotilla.common.v1.DumpStacksResponse\x12^\n\x0bGetActivity\x12&.flotilla.common.v1.GetActivityRequest\x1a\'.flotilla.common.v1.GetActivityResponse\x12T\n\x07TailLog\x12\".flotilla.common.v1.TailLogRequest\x1a#.flotilla.common.v1.TailLogResponse0\x01\x12R\n\x07Profile\x12\".flotilla.common.v1.ProfileRequest\x1a#.flotilla.common.v1.ProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,42 +37,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TAILLOGREQUEST'].fields_by_name['lines']._loaded_options = None
   _globals['_TAILLOGREQUEST'].fields_by_name['lines']._serialized_options = b'\352\341\030\t\021\000\000\000\000\000j\370@'
-  _globals['_CHECKSTATUS']._serialized_start=1166
-  _globals['_CHECKSTATUS']._serialized_end=1285
+  _globals['_CHECKSTATUS']._serialized_start=1208
+  _globals['_CHECKSTATUS']._serialized_end=1327
   _globals['_DESCRIBEREQUEST']._serialized_start=192
   _globals['_DESCRIBEREQUEST']._serialized_end=209
-  _globals['_DESCRIBERESPONSE']._serialized_start=211
-  _globals['_DESCRIBERESPONSE']._serialized_end=324
-  _globals['_CHECKREQUEST']._serialized_start=326
-  _globals['_CHECKREQUEST']._serialized_end=340
-  _globals['_CHECKRESPONSE']._serialized_start=342
-  _globals['_CHECKRESPONSE']._serialized_end=407
-  _globals['_CHECKRESULT']._serialized_start=409
-  _globals['_CHECKRESULT']._serialized_end=518
-  _globals['_DRAINREQUEST']._serialized_start=520
-  _globals['_DRAINREQUEST']._serialized_end=576
-  _globals['_DRAINRESPONSE']._serialized_start=578
-  _globals['_DRAINRESPONSE']._serialized_end=593
-  _globals['_DUMPSTACKSREQUEST']._serialized_start=595
-  _globals['_DUMPSTACKSREQUEST']._serialized_end=614
-  _globals['_DUMPSTACKSRESPONSE']._serialized_start=616
-  _globals['_DUMPSTACKSRESPONSE']._serialized_end=690
-  _globals['_PROCESSSTACKS']._serialized_start=692
-  _globals['_PROCESSSTACKS']._serialized_end=751
-  _globals['_GETACTIVITYREQUEST']._serialized_start=753
-  _globals['_GETACTIVITYREQUEST']._serialized_end=773
-  _globals['_GETACTIVITYRESPONSE']._serialized_start=775
-  _globals['_GETACTIVITYRESPONSE']._serialized_end=846
-  _globals['_ACTIVITY']._serialized_start=848
-  _globals['_ACTIVITY']._serialized_end=931
-  _globals['_TAILLOGREQUEST']._serialized_start=933
-  _globals['_TAILLOGREQUEST']._serialized_end=995
-  _globals['_TAILLOGRESPONSE']._serialized_start=997
-  _globals['_TAILLOGRESPONSE']._serialized_end=1028
-  _globals['_PROFILEREQUEST']._serialized_start=1030
-  _globals['_PROFILEREQUEST']._serialized_end=1119
-  _globals['_PROFILERESPONSE']._serialized_start=1121
-  _globals['_PROFILERESPONSE']._serialized_end=1164
-  _globals['_OPERATESERVICE']._serialized_start=1288
-  _globals['_OPERATESERVICE']._serialized_end=1906
+  _globals['_DESCRIBERESPONSE']._serialized_start=212
+  _globals['_DESCRIBERESPONSE']._serialized_end=366
+  _globals['_CHECKREQUEST']._serialized_start=368
+  _globals['_CHECKREQUEST']._serialized_end=382
+  _globals['_CHECKRESPONSE']._serialized_start=384
+  _globals['_CHECKRESPONSE']._serialized_end=449
+  _globals['_CHECKRESULT']._serialized_start=451
+  _globals['_CHECKRESULT']._serialized_end=560
+  _globals['_DRAINREQUEST']._serialized_start=562
+  _globals['_DRAINREQUEST']._serialized_end=618
+  _globals['_DRAINRESPONSE']._serialized_start=620
+  _globals['_DRAINRESPONSE']._serialized_end=635
+  _globals['_DUMPSTACKSREQUEST']._serialized_start=637
+  _globals['_DUMPSTACKSREQUEST']._serialized_end=656
+  _globals['_DUMPSTACKSRESPONSE']._serialized_start=658
+  _globals['_DUMPSTACKSRESPONSE']._serialized_end=732
+  _globals['_PROCESSSTACKS']._serialized_start=734
+  _globals['_PROCESSSTACKS']._serialized_end=793
+  _globals['_GETACTIVITYREQUEST']._serialized_start=795
+  _globals['_GETACTIVITYREQUEST']._serialized_end=815
+  _globals['_GETACTIVITYRESPONSE']._serialized_start=817
+  _globals['_GETACTIVITYRESPONSE']._serialized_end=888
+  _globals['_ACTIVITY']._serialized_start=890
+  _globals['_ACTIVITY']._serialized_end=973
+  _globals['_TAILLOGREQUEST']._serialized_start=975
+  _globals['_TAILLOGREQUEST']._serialized_end=1037
+  _globals['_TAILLOGRESPONSE']._serialized_start=1039
+  _globals['_TAILLOGRESPONSE']._serialized_end=1070
+  _globals['_PROFILEREQUEST']._serialized_start=1072
+  _globals['_PROFILEREQUEST']._serialized_end=1161
+  _globals['_PROFILERESPONSE']._serialized_start=1163
+  _globals['_PROFILERESPONSE']._serialized_end=1206
+  _globals['_OPERATESERVICE']._serialized_start=1330
+  _globals['_OPERATESERVICE']._serialized_end=1948
 # @@protoc_insertion_point(module_scope)

@@ -63,22 +63,28 @@ class DescribeResponse(_message.Message):
     REGISTRATION_FIELD_NUMBER: _builtins.int
     LOG_PATH_FIELD_NUMBER: _builtins.int
     SOURCE_PATH_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
     log_path: _builtins.str
     """Where this service's log is written."""
     source_path: _builtins.str
     """Import path of the code that runs."""
     @_builtins.property
     def registration(self) -> _registration_pb2.Registration: ...
+    @_builtins.property
+    def now(self) -> _timestamp_pb2.Timestamp:
+        """The clock of its host."""
+
     def __init__(
         self,
         *,
         registration: _registration_pb2.Registration | None = ...,
         log_path: _builtins.str = ...,
         source_path: _builtins.str = ...,
+        now: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["now", b"now", "registration", b"registration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_path", b"log_path", "registration", b"registration", "source_path", b"source_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_path", b"log_path", "now", b"now", "registration", b"registration", "source_path", b"source_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,6 +32,8 @@ class _ServiceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceKi
     SERVICE_KIND_REWARD: _ServiceKind.ValueType  # 3
     SERVICE_KIND_COORDINATOR: _ServiceKind.ValueType  # 4
     SERVICE_KIND_LAUNCHER: _ServiceKind.ValueType  # 5
+    SERVICE_KIND_RANKS: _ServiceKind.ValueType  # 6
+    """Ranks of a gang on another host than that of its front."""
 
 class ServiceKind(_ServiceKind, metaclass=_ServiceKindEnumTypeWrapper):
     """What kind of service an instance is."""
@@ -42,6 +44,8 @@ SERVICE_KIND_TRAINER: ServiceKind.ValueType  # 2
 SERVICE_KIND_REWARD: ServiceKind.ValueType  # 3
 SERVICE_KIND_COORDINATOR: ServiceKind.ValueType  # 4
 SERVICE_KIND_LAUNCHER: ServiceKind.ValueType  # 5
+SERVICE_KIND_RANKS: ServiceKind.ValueType  # 6
+"""Ranks of a gang on another host than that of its front."""
 Global___ServiceKind: _TypeAlias = ServiceKind  # noqa: Y015
 
 class _InstanceState:
@@ -137,7 +141,7 @@ class Registration(_message.Message):
     host: _builtins.str
     pid: _builtins.int
     protocol_version: _builtins.str
-    """Contract version of this build; peers refuse another major version."""
+    """Contract version of this build; peers understand the major version before and after their own, and refuse others."""
     tokenizer_digest: _builtins.str
     """Digest of the tokenizer and of the model's shape, where the service has one."""
     model_digest: _builtins.str

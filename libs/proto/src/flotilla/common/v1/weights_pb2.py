@@ -27,7 +27,7 @@ from flotilla.common.v1 import version_pb2 as flotilla_dot_common_dot_v1_dot_ver
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n flotilla/common/v1/weights.proto\x12\x12\x66lotilla.common.v1\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a flotilla/common/v1/version.proto\x1a\x1egoogle/protobuf/duration.proto\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\xa6\x01\n\x0eWeightManifest\x12/\n\x07tensors\x18\x01 \x03(\x0b\x32\x1e.flotilla.common.v1.TensorSpec\x12#\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x42\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x00\x00pB\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12.\n\x08\x61\x64\x61pters\x18\x04 \x01(\x0b\x32\x1c.flotilla.common.v1.Adapters\"J\n\x08\x41\x64\x61pters\x12/\n\x07tensors\x18\x01 \x03(\x0b\x32\x1e.flotilla.common.v1.TensorSpec\x12\r\n\x05scale\x18\x02 \x01(\x01\"\xf0\x01\n\x0bWeightGroup\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x32\n\x07\x62\x61\x63kend\x18\x03 \x01(\x0e\x32!.flotilla.common.v1.WeightBackend\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x1b\n\x04port\x18\x05 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\xe0\xff\xef@\x12!\n\nworld_size\x18\x06 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x80\x84.A\x12\x14\n\x0csender_ranks\x18\x07 \x03(\r\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"t\n\rWeightDigests\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\t\x12\x16\n\x0etensor_digests\x18\x03 \x03(\x06*\x97\x01\n\rWeightBackend\x12\x1e\n\x1aWEIGHT_BACKEND_UNSPECIFIED\x10\x00\x12\x17\n\x13WEIGHT_BACKEND_GLOO\x10\x01\x12\x17\n\x13WEIGHT_BACKEND_NCCL\x10\x02\x12\x1b\n\x17WEIGHT_BACKEND_CUDA_IPC\x10\x03\x12\x17\n\x13WEIGHT_BACKEND_FILE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n flotilla/common/v1/weights.proto\x12\x12\x66lotilla.common.v1\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a flotilla/common/v1/version.proto\x1a\x1egoogle/protobuf/duration.proto\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"\xa6\x01\n\x0eWeightManifest\x12/\n\x07tensors\x18\x01 \x03(\x0b\x32\x1e.flotilla.common.v1.TensorSpec\x12#\n\x0c\x62ucket_bytes\x18\x02 \x01(\x04\x42\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x00\x00pB\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12.\n\x08\x61\x64\x61pters\x18\x04 \x01(\x0b\x32\x1c.flotilla.common.v1.Adapters\"J\n\x08\x41\x64\x61pters\x12/\n\x07tensors\x18\x01 \x03(\x0b\x32\x1e.flotilla.common.v1.TensorSpec\x12\r\n\x05scale\x18\x02 \x01(\x01\"\x80\x02\n\x0bWeightGroup\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x32\n\x07\x62\x61\x63kend\x18\x03 \x01(\x0e\x32!.flotilla.common.v1.WeightBackend\x12\x0c\n\x04host\x18\x04 \x01(\t\x12\x1b\n\x04port\x18\x05 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\xe0\xff\xef@\x12!\n\nworld_size\x18\x06 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x80\x84.A\x12\x14\n\x0csender_ranks\x18\x07 \x03(\r\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06secret\x18\t \x01(\x0c\"t\n\rWeightDigests\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\t\x12\x16\n\x0etensor_digests\x18\x03 \x03(\x06*\x97\x01\n\rWeightBackend\x12\x1e\n\x1aWEIGHT_BACKEND_UNSPECIFIED\x10\x00\x12\x17\n\x13WEIGHT_BACKEND_GLOO\x10\x01\x12\x17\n\x13WEIGHT_BACKEND_NCCL\x10\x02\x12\x1b\n\x17WEIGHT_BACKEND_CUDA_IPC\x10\x03\x12\x17\n\x13WEIGHT_BACKEND_FILE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,8 +40,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTGROUP'].fields_by_name['port']._serialized_options = b'\352\341\030\t\021\000\000\000\000\340\377\357@'
   _globals['_WEIGHTGROUP'].fields_by_name['world_size']._loaded_options = None
   _globals['_WEIGHTGROUP'].fields_by_name['world_size']._serialized_options = b'\352\341\030\t\021\000\000\000\000\200\204.A'
-  _globals['_WEIGHTBACKEND']._serialized_start=819
-  _globals['_WEIGHTBACKEND']._serialized_end=970
+  _globals['_WEIGHTBACKEND']._serialized_start=835
+  _globals['_WEIGHTBACKEND']._serialized_end=986
   _globals['_TENSORSPEC']._serialized_start=154
   _globals['_TENSORSPEC']._serialized_end=210
   _globals['_WEIGHTMANIFEST']._serialized_start=213
@@ -49,7 +49,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADAPTERS']._serialized_start=381
   _globals['_ADAPTERS']._serialized_end=455
   _globals['_WEIGHTGROUP']._serialized_start=458
-  _globals['_WEIGHTGROUP']._serialized_end=698
-  _globals['_WEIGHTDIGESTS']._serialized_start=700
-  _globals['_WEIGHTDIGESTS']._serialized_end=816
+  _globals['_WEIGHTGROUP']._serialized_end=714
+  _globals['_WEIGHTDIGESTS']._serialized_start=716
+  _globals['_WEIGHTDIGESTS']._serialized_end=832
 # @@protoc_insertion_point(module_scope)

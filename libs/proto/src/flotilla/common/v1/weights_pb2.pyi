@@ -152,6 +152,7 @@ class WeightGroup(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     SENDER_RANKS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     """Grows each time the group is formed again; an older epoch is refused."""
@@ -160,6 +161,8 @@ class WeightGroup(_message.Message):
     """Where the sender's rendezvous store listens."""
     port: _builtins.int
     world_size: _builtins.int
+    secret: _builtins.bytes
+    """What members prove to the store; random, and of this epoch alone."""
     @_builtins.property
     def sender_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ranks that send: 0 and the last ones. Empty means 0 alone."""
@@ -179,10 +182,11 @@ class WeightGroup(_message.Message):
         world_size: _builtins.int = ...,
         sender_ranks: _abc.Iterable[_builtins.int] | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "host", b"host", "port", b"port", "run_id", b"run_id", "sender_ranks", b"sender_ranks", "timeout", b"timeout", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "host", b"host", "port", b"port", "run_id", b"run_id", "secret", b"secret", "sender_ranks", b"sender_ranks", "timeout", b"timeout", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

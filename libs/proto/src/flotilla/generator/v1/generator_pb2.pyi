@@ -386,9 +386,12 @@ class StageWeightsRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    KV_POLICY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
     epoch: _builtins.int
+    kv_policy: Global___KvPolicy.ValueType
+    """That of the commit to come: a generator that receives into its live weights pauses already here."""
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion: ...
     def __init__(
@@ -398,10 +401,11 @@ class StageWeightsRequest(_message.Message):
         request_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         policy_version: _version_pb2.PolicyVersion | None = ...,
+        kv_policy: Global___KvPolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "policy_version", b"policy_version", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kv_policy", b"kv_policy", "policy_version", b"policy_version", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from flotilla.common.v1 import rules_pb2 as flotilla_dot_common_dot_v1_dot_rules
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#flotilla/launcher/v1/launcher.proto\x12\x14\x66lotilla.launcher.v1\x1a%flotilla/common/v1/registration.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x90\x02\n\rProcessStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x04kind\x18\x02 \x01(\x0e\x32\x1f.flotilla.common.v1.ServiceKind\x12\x31\n\x05state\x18\x03 \x01(\x0e\x32\".flotilla.launcher.v1.ProcessState\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\x10\n\x08restarts\x18\x07 \x01(\r\x12)\n\x05since\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08log_path\x18\t \x01(\t\x12\r\n\x05\x65rror\x18\n \x01(\t\">\n\x0c\x41pplyRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\nstack_yaml\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\"X\n\rApplyResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x12\x36\n\tprocesses\x18\x02 \x03(\x0b\x32#.flotilla.launcher.v1.ProcessStatus\"/\n\x0bStopRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x0e\n\x0cStopResponse\"c\n\x0cScaleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x04kind\x18\x02 \x01(\x0e\x32\x1f.flotilla.common.v1.ServiceKind\x12\x10\n\x08replicas\x18\x03 \x01(\r\"G\n\rScaleResponse\x12\x36\n\tprocesses\x18\x01 \x03(\x0b\x32#.flotilla.launcher.v1.ProcessStatus\"\r\n\x0bListRequest\"g\n\x0cListResponse\x12\r\n\x05stack\x18\x01 \x01(\t\x12\x10\n\x08nats_url\x18\x02 \x01(\t\x12\x36\n\tprocesses\x18\x03 \x03(\x0b\x32#.flotilla.launcher.v1.ProcessStatus*\xed\x01\n\x0cProcessState\x12\x1d\n\x19PROCESS_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16PROCESS_STATE_STARTING\x10\x01\x12\x17\n\x13PROCESS_STATE_READY\x10\x02\x12\x1c\n\x18PROCESS_STATE_RESTARTING\x10\x03\x12\x1a\n\x16PROCESS_STATE_STOPPING\x10\x04\x12\x19\n\x15PROCESS_STATE_STOPPED\x10\x05\x12\x18\n\x14PROCESS_STATE_FAILED\x10\x06\x12\x1a\n\x16PROCESS_STATE_ATTACHED\x10\x07\x32\xd3\x02\n\x0fLauncherService\x12P\n\x05\x41pply\x12\".flotilla.launcher.v1.ApplyRequest\x1a#.flotilla.launcher.v1.ApplyResponse\x12M\n\x04Stop\x12!.flotilla.launcher.v1.StopRequest\x1a\".flotilla.launcher.v1.StopResponse\x12P\n\x05Scale\x12\".flotilla.launcher.v1.ScaleRequest\x1a#.flotilla.launcher.v1.ScaleResponse\x12M\n\x04List\x12!.flotilla.launcher.v1.ListRequest\x1a\".flotilla.launcher.v1.ListResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#flotilla/launcher/v1/launcher.proto\x12\x14\x66lotilla.launcher.v1\x1a%flotilla/common/v1/registration.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x90\x02\n\rProcessStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12-\n\x04kind\x18\x02 \x01(\x0e\x32\x1f.flotilla.common.v1.ServiceKind\x12\x31\n\x05state\x18\x03 \x01(\x0e\x32\".flotilla.launcher.v1.ProcessState\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\x10\n\x08restarts\x18\x07 \x01(\r\x12)\n\x05since\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08log_path\x18\t \x01(\t\x12\r\n\x05\x65rror\x18\n \x01(\t\">\n\x0c\x41pplyRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\nstack_yaml\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\"X\n\rApplyResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x12\x36\n\tprocesses\x18\x02 \x03(\x0b\x32#.flotilla.launcher.v1.ProcessStatus\"/\n\x0bStopRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x0e\n\x0cStopResponse\"c\n\x0cScaleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x04kind\x18\x02 \x01(\x0e\x32\x1f.flotilla.common.v1.ServiceKind\x12\x10\n\x08replicas\x18\x03 \x01(\r\"G\n\rScaleResponse\x12\x36\n\tprocesses\x18\x01 \x03(\x0b\x32#.flotilla.launcher.v1.ProcessStatus\"G\n\x0eRestartRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0b\x65xecutables\x18\x03 \x01(\t\"G\n\x0fRestartResponse\x12\x34\n\x07process\x18\x01 \x01(\x0b\x32#.flotilla.launcher.v1.ProcessStatus\"\r\n\x0bListRequest\"g\n\x0cListResponse\x12\r\n\x05stack\x18\x01 \x01(\t\x12\x10\n\x08nats_url\x18\x02 \x01(\t\x12\x36\n\tprocesses\x18\x03 \x03(\x0b\x32#.flotilla.launcher.v1.ProcessStatus*\xed\x01\n\x0cProcessState\x12\x1d\n\x19PROCESS_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16PROCESS_STATE_STARTING\x10\x01\x12\x17\n\x13PROCESS_STATE_READY\x10\x02\x12\x1c\n\x18PROCESS_STATE_RESTARTING\x10\x03\x12\x1a\n\x16PROCESS_STATE_STOPPING\x10\x04\x12\x19\n\x15PROCESS_STATE_STOPPED\x10\x05\x12\x18\n\x14PROCESS_STATE_FAILED\x10\x06\x12\x1a\n\x16PROCESS_STATE_ATTACHED\x10\x07\x32\xab\x03\n\x0fLauncherService\x12P\n\x05\x41pply\x12\".flotilla.launcher.v1.ApplyRequest\x1a#.flotilla.launcher.v1.ApplyResponse\x12M\n\x04Stop\x12!.flotilla.launcher.v1.StopRequest\x1a\".flotilla.launcher.v1.StopResponse\x12P\n\x05Scale\x12\".flotilla.launcher.v1.ScaleRequest\x1a#.flotilla.launcher.v1.ScaleResponse\x12V\n\x07Restart\x12$.flotilla.launcher.v1.RestartRequest\x1a%.flotilla.launcher.v1.RestartResponse\x12M\n\x04List\x12!.flotilla.launcher.v1.ListRequest\x1a\".flotilla.launcher.v1.ListResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_APPLYREQUEST'].fields_by_name['stack_yaml']._loaded_options = None
   _globals['_APPLYREQUEST'].fields_by_name['stack_yaml']._serialized_options = b'\352\341\030\002\030\001'
-  _globals['_PROCESSSTATE']._serialized_start=954
-  _globals['_PROCESSSTATE']._serialized_end=1191
+  _globals['_PROCESSSTATE']._serialized_start=1100
+  _globals['_PROCESSSTATE']._serialized_end=1337
   _globals['_PROCESSSTATUS']._serialized_start=166
   _globals['_PROCESSSTATUS']._serialized_end=438
   _globals['_APPLYREQUEST']._serialized_start=440
@@ -52,10 +52,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCALEREQUEST']._serialized_end=758
   _globals['_SCALERESPONSE']._serialized_start=760
   _globals['_SCALERESPONSE']._serialized_end=831
-  _globals['_LISTREQUEST']._serialized_start=833
-  _globals['_LISTREQUEST']._serialized_end=846
-  _globals['_LISTRESPONSE']._serialized_start=848
-  _globals['_LISTRESPONSE']._serialized_end=951
-  _globals['_LAUNCHERSERVICE']._serialized_start=1194
-  _globals['_LAUNCHERSERVICE']._serialized_end=1533
+  _globals['_RESTARTREQUEST']._serialized_start=833
+  _globals['_RESTARTREQUEST']._serialized_end=904
+  _globals['_RESTARTRESPONSE']._serialized_start=906
+  _globals['_RESTARTRESPONSE']._serialized_end=977
+  _globals['_LISTREQUEST']._serialized_start=979
+  _globals['_LISTREQUEST']._serialized_end=992
+  _globals['_LISTRESPONSE']._serialized_start=994
+  _globals['_LISTRESPONSE']._serialized_end=1097
+  _globals['_LAUNCHERSERVICE']._serialized_start=1340
+  _globals['_LAUNCHERSERVICE']._serialized_end=1767
 # @@protoc_insertion_point(module_scope)

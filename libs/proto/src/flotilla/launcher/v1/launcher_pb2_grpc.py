@@ -51,6 +51,11 @@ class LauncherServiceStub:
                 request_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ScaleResponse.FromString,
                 _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/flotilla.launcher.v1.LauncherService/Restart',
+                request_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.RestartRequest.SerializeToString,
+                response_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.RestartResponse.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/flotilla.launcher.v1.LauncherService/List',
                 request_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ListRequest.SerializeToString,
@@ -83,6 +88,13 @@ class LauncherServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Restart(self, request, context):
+        """Start the process of one replica again, from the commands of an environment; the next name adds a replica.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def List(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -106,6 +118,11 @@ def add_LauncherServiceServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ScaleRequest.FromString,
                     response_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.RestartRequest.FromString,
+                    response_serializer=flotilla_dot_launcher_dot_v1_dot_launcher__pb2.RestartResponse.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -196,6 +213,33 @@ class LauncherService:
             '/flotilla.launcher.v1.LauncherService/Scale',
             flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ScaleRequest.SerializeToString,
             flotilla_dot_launcher_dot_v1_dot_launcher__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.launcher.v1.LauncherService/Restart',
+            flotilla_dot_launcher_dot_v1_dot_launcher__pb2.RestartRequest.SerializeToString,
+            flotilla_dot_launcher_dot_v1_dot_launcher__pb2.RestartResponse.FromString,
             options,
             channel_credentials,
             insecure,

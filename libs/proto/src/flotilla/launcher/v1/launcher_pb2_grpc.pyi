@@ -40,6 +40,8 @@ class LauncherServiceStub:
     Stop: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.StopRequest, _launcher_pb2.StopResponse]
     """Stop one process, or all and the supervisor with them."""
     Scale: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.ScaleRequest, _launcher_pb2.ScaleResponse]
+    Restart: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.RestartRequest, _launcher_pb2.RestartResponse]
+    """Start the process of one replica again, from the commands of an environment; the next name adds a replica."""
     List: _grpc.UnaryUnaryMultiCallable[_launcher_pb2.ListRequest, _launcher_pb2.ListResponse]
 
 @_typing.type_check_only
@@ -54,6 +56,8 @@ class LauncherServiceAsyncStub(LauncherServiceStub):
     Stop: _aio.UnaryUnaryMultiCallable[_launcher_pb2.StopRequest, _launcher_pb2.StopResponse]  # type: ignore[assignment]
     """Stop one process, or all and the supervisor with them."""
     Scale: _aio.UnaryUnaryMultiCallable[_launcher_pb2.ScaleRequest, _launcher_pb2.ScaleResponse]  # type: ignore[assignment]
+    Restart: _aio.UnaryUnaryMultiCallable[_launcher_pb2.RestartRequest, _launcher_pb2.RestartResponse]  # type: ignore[assignment]
+    """Start the process of one replica again, from the commands of an environment; the next name adds a replica."""
     List: _aio.UnaryUnaryMultiCallable[_launcher_pb2.ListRequest, _launcher_pb2.ListResponse]  # type: ignore[assignment]
 
 class LauncherServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -83,6 +87,14 @@ class LauncherServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _launcher_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_launcher_pb2.ScaleResponse, _abc.Awaitable[_launcher_pb2.ScaleResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Restart(
+        self,
+        request: _launcher_pb2.RestartRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_launcher_pb2.RestartResponse, _abc.Awaitable[_launcher_pb2.RestartResponse]]:
+        """Start the process of one replica again, from the commands of an environment; the next name adds a replica."""
 
     @_abc_1.abstractmethod
     def List(

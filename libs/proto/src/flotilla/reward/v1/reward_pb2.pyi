@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from flotilla.common.v1 import files_pb2 as _files_pb2
 from flotilla.common.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
@@ -94,6 +95,7 @@ class RewardSpec(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """A built-in name, an entry point name, or path.py:function."""
     weight: _builtins.float
@@ -101,6 +103,10 @@ class RewardSpec(_message.Message):
     def parameters(self) -> _struct_pb2.Struct: ...
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def code(self) -> _files_pb2.FolderReference:
+        """The file of path.py:function, for a replica that does not have it."""
+
     def __init__(
         self,
         *,
@@ -108,10 +114,11 @@ class RewardSpec(_message.Message):
         weight: _builtins.float = ...,
         parameters: _struct_pb2.Struct | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        code: _files_pb2.FolderReference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

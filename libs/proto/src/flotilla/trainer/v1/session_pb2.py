@@ -22,11 +22,12 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from flotilla.common.v1 import files_pb2 as flotilla_dot_common_dot_v1_dot_files__pb2
 from flotilla.common.v1 import rules_pb2 as flotilla_dot_common_dot_v1_dot_rules__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/trainer/v1/session.proto\x12\x13\x66lotilla.trainer.v1\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1cgoogle/protobuf/struct.proto\"\xbf\x02\n\x0bSessionSpec\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.flotilla.trainer.v1.Role\x12\x17\n\x0finitial_weights\x18\x02 \x01(\t\x12\x31\n\tobjective\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Objective\x12*\n\toptimizer\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12)\n\x08\x62\x61tching\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x04seed\x18\x06 \x01(\x04\x42\x06\xea\xe1\x18\x02 \x01\x12\x15\n\rtotal_updates\x18\x07 \x01(\x04\x12\x10\n\x08\x64ump_dir\x18\x08 \x01(\t\x12%\n\x04lora\x18\t \x01(\x0b\x32\x17.google.protobuf.Struct\"u\n\tObjective\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12(\n\x07section\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\x1b\n\x13max_response_tokens\x18\x04 \x01(\r\"E\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\nparameters\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_POLICY\x10\x01\x12\x0f\n\x0bROLE_CRITIC\x10\x02\x12\x12\n\x0eROLE_REFERENCE\x10\x03\x12\x10\n\x0cROLE_TEACHER\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/trainer/v1/session.proto\x12\x13\x66lotilla.trainer.v1\x1a\x1e\x66lotilla/common/v1/files.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1cgoogle/protobuf/struct.proto\"\xe8\x03\n\x0bSessionSpec\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.flotilla.trainer.v1.Role\x12\x17\n\x0finitial_weights\x18\x02 \x01(\t\x12\x31\n\tobjective\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.Objective\x12*\n\toptimizer\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12)\n\x08\x62\x61tching\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x04seed\x18\x06 \x01(\x04\x42\x06\xea\xe1\x18\x02 \x01\x12\x15\n\rtotal_updates\x18\x07 \x01(\x04\x12\x10\n\x08\x64ump_dir\x18\x08 \x01(\t\x12%\n\x04lora\x18\t \x01(\x0b\x32\x17.google.protobuf.Struct\x12;\n\x0einitial_folder\x18\n \x01(\x0b\x32#.flotilla.common.v1.FolderReference\x12\x31\n\x04\x63ode\x18\x0b \x03(\x0b\x32#.flotilla.common.v1.FolderReference\x12\x37\n\rrun_directory\x18\x0c \x01(\x0b\x32 .flotilla.common.v1.SharedFolder\"u\n\tObjective\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12(\n\x07section\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\x1b\n\x13max_response_tokens\x18\x04 \x01(\r\"E\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\nparameters\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_POLICY\x10\x01\x12\x0f\n\x0bROLE_CRITIC\x10\x02\x12\x12\n\x0eROLE_REFERENCE\x10\x03\x12\x10\n\x0cROLE_TEACHER\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +36,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SESSIONSPEC'].fields_by_name['seed']._loaded_options = None
   _globals['_SESSIONSPEC'].fields_by_name['seed']._serialized_options = b'\352\341\030\002 \001'
-  _globals['_ROLE']._serialized_start=632
-  _globals['_ROLE']._serialized_end=732
-  _globals['_SESSIONSPEC']._serialized_start=121
-  _globals['_SESSIONSPEC']._serialized_end=440
-  _globals['_OBJECTIVE']._serialized_start=442
-  _globals['_OBJECTIVE']._serialized_end=559
-  _globals['_FUNCTION']._serialized_start=561
-  _globals['_FUNCTION']._serialized_end=630
+  _globals['_ROLE']._serialized_start=833
+  _globals['_ROLE']._serialized_end=933
+  _globals['_SESSIONSPEC']._serialized_start=153
+  _globals['_SESSIONSPEC']._serialized_end=641
+  _globals['_OBJECTIVE']._serialized_start=643
+  _globals['_OBJECTIVE']._serialized_end=760
+  _globals['_FUNCTION']._serialized_start=762
+  _globals['_FUNCTION']._serialized_end=831
 # @@protoc_insertion_point(module_scope)

@@ -3,9 +3,12 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
+from flotilla.common.v1 import files_pb2 as _files_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -56,6 +59,9 @@ class SessionSpec(_message.Message):
     TOTAL_UPDATES_FIELD_NUMBER: _builtins.int
     DUMP_DIR_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    INITIAL_FOLDER_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    RUN_DIRECTORY_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Role of the gang; a reference and a teacher only score, and take neither objective nor optimizer."""
     initial_weights: _builtins.str
@@ -79,6 +85,18 @@ class SessionSpec(_message.Message):
     def lora(self) -> _struct_pb2.Struct:
         """`lora`; absent: all weights train."""
 
+    @_builtins.property
+    def initial_folder(self) -> _files_pb2.FolderReference:
+        """`initial_weights` for a trainer that does not have that folder."""
+
+    @_builtins.property
+    def code(self) -> _containers.RepeatedCompositeFieldContainer[_files_pb2.FolderReference]:
+        """The files that `objective` names functions of (path.py:function), for a trainer that does not have them."""
+
+    @_builtins.property
+    def run_directory(self) -> _files_pb2.SharedFolder:
+        """In the run's directory. A trainer that does not find it writes what this session makes to its own disk, and offers it."""
+
     def __init__(
         self,
         *,
@@ -91,10 +109,13 @@ class SessionSpec(_message.Message):
         total_updates: _builtins.int = ...,
         dump_dir: _builtins.str = ...,
         lora: _struct_pb2.Struct | None = ...,
+        initial_folder: _files_pb2.FolderReference | None = ...,
+        code: _abc.Iterable[_files_pb2.FolderReference] | None = ...,
+        run_directory: _files_pb2.SharedFolder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "lora", b"lora", "objective", b"objective", "optimizer", b"optimizer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "initial_folder", b"initial_folder", "lora", b"lora", "objective", b"objective", "optimizer", b"optimizer", "run_directory", b"run_directory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "dump_dir", b"dump_dir", "initial_weights", b"initial_weights", "lora", b"lora", "objective", b"objective", "optimizer", b"optimizer", "role", b"role", "seed", b"seed", "total_updates", b"total_updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batching", b"batching", "code", b"code", "dump_dir", b"dump_dir", "initial_folder", b"initial_folder", "initial_weights", b"initial_weights", "lora", b"lora", "objective", b"objective", "optimizer", b"optimizer", "role", b"role", "run_directory", b"run_directory", "seed", b"seed", "total_updates", b"total_updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from flotilla.common.v1 import files_pb2 as _files_pb2
 from flotilla.common.v1 import tensor_pb2 as _tensor_pb2
 from flotilla.common.v1 import version_pb2 as _version_pb2
 from flotilla.common.v1 import weights_pb2 as _weights_pb2
@@ -1234,11 +1235,16 @@ class CheckpointDurable(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     bytes: _builtins.int
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
         """From the snapshot to the sealed folder."""
+
+    @_builtins.property
+    def folder(self) -> _files_pb2.FolderReference:
+        """Where the trainer does not share the run's directory: the checkpoint, to be fetched from it."""
 
     def __init__(
         self,
@@ -1246,10 +1252,11 @@ class CheckpointDurable(_message.Message):
         path: _builtins.str = ...,
         bytes: _builtins.int = ...,
         elapsed: _duration_pb2.Duration | None = ...,
+        folder: _files_pb2.FolderReference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "folder", b"folder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "elapsed", b"elapsed", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "elapsed", b"elapsed", "folder", b"folder", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1262,19 +1269,25 @@ class LoadCheckpointRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
     path: _builtins.str
+    @_builtins.property
+    def folder(self) -> _files_pb2.FolderReference:
+        """The same checkpoint, for a trainer that does not share the run's directory."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
         path: _builtins.str = ...,
+        folder: _files_pb2.FolderReference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "path", b"path", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1345,20 +1358,26 @@ class ExportModelResponse(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     bytes: _builtins.int
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def folder(self) -> _files_pb2.FolderReference:
+        """Where the trainer does not share the run's directory: the model, to be fetched from it."""
+
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         files: _abc.Iterable[_builtins.str] | None = ...,
         bytes: _builtins.int = ...,
+        folder: _files_pb2.FolderReference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "files", b"files", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "files", b"files", "folder", b"folder", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
