@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -20,7 +21,9 @@ from flotilla.common.v1.registration_pb2 import (
 )
 from flotilla_core.bus import Bus, EventStream, Login, NatsServer, Registry
 from flotilla_core.bus.events import MAX_EVENT_BYTES
+from flotilla_core.bus.server import find_binary
 from flotilla_core.errors import InvalidRequest, PortInUse, Unavailable
+from flotilla_core.subprocess_group import ProcessGroup
 
 TTL_S = 1.5
 HEARTBEAT_S = 0.3
@@ -253,3 +256,45 @@ async def test_a_stopped_server_leaves_no_process_and_no_open_port(tmp_path: Pat
     assert not server.running
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+
+
+async def test_in_a_cluster_registry_and_events_survive_the_loss_of_a_server(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
+        ports = [each.getsockname()[1] for each in sockets]
+    routes = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in ports[3:])
+    servers = []
+    for index, (port, route) in enumerate(zip(ports[:3], ports[3:], strict=True)):
+        config = tmp_path / f"{index}.conf"
+        config.write_text(
+            f'server_name: n{index}\nhost: "127.0.0.1"\nport: {port}\n'
+            "authorization {\n  user: me\n  password: hidden\n}\n"
+            f'jetstream {{\n  store_dir: "{tmp_path}/store{index}"\n  max_file_store: 1GB\n}}\n'
+            f'cluster {{\n  name: three\n  host: "127.0.0.1"\n  port: {route}\n  routes: [{routes}]\n}}\n'
+        )
+        servers.append(await ProcessGroup.start([find_binary(), "--config", str(config)]))
+    credentials = tmp_path / "credentials"
+    credentials.write_text("me:hidden\n")
+    credentials.chmod(0o600)
+    buses = [
+        await Bus.connect(f"nats://127.0.0.1:{port}", Login(credentials), replicas=3) for port in ports[:2]
+    ]
+    try:
+        own = registry(buses[0])
+        watcher = Watcher(buses[1])
+        await own.announce(instance("here"))
+        await watcher.until(lambda view: "here" in view, 30)
+        bucket = await buses[1].jetstream().stream_info("KV_registry")
+        assert bucket.config.num_replicas == 3
+        # The one that leads the bucket: the others choose a new leader among them.
+        leader = int(bucket.cluster.leader.removeprefix("n"))
+        await servers[leader].stop(5.0)
+        await own.announce(instance("again"))
+        await watcher.until(lambda view: "again" in view, 30)
+        await watcher.stop()
+        await own.withdraw()
+    finally:
+        for bus in buses:
+            await bus.close()
+        for server in servers:
+            await server.stop(5.0)

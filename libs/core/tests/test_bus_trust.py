@@ -6,21 +6,27 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from cryptography import x509
 from nats.aio.client import Client
+from nats.errors import Error as NatsError
 
 from flotilla.common.v1.registration_pb2 import INSTANCE_STATE_READY, Registration
 from flotilla_core import errors
-from flotilla_core.bus import Bus, Login, NatsServer, Registry
+from flotilla_core.bus import Bus, EventStream, Login, NatsServer, Registry
+from flotilla_core.bus.connection import COORDINATOR, SERVICE
 from flotilla_core.bus.server import find_binary
-from flotilla_core.config.stack import NatsConfig, StackConfig
+from flotilla_core.config.stack import NatsConfig, StackConfig, TlsConfig
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_core.trust import RegistrationSigner, RegistrationVerifier
 from flotilla_core.trust import registrations as trust_registrations
+from flotilla_core.trust.certificates import make_certificates
 
 USERS = 'authorization { users = [ { user: "ours", password: "pass word" } ] }'
 SETTINGS = {
@@ -80,14 +86,16 @@ async def test_our_own_server_takes_nobody_without_its_password_which_no_other_u
     for options in ({}, {"user": "flotilla", "password": "guess"}, {"token": "guess"}):
         with pytest.raises(Exception, match=r"(?i)authorization"):
             await Client().connect(nats.url, allow_reconnect=False, error_cb=_ignored, **options)
-    password = (tmp_path / "nats" / "credentials").read_text().strip().partition(":")[2]
-    assert len(password) == 64
-    for file in ("nats.conf", "credentials"):
+    files = ("credentials", "coordinator-credentials")
+    passwords = [(tmp_path / "nats" / file).read_text().strip().partition(":")[2] for file in files]
+    assert [len(password) for password in passwords] == [64, 64] and len(set(passwords)) == 2
+    for file in ("nats.conf", *files):
         assert stat.S_IMODE((tmp_path / "nats" / file).stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "nats").stat().st_mode) == 0o700
     for file in ("cmdline", "environ"):
-        assert password.encode() not in Path(f"/proc/{nats.pid}/{file}").read_bytes()
-    assert password not in nats.url + nats.log.read_text()
+        shown = Path(f"/proc/{nats.pid}/{file}").read_bytes()
+        assert not [password for password in passwords if password.encode() in shown]
+    assert not [password for password in passwords if password in nats.url + nats.log.read_text()]
 
 
 async def _ignored(_: Exception) -> None:
@@ -116,6 +124,30 @@ async def test_a_server_of_the_users_own_is_used_with_its_credentials(
         await Registry(bus, "secret").announce(Registration(instance_id="a"))
         assert bus.connected
         await bus.close()
+
+
+async def test_a_server_at_tls_is_shown_our_certificate_and_shows_its_own(tmp_path: Path) -> None:
+    ours, theirs = (make_certificates(tmp_path / name, ["a"])[0] for name in ("ours", "theirs"))
+    places = {"cert_file": "certificate.pem", "key_file": "key.pem", "ca_file": "ca.pem"}
+    served = "\n".join(f'  {key}: "{ours / file}"' for key, file in places.items())
+    async with foreign_server(tmp_path, f"{USERS}\ntls {{\n{served}\n  verify: true\n}}") as address:
+        url = address.replace("nats://", "tls://")
+
+        def with_certificate_of(folder: Path) -> Login:
+            login(tmp_path, "ours:pass word")
+            nats = NatsConfig(url=url, credentials_file=tmp_path / "credentials")
+            tls = TlsConfig(
+                certificate_file=folder / "certificate.pem",
+                key_file=folder / "key.pem",
+                ca_file=folder / "ca.pem",
+            )
+            return Login.of_stack(nats, tmp_path, tls)
+
+        bus = await Bus.connect(url, with_certificate_of(ours))
+        await Registry(bus, "secret").announce(Registration(instance_id="a"))
+        await bus.close()
+        with pytest.raises(errors.Unavailable):
+            await Bus.connect(url, with_certificate_of(theirs), timeout_s=2.0)
 
 
 @pytest.mark.parametrize("text", [None, "ours:wrong", "wrong"])
@@ -227,3 +259,82 @@ def test_an_old_registration_cannot_be_brought_back(monkeypatch: pytest.MonkeyPa
         assert reader.read("own", old) is None
     monkeypatch.setattr(trust_registrations, "_TOLERANCE_NS", 0)
     assert "ago" in str(RegistrationVerifier("secret").read("own", second))
+
+
+def tls_of(folder: Path) -> TlsConfig:
+    return TlsConfig(
+        certificate_file=folder / "certificate.pem", key_file=folder / "key.pem", ca_file=folder / "ca.pem"
+    )
+
+
+def serial_shown(url: str) -> int:
+    """The number of the certificate that a server of NATS shows now."""
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection((host, port), 10) as plain:
+        assert plain.recv(1 << 16).startswith(b"INFO ")
+        with context.wrap_socket(plain) as shown:
+            certificate = shown.getpeercert(binary_form=True)
+    assert certificate is not None
+    return x509.load_der_x509_certificate(certificate).serial_number
+
+
+async def test_our_own_server_asks_for_certificates_and_takes_replaced_ones(tmp_path: Path) -> None:
+    tls, foreign = (tls_of(make_certificates(tmp_path / name, ["a"])[0]) for name in ("ours", "theirs"))
+    server = await NatsServer.start(tmp_path / "nats", tls=tls)
+    port = int(server.url.rpartition(":")[2])
+    assert server.url.startswith("tls://")
+    bus = await Bus.connect(server.url, server.login)
+    await Registry(bus, "secret").announce(Registration(instance_id="a"))
+    stranger = Login(tmp_path / "nats" / "coordinator-credentials", tls=foreign)
+    with pytest.raises(errors.Unavailable):
+        await Bus.connect(server.url, stranger, timeout_s=2.0)
+    with pytest.raises((NatsError, OSError)):
+        await Client().connect(server.url, allow_reconnect=False, error_cb=_ignored)
+    before = await asyncio.to_thread(serial_shown, server.url)
+    make_certificates(tmp_path / "ours", ["a"])
+    server.read_again()
+    async with asyncio.timeout(10):
+        while await asyncio.to_thread(serial_shown, server.url) == before:
+            await asyncio.sleep(0.02)
+    # Of another authority from now on: who was connected shows what its own files hold then.
+    for file in (tmp_path / "ours" / "ca.pem", tmp_path / "ours" / "ca.key"):
+        file.unlink()
+    make_certificates(tmp_path / "ours", ["a"])
+    await server.stop()
+    server = await NatsServer.start(tmp_path / "nats", port, tls=tls)
+    async with asyncio.timeout(20):
+        await bus.reconnected(0)
+    await bus.close()
+    await server.stop()
+
+
+async def test_a_service_may_keep_the_registry_and_the_coordinator_alone_writes_events(
+    nats: NatsServer, tmp_path: Path
+) -> None:
+    def login_of(user: str) -> Login:
+        return Login.of_stack(NatsConfig(), tmp_path, None, user)
+
+    service, coordinator = [await Bus.connect(nats.url, login_of(user)) for user in (SERVICE, COORDINATOR)]
+    own = Registry(service, "secret")
+    await own.announce(registration("own"))
+    for reader in (Registry(service, "secret"), Registry(coordinator, "secret")):
+        async with asyncio.timeout(10), contextlib.aclosing(reader.watch()) as views:
+            async for view in views:
+                if "own" in view:
+                    break
+    events, forged = EventStream(coordinator), EventStream(service)
+    events.publish("run-1", "event-1", b"true")
+    assert await events.flush(10)
+    forged.publish("run-1", "event-2", b"false")
+    assert not await forged.flush(1)
+    with pytest.raises(TimeoutError):
+        await service.client.request("$JS.API.STREAM.DELETE.runs", b"", timeout=0.3)
+    info = await coordinator.jetstream().stream_info("runs")
+    assert info.state.messages == 1
+    await own.withdraw()
+    await forged.close(0)
+    await events.close()
+    for bus in (service, coordinator):
+        await bus.close()

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from flotilla.common.v1 import error_pb2, tensor_pb2
-from flotilla_core import errors, ids
-from flotilla_core.errors import InvalidRequest
+from flotilla.common.v1.registration_pb2 import Registration
+from flotilla_core import errors, ids, protocol
+from flotilla_core.errors import InvalidRequest, Mismatch
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
@@ -85,3 +86,30 @@ def test_bytes_that_do_not_fit_the_shape_are_refused(data: bytes, shape: list[in
 def test_dtypes_outside_the_contract_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="float16"):
         to_tensor(np.zeros(2, dtype="float16"))
+
+
+def speaker(version: str) -> Registration:
+    return Registration(instance_id="generator-0-a", address="10.0.0.1:1", protocol_version=version)
+
+
+def test_a_build_understands_the_releases_beside_its_own_and_refuses_others_by_name() -> None:
+    own = protocol.major_of(protocol.PROTOCOL_VERSION)
+    assert own is not None
+    for major in (own - 1, own, own + 1):
+        protocol.check_protocol(speaker(f"{major}.7"))
+        assert protocol.refusal(speaker(f"{major}.7")) == ""
+    for version in (f"{own - 2}.0", f"{own + 2}.0", "", "new", "9" * 30):
+        with pytest.raises(Mismatch, match="generator-0-a speaks protocol") as refused:
+            protocol.check_protocol(speaker(version))
+        assert protocol.PROTOCOL_VERSION in str(refused.value) and (version or "unknown") in str(
+            refused.value
+        )
+
+
+def test_what_an_older_build_cannot_do_is_named_and_nothing_of_a_newer_one() -> None:
+    own = protocol.major_of(protocol.PROTOCOL_VERSION)
+    assert own is not None
+    less = protocol.limits(speaker(f"{own - 1}.0"))
+    assert less.startswith(f"speaks protocol {own - 1}.0, so it cannot ")
+    assert all(one in less for one in protocol.NEW_IN[own])
+    assert protocol.limits(speaker(f"{own}.9")) == protocol.limits(speaker(f"{own + 1}.0")) == ""

@@ -9,7 +9,20 @@ import pytest
 
 from flotilla_core.config import StackConfig, dump_yaml, load_text
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
-from flotilla_core.gangs import gang_of, model_of, roles_of, slots_of_role, started
+from flotilla_core.gangs import (
+    agent_name,
+    agent_of,
+    agents_of,
+    gang_of,
+    model_of,
+    ranks_beside,
+    roles_of,
+    section_of_process,
+    slots_of_role,
+    spread_gangs,
+    started,
+    with_model,
+)
 from flotilla_core.roles import role_of_process, section_of
 
 
@@ -92,3 +105,78 @@ def test_what_is_wrong_with_named_teachers_is_said_by_their_key(teachers: str, s
     with pytest.raises(InvalidConfig) as caught:
         load_text(StackConfig, f"teachers: {teachers}", source="stack.yaml")
     assert said in str(caught.value) and str(caught.value).startswith("stack.yaml:1: ")
+
+
+@pytest.mark.parametrize("role", ["policy", "critic", "teacher", "teacher-math"])
+def test_another_folder_takes_the_place_of_the_model_of_a_role(role: str) -> None:
+    shared = stack_of(teachers={"math": {}})
+    assert model_of(with_model(shared, role, Path("/copy")), role) == Path("/copy")
+    own = stack_of(
+        critic={"model": "/own"}, teacher={"model": "/own"}, teachers={"math": {"model": "/own"}, "code": {}}
+    )
+    changed = with_model(own, role, Path("/copy"))
+    assert model_of(changed, role) == Path("/copy")
+    assert [one for one in roles_of(own) if model_of(changed, one) != model_of(own, one)] == (
+        [role] if role != "policy" else ["policy", "reference", "teacher-code"]
+    )
+
+
+HOSTS = [{"name": "a", "ranks": 2}, {"name": "b", "ranks": 1}, {"name": "at-c", "ranks": 1}]
+
+
+def test_a_gang_on_several_hosts_needs_an_agent_on_each_but_the_first() -> None:
+    stack = stack_of(trainer={"nproc": 4, "hosts": HOSTS, "replicas": 2}, critic={"replicas": 1})
+    assert agents_of(stack, "critic") == []
+    assert agents_of(stack, "policy") == [
+        ("trainer-0", "b", 1),
+        ("trainer-0", "at-c", 1),
+        ("trainer-1", "b", 1),
+        ("trainer-1", "at-c", 1),
+    ]
+    assert stack.trainer.ranks_here == 2
+
+
+def test_a_front_and_its_agents_share_a_section_and_have_the_ranks_of_their_hosts() -> None:
+    section = {"nproc": 4, "hosts": HOSTS, "replicas": 1}
+    stack = stack_of(
+        trainer={"replicas": 2}, critic={**section, "dtype": "bfloat16"}, teachers={"at": section}
+    )
+    assert spread_gangs(stack) == [
+        ["critic", "critic-at-b", "critic-at-at-c"],
+        ["teacher-at", "teacher-at-at-b", "teacher-at-at-at-c"],
+    ]
+    for front, *agents in spread_gangs(stack):
+        assert [ranks_beside(stack, name) for name in (front, *agents)] == [2, 1, 1]
+    assert section_of_process(stack, "critic-at-b") == stack.critic
+    assert section_of_process(stack, "teacher-at-at-b") == stack.teachers["at"]
+    assert ranks_beside(stack, "trainer-1") == 1
+
+
+@pytest.mark.parametrize("gang", ["trainer", "trainer-1", "teacher-math", "teacher-math-0", "teacher-at"])
+def test_the_name_of_an_agent_says_its_gang_and_its_host(gang: str) -> None:
+    section = {"nproc": 4, "hosts": HOSTS}
+    stack = stack_of(trainer=section, teachers={"math": section, "at": section})
+    for host in ("b", "at-c"):
+        assert agent_of(stack, agent_name(gang, host)) == (gang, host)
+
+
+@pytest.mark.parametrize("name", ["trainer", "trainer-at-a", "trainer-at-x", "critic-at-b", "teacher-x-at-b"])
+def test_an_agent_that_no_gang_needs_is_told_so(name: str) -> None:
+    stack = stack_of(trainer={"nproc": 4, "hosts": HOSTS})
+    with pytest.raises(FailedPrecondition, match="no gang of the stack has ranks at"):
+        agent_of(stack, name)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ("[{name: a, ranks: 1}]", "hosts have 1 ranks together, but nproc is 2"),
+        ("[{name: a, ranks: 1}, {name: a, ranks: 1}]", "hosts names one twice: a, a"),
+        ("[{name: 0, ranks: 2}]", "trainer.hosts[0].name"),
+        ("[{name: a, ranks: 0}, {name: b, ranks: 2}]", "trainer.hosts[0].ranks"),
+    ],
+)
+def test_hosts_that_cannot_hold_the_ranks_are_refused(hosts: str, said: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        load_text(StackConfig, f"trainer: {{nproc: 2, hosts: {hosts}}}", source="stack.yaml")
+    assert said in str(caught.value)

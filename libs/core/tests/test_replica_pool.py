@@ -18,6 +18,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core import rpc
 from flotilla_core.config import BindConfig
 from flotilla_core.errors import Unavailable
+from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.rpc import Load, Replica, ReplicaPool
 from flotilla_core.rpc import pool as replica_pool
 from flotilla_core.subprocess_group import ProcessGroup
@@ -46,7 +47,7 @@ def registration(name: str, address: str = "127.0.0.1:1", **fields: Any) -> reg.
         "kind": reg.SERVICE_KIND_GENERATOR,
         "instance_id": f"{name}-a",
         "state": reg.INSTANCE_STATE_READY,
-        "protocol_version": "1.0",
+        "protocol_version": PROTOCOL_VERSION,
         **fields,
     }
     return reg.Registration(name=name, address=address, **fields)
@@ -96,7 +97,7 @@ async def test_only_ready_instances_of_the_kind_get_work(pool: Pool) -> None:
             registration("generator-0"),
             registration("generator-1", state=reg.INSTANCE_STATE_STARTING),
             registration("reward-0", kind=reg.SERVICE_KIND_REWARD),
-            registration("generator-2", protocol_version="2.0"),
+            registration("generator-2", protocol_version="4.0"),
         )
     )
     assert names(pool) == {"generator-0"}
@@ -347,8 +348,8 @@ async def test_a_long_wait_is_told_while_it_lasts(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_wait_that_finds_nobody_names_who_was_refused_and_both_protocols(pool: Pool) -> None:
-    await pool.update(snapshot(registration("generator-0", protocol_version="2.0")))
-    refused = r"refused: generator-0-a speaks protocol 2\.0, this build speaks 1\.0"
+    await pool.update(snapshot(registration("generator-0", protocol_version="4.0")))
+    refused = r"refused: generator-0-a speaks protocol 4\.0, this build speaks 2\.0"
     with pytest.raises(Unavailable, match=rf"for a generator: {refused}"):
         await pool.wait_for(1, 0.1, "a generator")
     await pool.update({})

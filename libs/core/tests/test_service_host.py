@@ -189,6 +189,25 @@ async def test_service_started_by_hand_finds_the_running_stack(
     assert await toy.ended() == 0
 
 
+async def test_a_host_to_advertise_and_a_drain_time_are_given_on_the_command_line(
+    tmp_path: Path, nats: NatsServer, stack_file: Path
+) -> None:
+    given = ["--nats", nats.url, "--advertise-host", "localhost", "--drain-grace", "7"]
+    toy = await Toy.start("serves", tmp_path, stack_file, *given)
+    address = await toy.address()
+    assert address.startswith("localhost:")
+    channel = rpc.connect(address, token=read_token(BindConfig(), toy.directory))
+    operate = OperateServiceStub(channel)
+    async with asyncio.timeout(20):
+        while "ready" not in toy.output:
+            await asyncio.sleep(0.02)
+    await rpc.unary(operate.Describe, pb.DescribeRequest(), timeout_s=5)  # the name is one that it answers to
+    os.kill(toy.group.pid, signal.SIGTERM)
+    assert await toy.ended() == 0
+    assert '"grace_s": 7' in toy.output
+    await channel.close()
+
+
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
@@ -204,6 +223,27 @@ async def test_failure_ends_in_one_message_and_exit_code_1(
     assert await toy.ended() == 1
     assert toy.output.endswith(message)
     assert "stopped by host" in toy.output
+
+
+async def test_a_replica_on_another_host_advertises_its_own_name_and_says_where_its_token_is(
+    tmp_path: Path, nats: NatsServer, stack_file: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("word\n")
+    secret.chmod(0o600)
+    (tmp_path / "state" / "toys" / "token").unlink()
+    stack_file.write_text(f"{stack_file.read_text()}bind: {{token_file: {secret}}}\n")
+    toy = await Toy.start(
+        "serves", tmp_path, stack_file, "--nats", nats.url, "--advertise-host", "reward-7.example"
+    )
+    bus = await Bus.connect(nats.url, nats.login)
+    async with aclosing(Registry(bus, "word").watch()) as views:
+        ready = await state_of(views, reg.INSTANCE_STATE_READY)
+    assert ready is not None and ready.address.startswith("reward-7.example:")
+    announced = toy.directory / "instances" / "reward-0.json"
+    assert json.loads(announced.read_text())["token_file"] == str(secret)
+    await bus.close()
+    await toy.group.stop(5)
 
 
 async def test_start_can_be_interrupted(tmp_path: Path, nats: NatsServer, stack_file: Path) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import os
 import socket
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -63,6 +65,7 @@ def test_a_token_file_that_others_may_open_is_refused_with_its_mode_and_the_reme
         (b"", "is empty"),
         (b" \n", "is empty"),
         (b"two words", "one printable word"),
+        (b"one\nsecond\nthird", "one printable word"),
         (b"\xff\xfe", "not text"),
         (None, "is not there"),
     ],
@@ -87,6 +90,38 @@ def test_a_token_file_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(file, 4711, 4711)
     with pytest.raises(errors.InvalidConfig, match="uid 4711"):
         read_token(BindConfig(token_file=file), tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize(("mode", "refused"), [(0o440, ""), (0o640, ""), (0o444, "0444"), (0o460, "0460")])
+def test_a_secret_that_root_mounts_is_read_by_its_group_alone(
+    tmp_path: Path, mode: int, refused: str
+) -> None:
+    """Kubernetes mounts a Secret as files of root's, and `fsGroup` as their group."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if not folder.stat().st_mode & 0o001:
+            folder.chmod(0o711)
+    file = tmp_path / "mounted"
+    file.write_text("secret")
+    os.chown(file, 0, 10001)
+    file.chmod(mode)
+    read = (
+        "import os, pathlib, sys; os.setgid(10001); os.setuid(10001);"
+        "from flotilla_core.trust import read_secret;"
+        "print(read_secret(pathlib.Path(sys.argv[1]), 'bind.token_file'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import flotilla_core.trust; {read}", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if refused:
+        assert done.returncode != 0
+        assert f"its mode is {refused}" in done.stderr
+        assert f"chmod 440 {file}" in done.stderr
+    else:
+        assert done.stdout == "secret\n", done.stderr
 
 
 def test_a_named_pipe_or_a_folder_in_place_of_the_token_is_refused_at_once(tmp_path: Path) -> None:
@@ -233,6 +268,19 @@ async def test_a_service_takes_calls_by_each_of_its_own_names(serve: Any) -> Non
         stub = operate_pb2_grpc.OperateServiceStub(channel)
         await rpc.unary(_with(stub.Check, {HEADER: signed}), pb.CheckRequest(), timeout_s=5)
     assert behind.calls == 1
+
+
+async def test_a_socket_under_any_path_takes_signed_calls(serve: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "Zoë's runs\u202e"
+    folder.mkdir()
+    service, address = await serve(BindConfig(host=f"unix:{folder / 's'}"))
+    await check(address, token="secret")
+    assert service.calls == 1
+
+
+async def test_a_call_to_what_is_no_address_fails_as_one_that_nobody_answers() -> None:
+    with pytest.raises(errors.Unavailable):
+        await check("\u202eabc\ufffd \n", token="secret")
 
 
 async def test_a_service_of_another_stack_refuses_ours(serve: Any) -> None:

@@ -72,7 +72,13 @@ def test_the_first_publication_brings_the_weights_and_later_ones_adapters_alone(
     small = manifest.adapters.manifest
     sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 20.0)
     group = weights_pb2.WeightGroup(
-        epoch=1, backend=1, host=sender.host, port=sender.port, world_size=2, sender_ranks=[0]
+        epoch=1,
+        backend=1,
+        host=sender.host,
+        port=sender.port,
+        secret=sender.secret,
+        world_size=2,
+        sender_ranks=[0],
     )
     group.timeout.FromSeconds(20)
     inbox = Inbox(receiver := Receiver(group, 1, manifest), manifest)
@@ -113,7 +119,9 @@ def test_weights_that_do_not_fit_beside_the_live_ones_wait_in_host_memory(
     weights = model(torch.float32)
     manifest = Manifest.from_named(named(weights), BUCKET_BYTES)
     sender = Sender.listen("127.0.0.1", 1, 2, "gloo", 20.0)
-    group = weights_pb2.WeightGroup(epoch=1, backend=1, host=sender.host, port=sender.port, world_size=2)
+    group = weights_pb2.WeightGroup(
+        epoch=1, backend=1, host=sender.host, port=sender.port, secret=sender.secret, world_size=2
+    )
     group.timeout.FromSeconds(20)
     inbox = Inbox(receiver := Receiver(group, 1, manifest), manifest)
     asked: list[int] = []

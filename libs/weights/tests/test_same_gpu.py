@@ -65,6 +65,7 @@ def receiver_of(
         backend=weights_pb2.WEIGHT_BACKEND_NCCL,
         host=sender.host,
         port=sender.port,
+        secret=sender.secret,
         world_size=world_size,
         sender_ranks=senders,
     )
@@ -167,7 +168,9 @@ class Pairs:
         self._gpu = gpu
         self._pool = pool
         first = Sender.listen("127.0.0.1", 1, 4, "nccl", timeout_s, self.senders)
-        second = Sender.beside("127.0.0.1", first.port, 3, 1, 4, "nccl", timeout_s, self.senders)
+        second = Sender.beside(
+            "127.0.0.1", first.port, 3, 1, 4, "nccl", timeout_s, self.senders, first.secret
+        )
         self.ranks = [first, second]
         self.receivers = [receiver_of(first, rank, 4, timeout_s, self.senders) for rank in (1, 2)]
         joining = [

@@ -33,6 +33,7 @@ from flotilla_weights.inbox import Inbox
 from flotilla_weights.manifest import Bucket, Manifest
 
 Weights = dict[str, torch.Tensor]
+SECRET = b"of the test"
 
 
 def model(seed: int = 0) -> Weights:
@@ -62,6 +63,7 @@ def group_of(
         backend=weights_pb2.WEIGHT_BACKEND_GLOO,
         host=sender.host,
         port=sender.port,
+        secret=sender.secret,
         world_size=world_size,
         sender_ranks=[0],
     )
@@ -216,13 +218,11 @@ def test_abort_ends_the_wait_for_a_store_that_is_silent(pool):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         receiver = receiver_at(silent.getsockname()[1], 60.0)
         dialing = pool.submit(receiver.connect)
-        # TCPStore itself dials after the first connection has shown that somebody listens; it is kept, or it would end.
-        dialed = [silent.accept() for _ in range(2)]
+        dialed, _ = silent.accept()
         receiver.abort("the replica leaves")
         with pytest.raises(WeightGroupFailed, match="the replica leaves"):
             dialing.result(timeout=5)
-        for connection, _ in dialed:
-            connection.close()
+        dialed.close()
 
 
 def test_a_sender_cannot_listen_on_an_address_of_somebody_else():
@@ -416,7 +416,7 @@ from flotilla_weights.manifest import Manifest
 role, port, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 manifest = Manifest.from_named([(f"layers.{i}.w", "float32", (256, 256)) for i in range(40)], 300_000)
 if role == "sender":
-    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", timeout_s)
+    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", timeout_s, secret=b"of the test")
     print(sender.port, flush=True)
     sender.connect(manifest)
 
@@ -430,6 +430,7 @@ if role == "sender":
     sender.publish(manifest, tensors())
 else:
     group = weights_pb2.WeightGroup(epoch=1, backend=1, host="127.0.0.1", port=port, world_size=3, sender_ranks=[0])
+    group.secret = b"of the test"
     group.timeout.FromNanoseconds(int(timeout_s * 1e9))
     receiver = Receiver(group, 2, manifest)
     receiver.connect()
@@ -451,6 +452,7 @@ def test_a_sender_killed_mid_broadcast_ends_every_receiver_long_before_the_timeo
         assert peer.stdout
         port = int(peer.stdout.readline())
         group = weights_pb2.WeightGroup(epoch=1, backend=1, host="127.0.0.1", port=port, world_size=3)
+        group.secret = SECRET
         group.timeout.FromSeconds(60)
         futures = [start(pool, Receiver(group, rank, PEER_MANIFEST), {}) for rank in (1, 2)]
         assert peer.stdout.readline().strip() == "halfway"
@@ -467,7 +469,7 @@ def test_a_sender_killed_mid_broadcast_ends_every_receiver_long_before_the_timeo
 
 
 def test_a_receiver_killed_before_the_broadcast_fails_the_publication(pool):
-    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", 6.0)
+    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", 6.0, secret=SECRET)
     peer = spawn("receiver", sender.port, 6.0)
     try:
         healthy = start(pool, Receiver(group_of(sender, 3, timeout_s=6.0), 1, PEER_MANIFEST), {})

@@ -20,6 +20,7 @@ from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_client.discovery import find_coordinator
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig, dump_yaml, load
+from flotilla_core.config.model import is_url
 from flotilla_core.errors import Unavailable
 from flotilla_core.ids import new_request_id
 
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
     # A class of the typed stubs only.
     from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
     from flotilla_client.loop import Loop
+    from flotilla_core.trust import Token
 
 _CALL_S = 30.0
 _SCALE_S = 300.0
+_FETCH_S = 24 * 3600.0
 _EXPORT_S = 600.0
 _TIMELINE_IDLE_S = 60.0
 # A step may take very long; that the coordinator lives is keepalive's business.
@@ -40,17 +43,24 @@ _RECONNECT_S = 120.0
 class Client:
     """Calls of one coordinator; `async with Client.find() as client`."""
 
-    def __init__(self, address: str, *, token: str | None = None) -> None:
+    def __init__(self, address: str, *, token: str | Token | None = None) -> None:
         self.address = address
         self._channel = rpc.connect(address, token=token)
         self._stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
 
     @classmethod
     def find(
-        cls, stack: str = "local", state_dir: str | Path = ".flotilla", coordinator: str | None = None
+        cls,
+        stack: str = "local",
+        state_dir: str | Path = ".flotilla",
+        coordinator: str | None = None,
+        token_file: str | Path | None = None,
     ) -> Self:
-        """Return the coordinator of a stack on this host, or the one at an address."""
-        found = find_coordinator(stack, state_dir, coordinator)
+        """Return the coordinator of a stack on this host, or the one at an address.
+
+        `token_file` has the token that signs calls; by default it is the stack's own.
+        """
+        found = find_coordinator(stack, state_dir, coordinator, token_file)
         return cls(found.address, token=found.token)
 
     async def __aenter__(self) -> Self:
@@ -150,9 +160,13 @@ class Client:
         return (await rpc.unary(self._stub.UpdateRun, request, timeout_s=_CALL_S)).run
 
     async def resume_run(self, run_id: str = "latest", checkpoint: str = "") -> Run:
-        """Continue a paused run, or an ended one from a checkpoint: the named one, or the newest good one."""
+        """Continue a paused run, or an ended one from a checkpoint: the named one, or the newest good one.
+
+        `run_id` may be a place in object storage to which checkpoints of a run were copied.
+        """
         request = pb.ResumeRunRequest(run_id=run_id, request_id=new_request_id(), checkpoint=checkpoint)
-        return (await rpc.unary(self._stub.ResumeRun, request, timeout_s=_CALL_S)).run
+        timeout_s = _FETCH_S if is_url(run_id) else _CALL_S
+        return (await rpc.unary(self._stub.ResumeRun, request, timeout_s=timeout_s)).run
 
     async def list_services(self) -> list[pb.Service]:
         """Everything in the registry."""

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 
 def connect(
-    stack: str = "local", state_dir: str | Path = ".flotilla", coordinator: str | None = None
+    stack: str = "local",
+    state_dir: str | Path = ".flotilla",
+    coordinator: str | None = None,
+    token_file: str | Path | None = None,
 ) -> SyncClient:
     """A client of the stack's coordinator; use it in a `with` block or call `close`."""
-    return SyncClient(stack, state_dir, coordinator)
+    return SyncClient(stack, state_dir, coordinator, token_file)
 
 
 class SyncClient(WaitingClient):
@@ -82,7 +85,10 @@ class SyncClient(WaitingClient):
         return self._wait(self._client.set_run(run_id, changes))
 
     def resume_run(self, run_id: str = "latest", checkpoint: str = "") -> Run:
-        """Continue a paused run, or an ended one from a checkpoint: the named one, or the newest good one."""
+        """Continue a paused run, or an ended one from a checkpoint: the named one, or the newest good one.
+
+        `run_id` may be a place in object storage to which checkpoints of a run were copied.
+        """
         return self._wait(self._client.resume_run(run_id, checkpoint))
 
     def list_services(self) -> list[pb.Service]:

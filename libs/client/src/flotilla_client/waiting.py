@@ -26,13 +26,19 @@ _END: Any = object()
 class WaitingClient:
     """A `Client` in a background thread."""
 
-    def __init__(self, stack: str, state_dir: str | Path, coordinator: str | None) -> None:
+    def __init__(
+        self,
+        stack: str,
+        state_dir: str | Path,
+        coordinator: str | None,
+        token_file: str | Path | None = None,
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="flotilla client", daemon=True)
         self._thread.start()
 
         async def find() -> Client:
-            return Client.find(stack, state_dir, coordinator)
+            return Client.find(stack, state_dir, coordinator, token_file)
 
         with ExitStack() as unless_connected:
             # Whatever stopped the connection, the thread must not outlive it.

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flotilla_core.errors import DiskFull, FailedPrecondition
@@ -123,6 +123,16 @@ def lacks_room(folder: Path) -> DiskFull | None:
     except FailedPrecondition:
         return None  # another trouble, which the next user of the folder meets and names
     return None
+
+
+def folder_bytes(folder: Path) -> int:
+    """Count the bytes of the files below a folder that others write to or remove; what vanishes meanwhile counts 0."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
 
 
 def nearest(path: Path) -> Path:

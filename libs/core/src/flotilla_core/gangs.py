@@ -13,6 +13,7 @@ from flotilla_core.roles import (
     REFERENCE,
     TEACHER,
     process_name,
+    role_of_process,
     section_of,
     teacher_name,
     teacher_role,
@@ -35,6 +36,16 @@ def model_of(stack: StackConfig, role: str) -> Path | str:
     """Return the folder or hub name of the model that a role's gangs are started with."""
     own = None if role == POLICY else _beside(stack, role).model
     return stack.model if own is None else own
+
+
+def with_model(stack: StackConfig, role: str, folder: Path | str) -> StackConfig:
+    """Return the stack with another folder for the model of a role, and of those that share it."""
+    if role == POLICY or _beside(stack, role).model is None:
+        return stack.model_copy(update={"model": folder})
+    gang = _beside(stack, role).model_copy(update={"model": folder})
+    if role in KINDS:
+        return stack.model_copy(update={role: gang})
+    return stack.model_copy(update={"teachers": {**stack.teachers, teacher_name(role): gang}})
 
 
 def started(stack: StackConfig, role: str) -> bool:
@@ -64,3 +75,59 @@ def _beside(stack: StackConfig, role: str) -> GangConfig:
             next_step=f"write {section_of(role)} into stack.yaml, or take another name",
         )
     return gangs[role]
+
+
+AT = "-at-"
+
+
+def agent_name(gang: str, host: str) -> str:
+    """Return the name of the agent that runs a gang's ranks on a further host."""
+    return f"{gang}{AT}{host}"
+
+
+def agents_of(stack: StackConfig, role: str) -> list[tuple[str, str, int]]:
+    """Return gang, host and number of ranks of each agent that the gangs of a role need."""
+    gang = gang_of(stack, role)
+    if gang.attach is not None:
+        return []
+    return [(slot, host.name, host.ranks) for slot in slots_of_role(stack, role) for host in gang.hosts[1:]]
+
+
+def agent_of(stack: StackConfig, name: str) -> tuple[str, str]:
+    """Return gang and host of the agent of this name; also a gang that is started by hand has agents."""
+    # A name may have the word inside: each place is tried.
+    for place in range(len(name)):
+        if not name.startswith(AT, place):
+            continue
+        gang, host = name[:place], name[place + len(AT) :]
+        role = role_of_process(gang)
+        if role in roles_of(stack) and host in [one.name for one in gang_of(stack, role).hosts[1:]]:
+            return gang, host
+    raise FailedPrecondition(
+        f"no gang of the stack has ranks at {name!r}",
+        where=f"stack {stack.name!r}, hosts",
+        why="an agent is named after its gang and a host of that gang's section, the first host excepted",
+        next_step="write hosts into the section of the gang, and start flotilla-ranks --name trainer-at-HOST",
+    )
+
+
+def spread_gangs(stack: StackConfig) -> list[list[str]]:
+    """Return the processes of each gang on several hosts: its front, then its agents in the order of `hosts`."""
+    found: dict[str, list[str]] = {}
+    for role in roles_of(stack):
+        for gang, host, _ in agents_of(stack, role):
+            found.setdefault(gang, [gang]).append(agent_name(gang, host))
+    return [*found.values()]
+
+
+def section_of_process(stack: StackConfig, name: str) -> TrainerConfig:
+    """Return the section that describes the gang of this front or agent."""
+    is_agent = any(name in gang[1:] for gang in spread_gangs(stack))
+    return gang_of(stack, role_of_process(agent_of(stack, name)[0] if is_agent else name))
+
+
+def ranks_beside(stack: StackConfig, name: str) -> int:
+    """Return the number of ranks on the host of this front or agent."""
+    agents = (agent for role in roles_of(stack) for agent in agents_of(stack, role))
+    ranks = {agent_name(gang, host): count for gang, host, count in agents}
+    return ranks.get(name, section_of_process(stack, name).ranks_here)

@@ -28,6 +28,12 @@ def model_folder(model: Path | str) -> Path:
     # Path.is_dir raises for a path that is too long, or below a closed folder.
     if os.path.isdir(folder):
         return folder.resolve()
+    if "://" in str(model):
+        raise NotFound(
+            "the model lies in object storage, and this command uses no copy of it",
+            where=str(model),
+            next_step="start the stack (flotilla up), or name a folder",
+        )
     if str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         raise NotFound(
             "the model folder does not exist",

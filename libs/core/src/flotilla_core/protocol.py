@@ -1,6 +1,8 @@
-"""The version of the contract between services.
+"""The version of the contract between services, and the one rule by which builds of two releases work together.
 
-Invariant: builds with the same major number understand each other; peers refuse any other one.
+Invariants: a build understands its own major number and the two beside it, because the newer of two neighbours keeps
+for one release what the older one calls; peers refuse any other number by name. `NEW_IN` says what each major number
+brought, so what a neighbour cannot do is named where it is listed. Minor numbers say nothing about this.
 """
 
 from __future__ import annotations
@@ -8,17 +10,34 @@ from __future__ import annotations
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core.errors import Mismatch
 
-PROTOCOL_VERSION = "1.0"
+PROTOCOL_VERSION = "2.0"
+
+NEW_IN: dict[int, tuple[str, ...]] = {
+    2: (
+        "fetch models, checkpoints and code from another host",
+        "write checkpoints on a disk of its own",
+        "take calls over TLS or by a token with a role",
+    ),
+}
+"""What services of each major number can do that those of the number before cannot."""
+
+
+def major_of(version: str) -> int | None:
+    """Return the major number of a version; None where the text is no version."""
+    number = version.partition(".")[0]
+    return int(number) if number.isdecimal() and len(number) <= 9 else None
 
 
 def check_protocol(peer: Registration) -> None:
-    """Raise Mismatch when `peer` speaks another major version."""
-    if peer.protocol_version.partition(".")[0] != PROTOCOL_VERSION.partition(".")[0]:
+    """Raise Mismatch when the major number of `peer` is no neighbour of ours."""
+    own, theirs = major_of(PROTOCOL_VERSION), major_of(peer.protocol_version)
+    assert own is not None
+    if theirs is None or abs(theirs - own) > 1:
         raise Mismatch(
             f"{peer.instance_id} speaks protocol {peer.protocol_version or 'unknown'}",
             where=peer.address,
-            why=f"this build speaks {PROTOCOL_VERSION}",
-            next_step="Run the same release of Flotilla everywhere.",
+            why=f"this build speaks {PROTOCOL_VERSION}, and understands one number before and after it",
+            next_step="Run the same release of Flotilla everywhere, or two that follow each other.",
         )
 
 
@@ -29,3 +48,12 @@ def refusal(peer: Registration) -> str:
     except Mismatch as error:
         return f"{error.what}, {error.why}"
     return ""
+
+
+def limits(peer: Registration) -> str:
+    """Return what an accepted peer of an older major number cannot do; empty where it can do all that we can."""
+    own, theirs = major_of(PROTOCOL_VERSION), major_of(peer.protocol_version)
+    if own is None or theirs is None or theirs >= own:
+        return ""
+    missing = [one for number in range(theirs + 1, own + 1) for one in NEW_IN.get(number, ())]
+    return f"speaks protocol {peer.protocol_version}, so it cannot {', or '.join(missing)}" if missing else ""

@@ -229,6 +229,7 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             world_size=request.world_size,
             sender_ranks=[0],
             timeout=request.timeout,
+            secret=self._sender.secret,
         )
         return pb.OpenWeightGroupResponse(group=group, manifest=self._manifest.to_proto())
 

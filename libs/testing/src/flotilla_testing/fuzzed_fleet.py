@@ -25,7 +25,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from flotilla.common.v1 import operate_pb2, tensor_pb2, version_pb2, weights_pb2
+from flotilla.common.v1 import files_pb2, operate_pb2, tensor_pb2, version_pb2, weights_pb2
 from flotilla.coordinator.v1 import coordinator_pb2, loop_pb2, run_pb2
 from flotilla.generator.v1 import generator_pb2
 from flotilla.launcher.v1 import launcher_pb2
@@ -61,14 +61,16 @@ STREAM_S = 0.3
 MOST_RESPONSES = 3
 FORBIDDEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _OPERATE = operate_pb2.DESCRIPTOR.services_by_name["OperateService"]
+_FILES = files_pb2.DESCRIPTOR.services_by_name["FileService"]
 _SERVICES = {
-    "generator-0": (generator_pb2.DESCRIPTOR.services_by_name["GeneratorService"], _OPERATE),
-    "trainer": (trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"], _OPERATE),
-    "reward-0": (reward_pb2.DESCRIPTOR.services_by_name["RewardService"], _OPERATE),
+    "generator-0": (generator_pb2.DESCRIPTOR.services_by_name["GeneratorService"], _OPERATE, _FILES),
+    "trainer": (trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"], _OPERATE, _FILES),
+    "reward-0": (reward_pb2.DESCRIPTOR.services_by_name["RewardService"], _OPERATE, _FILES),
     "coordinator": (
         coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],
         loop_pb2.DESCRIPTOR.services_by_name["LoopService"],
         _OPERATE,
+        _FILES,
     ),
     "launcher": (launcher_pb2.DESCRIPTOR.services_by_name["LauncherService"], _OPERATE),
 }
@@ -345,6 +347,7 @@ def _generator_drafts() -> Mapping[str, Draft]:
             backend=weights_pb2.WEIGHT_BACKEND_GLOO,
             host="127.0.0.1",
             port=9,
+            secret=b"of nobody",
             world_size=2,
             sender_ranks=[0],
             timeout=Duration(nanos=2 * 10**8),

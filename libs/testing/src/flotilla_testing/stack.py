@@ -27,7 +27,7 @@ from flotilla_client import SyncClient, connect
 from flotilla_core import rpc
 from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import Unavailable
-from flotilla_core.trust import read_token
+from flotilla_core.trust import TokenFile, read_token
 from flotilla_launch.records import StackRecord
 
 FLOTILLA = str(Path(sys.executable).parent / "flotilla")
@@ -124,7 +124,8 @@ class Stack:
 
     def channel(self, name: str) -> grpc.aio.Channel:
         """Return a channel to a service of the stack, by its slot's name."""
-        return rpc.connect(self.address(name), token=self.token)
+        bind = load(StackConfig, [self.directory / "stack.yaml"]).bind
+        return rpc.connect(self.address(name), token=TokenFile.of_stack(bind, self.directory))
 
     def process(self, name: str) -> psutil.Process:
         """Return the main process of a service, by its slot's name."""

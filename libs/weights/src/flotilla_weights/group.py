@@ -1,6 +1,7 @@
 """`Sender` and `Receiver`: weights from the ranks of a trainer to many processes, attested by digests.
 
-The wire. Rank 0 sends, and opens a TCPStore on a port of its own; all keys of an epoch lie below `flotilla/<epoch>/`:
+The wire. Rank 0 sends, and opens a store on a port of its own, for members that prove the secret of the epoch
+(`rendezvous.py`). All keys lie below `flotilla/<epoch>/`:
 
     gpu/<rank>      name of the member's GPU, where nccl was asked for
     member/<rank>   digest of the manifest that the member holds
@@ -41,6 +42,7 @@ from flotilla_core.gpu_shares import IN_TURN
 from flotilla_weights.digest import bucket_digests, prepare_digests, resolve
 from flotilla_weights.manifest import Bucket, Manifest, Slot
 from flotilla_weights.process_group import SENDER_RANK
+from flotilla_weights.rendezvous import new_secret
 from flotilla_weights.ring import Named, Ring, unpack
 from flotilla_weights.wire import Link, Message
 
@@ -56,13 +58,15 @@ Rows = torch.Tensor | Sequence[torch.Tensor]
 class Sender:
     """The end of one rank of the trainer, in one epoch."""
 
-    def __init__(self, link: Link, host: str, port: int) -> None:
+    def __init__(self, link: Link, host: str, port: int, secret: bytes) -> None:
         self._link = link
         self._round = 0
         self._device = torch.device("cpu")
         self._ring: Ring | None = None
         self.host = host
         self.port = port
+        self.secret = secret
+        """What the members prove to its store."""
 
     @classmethod
     def listen(
@@ -73,10 +77,12 @@ class Sender:
         backend: str,
         timeout_s: float,
         senders: Sequence[int] = (SENDER_RANK,),
+        secret: bytes = b"",
     ) -> Self:
-        """Open the rendezvous of rank 0 on a free port of `host`; returns at once."""
+        """Open the rendezvous of rank 0 on a free port of `host`, and return at once; without a secret it makes one."""
         link = Link(epoch, SENDER_RANK, world_size, backend, timeout_s, senders)
-        return cls(link, host, link.serve(host))
+        secret = secret or new_secret()
+        return cls(link, host, link.serve(host, secret), secret)
 
     @classmethod
     def beside(
@@ -89,9 +95,10 @@ class Sender:
         backend: str,
         timeout_s: float,
         senders: Sequence[int],
+        secret: bytes,
     ) -> Self:
         """Become one of the other senders; `connect` reaches the rendezvous of rank 0."""
-        return cls(Link(epoch, rank, world_size, backend, timeout_s, senders), host, port)
+        return cls(Link(epoch, rank, world_size, backend, timeout_s, senders), host, port, secret)
 
     @property
     def is_heard(self) -> bool:
@@ -101,7 +108,7 @@ class Sender:
     def connect(self, manifest: Manifest, device: torch.device | None = None) -> None:
         """Wait until every other member joined with the same manifest."""
         if self._link.rank != SENDER_RANK:
-            self._link.dial(self.host, self.port)
+            self._link.dial(self.host, self.port, self.secret)
         self._device = _formed(self._link, self.host, manifest, device)
 
     def publish(self, manifest: Manifest, tensors: Iterable[tuple[str, Rows]]) -> list[int]:
@@ -201,7 +208,7 @@ class Receiver:
             )
         timeout_s = group.timeout.ToNanoseconds() / 1e9
         self._link = Link(group.epoch, rank, group.world_size, backend, timeout_s, senders)
-        self._host, self._port = group.host, group.port
+        self._host, self._port, self._secret = group.host, group.port, group.secret
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._ring: Ring | None = None
@@ -211,7 +218,7 @@ class Receiver:
 
     def connect(self) -> None:
         """Enter the group; returns when it is complete."""
-        self._link.dial(self._host, self._port)
+        self._link.dial(self._host, self._port, self._secret)
         self._device = _formed(self._link, self._host, self._manifest, self._device)
         if self._device.type == "cuda":
             self._stream = _stream_of(self._device)

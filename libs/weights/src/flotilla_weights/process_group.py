@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from flotilla_core.rpc.interface import interface_address
+
 log = logging.getLogger(__name__)
 
 SENDER_RANK = 0
@@ -100,7 +102,7 @@ def connected_group(
         gloo: Any = ProcessGroupGloo  # its stub does not list what follows
         options = gloo._Options()
         options._timeout = timeout
-        options._devices = [_gloo_device(_address_towards(peer_host))]
+        options._devices = [_gloo_device(address_towards(peer_host))]
         return gloo(store, rank, world_size, options)
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
@@ -166,8 +168,10 @@ def _outlive(group: Any, pending: list[Any]) -> None:
     del group
 
 
-def _address_towards(host: str) -> str:
-    """Our address on the interface that leads to `host`."""
+def address_towards(host: str) -> str:
+    """Our address on the interface of the stack file, else on the one that leads to `host`."""
+    if own := interface_address():
+        return own
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         address: str = probe.getsockname()[0]

@@ -118,7 +118,7 @@ class SameGpuGroup:
         """Pieces that the other end has counted: `ready`, or what every receiver has taken."""
         self._lock = threading.Lock()
         self.failure = ""
-        store.set(self._own, "0")
+        store.add(self._own, 0)
 
     @property
     def done(self) -> int:
@@ -167,7 +167,7 @@ class SameGpuGroup:
             self._copying.popleft()
             self._copied += 1
         if self._copied > copied:
-            self._store.set(self._own, str(self._copied))
+            self._store.add(self._own, self._copied - copied)
         return self._copied > copied
 
     def _listen(self) -> bool:

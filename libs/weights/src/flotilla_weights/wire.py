@@ -17,7 +17,7 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 
 from flotilla_core.errors import (
     FailedPrecondition,
@@ -39,9 +39,8 @@ from flotilla_weights.process_group import (
 )
 from flotilla_weights.rendezvous import open_store, reach_store
 from flotilla_weights.same_gpu import Buckets, SameGpuGroup, counters, gpu_of, mapped_buckets, own_buckets
+from flotilla_weights.store import PAUSE_S, SLICE_S, EpochStore
 
-STORE_POLL_S = 0.0002
-LONGEST_STORE_POLL_S = 0.02
 STORE_CHECK_EVERY_S = 0.25
 
 
@@ -93,7 +92,8 @@ class Link:
         self._senders = tuple(senders)
         self.lanes: tuple[Lane, ...] = ()
         """Those that this member is part of, once the group is formed; those through a GPU's memory come first."""
-        self._server: TCPStore | None = None
+        self._root: EpochStore | None = None
+        """Kept for as long as the groups: torch calls it, and does not hold what answers."""
         self._store: PrefixStore | None = None
         self._groups: list[tuple[Lane, Any]] = []
         self._formed = False
@@ -102,22 +102,27 @@ class Link:
         self._lock = threading.Lock()
         self._next_check = 0.0
 
-    def serve(self, host: str) -> int:
-        """Open the rendezvous store on a free port of `host`."""
-        self._server, port = open_store(host, self.timeout_s)
-        self._store = PrefixStore(f"flotilla/{self.epoch}", self._server)
+    def serve(self, host: str, secret: bytes) -> int:
+        """Open the rendezvous store on a free port of `host`, for members that know the secret."""
+        what = f"the store of weight group epoch {self.epoch}"
+        self._root, port = open_store(host, self.timeout_s, secret, what)
+        self._store = PrefixStore(self._prefix, self._root)
         return port
 
-    def dial(self, host: str, port: int) -> None:
+    def dial(self, host: str, port: int, secret: bytes) -> None:
         """Reach the sender's store, which is open before its address is published."""
         try:
-            client = reach_store(host, port, self.timeout_s, self.check)
+            self._root = reach_store(host, port, self.timeout_s, secret, self.check)
         except (OSError, RuntimeError, UnicodeError) as error:
             # Nothing of the group's yet: a member that does not reach the sender is the one that fails.
             raise self._end(
                 Unavailable(f"the sender's store at {host}:{port} does not answer", why=_brief(error))
             ) from error
-        self._store = PrefixStore(f"flotilla/{self.epoch}", client)
+        self._store = PrefixStore(self._prefix, self._root)
+
+    @property
+    def _prefix(self) -> str:
+        return f"flotilla/{self.epoch}"
 
     @property
     def in_host_memory(self) -> bool:
@@ -135,7 +140,7 @@ class Link:
             self.put(f"gpu/{self.rank}", gpu_of(device))
         self.put(f"member/{self.rank}", credential)
         keys = [f"member/{rank}" for rank in range(self.world_size)]
-        self.wait(lambda: self._has(keys), lambda: f"waiting for {self._absent()} to join", self._poll_store)
+        self._wait_for_keys(keys, lambda: f"waiting for {self._absent()} to join")
         for rank in range(self.world_size):
             if self._get(f"member/{rank}") != credential:
                 raise self.fail(
@@ -186,11 +191,7 @@ class Link:
         """Wait until the lane's first message can move at full speed."""
         if lane.carrier == CUDA_IPC:
             keys = [f"{lane.key}/{key}" for key in counters(lane)]
-            self.wait(
-                lambda: self._has(keys),
-                lambda: "waiting for every member to map the buckets",
-                self._poll_store,
-            )
+            self._wait_for_keys(keys, lambda: "waiting for every member to map the buckets")
         elif lane.carrier == NCCL:
             # Its members connect with their first message.
             first = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -256,8 +257,19 @@ class Link:
 
     def wait_for_key(self, key: str, what: str) -> str:
         """Wait until the sender has told something, and return it."""
-        self.wait(lambda: self._has([key]), lambda: what, self._poll_store)
+        self._wait_for_keys([key], lambda: what)
         return self._get(key)
+
+    def _wait_for_keys(self, keys: list[str], what: Callable[[], str]) -> None:
+        """Wait until members have told all of these; the store answers as soon as they have."""
+        self._required_store()
+        root, whole = self._root, [f"{self._prefix}/{key}" for key in keys]
+        assert root is not None, "a store has its root"
+        self.wait(
+            lambda: bool(self._ask(lambda _: root.wait_a_while(whole, SLICE_S))),
+            what,
+            lambda _: time.sleep(PAUSE_S),
+        )
 
     def wait(self, done: Callable[[], bool], what: Callable[[], str], pause: Callable[[int], None]) -> None:
         """Ask for `done` between two pauses within the deadline, watching for aborts and for failures of others."""
@@ -354,11 +366,6 @@ class Link:
             return question(store)
         except RuntimeError as error:
             raise self._end(WeightGroupFailed("the sender went away", why=_brief(error))) from error
-
-    def _poll_store(self, looks: int) -> None:
-        """Sleep between two questions; many members ask less often, because one store answers all of them."""
-        longest = min(STORE_POLL_S * 10 * self.world_size, LONGEST_STORE_POLL_S)
-        time.sleep(min(STORE_POLL_S * (1 + looks / 8), longest))
 
     def _absent(self) -> str:
         absent = [str(rank) for rank in range(self.world_size) if not self._has([f"member/{rank}"])]

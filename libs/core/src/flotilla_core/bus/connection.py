@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from flotilla_core.errors import (
 from flotilla_core.trust import read_secret
 
 if TYPE_CHECKING:
-    from flotilla_core.config.stack import NatsConfig
+    from flotilla_core.config.stack import NatsConfig, TlsConfig
 
 REQUEST_TIMEOUT_S = 2.0
 _RECONNECT_WAIT_S = 0.5
@@ -41,8 +42,9 @@ BUS_ERRORS = (TimeoutError, OSError, nats.errors.Error, APIError)
 
 logger = logging.getLogger(__name__)
 
-OWN_FILE = Path("nats") / "credentials"
-"""The file of the stack's own server, in the stack's directory."""
+SERVICE, COORDINATOR = "service", "coordinator"
+OWN_FILES = {SERVICE: Path("nats") / "credentials", COORDINATOR: Path("nats") / "coordinator-credentials"}
+"""The file of each user of the stack's own server, in the stack's directory."""
 _KEY = "nats.credentials_file"
 
 
@@ -52,26 +54,57 @@ class Login:
     Tells how to connect to one server.
     """
 
-    def __init__(self, file: Path | None, key: str = _KEY, *, insecure: bool = False) -> None:
+    def __init__(
+        self, file: Path | None, key: str = _KEY, *, insecure: bool = False, tls: TlsConfig | None = None
+    ) -> None:
         """`insecure` says that a server without authentication is accepted."""
         self.insecure = insecure
+        self._tls = tls
         self._file = file
         self._key = key
+        self._context: ssl.SSLContext | None = None
 
     @classmethod
-    def of_stack(cls, nats: NatsConfig, directory: Path) -> Login:
-        """Return the login of a process of the stack whose files are in `directory`."""
+    def of_stack(
+        cls, nats: NatsConfig, directory: Path, tls: TlsConfig | None = None, user: str = SERVICE
+    ) -> Login:
+        """Return the login of a process of the stack whose files are in `directory`.
+
+        The stack's own server knows it as `user`. With `tls` that server, as one at tls://..., shows a certificate of
+        an authority of it, and is shown ours.
+        """
         if nats.url is None:
-            return cls(directory / OWN_FILE, "the credentials of the stack's NATS server")
-        return cls(nats.credentials_file, insecure=nats.insecure)
+            return cls(directory / OWN_FILES[user], "the credentials of the stack's NATS server", tls=tls)
+        encrypted = nats.url.startswith("tls://")
+        return cls(nats.credentials_file, insecure=nats.insecure, tls=tls if encrypted else None)
 
     def options(self) -> dict[str, Any]:
         """Return what the NATS client takes; raise InvalidConfig where the file does not hold it."""
+        options = self.encryption(with_certificate=True)
+        self._context = options.get("tls")
         if self._file is None:
-            return {}
+            return options
         if self._read()[0]:
-            return {"user": self._later(0), "password": self._later(1)}
-        return {"token": self._later(1)}
+            return options | {"user": self._later(0), "password": self._later(1)}
+        return options | {"token": self._later(1)}
+
+    def encryption(self, *, with_certificate: bool) -> dict[str, Any]:
+        """Return how the NATS client encrypts, with or without showing who it is."""
+        if self._tls is None:
+            return {}
+        context = ssl.create_default_context(cafile=str(self._tls.ca_file))
+        if with_certificate:
+            context.load_cert_chain(self._tls.certificate_file, self._tls.key_file)
+        return {"tls": context}
+
+    def renew(self) -> None:
+        """Show the certificate that is in our files now, at the next connection."""
+        if self._tls is not None and self._context is not None:
+            try:
+                self._context.load_verify_locations(self._tls.ca_file)
+                self._context.load_cert_chain(self._tls.certificate_file, self._tls.key_file)
+            except OSError as error:
+                logger.debug("the certificate stays, for its files cannot be used: %r", error)
 
     def _read(self) -> tuple[str, str]:
         assert self._file is not None
@@ -101,15 +134,20 @@ class Login:
 class Bus:
     """A connection that lasts as long as the process."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, login: Login, replicas: int = 1) -> None:
         self.url = url
+        self._login = login
+        self.replicas = replicas
+        """How many servers of a cluster keep what is created over this connection."""
         self._refusal = ""
         self.generation = 0
         self._client = Client()
         self._changed = asyncio.Event()
 
     @classmethod
-    async def connect(cls, url: str, login: Login, *, name: str = "", timeout_s: float = 10.0) -> Bus:
+    async def connect(
+        cls, url: str, login: Login, *, name: str = "", timeout_s: float = 10.0, replicas: int = 1
+    ) -> Bus:
         """Connect, trying for `timeout_s`; then stay connected until `close`."""
         if "@" in urlsplit(url).netloc:
             raise InvalidConfig(
@@ -119,7 +157,7 @@ class Bus:
                 next_step="write user:password to a file of mode 0600, and name it in nats.credentials_file",
             )
         options = login.options()
-        bus = cls(url)
+        bus = cls(url, login, replicas)
         connecting = bus._client.connect(
             url,
             name=name or None,
@@ -150,7 +188,7 @@ class Bus:
                 why=str(error) or f"no connection within {timeout_s:g} s",
                 next_step="start the stack (flotilla up), or set nats.url in stack.yaml",
             ) from None
-        if not login.insecure and await _takes_anybody(url):
+        if not login.insecure and await _takes_anybody(url, login):
             await bus.close()
             raise FailedPrecondition(
                 f"the NATS server at {url} takes anybody",
@@ -199,10 +237,12 @@ class Bus:
         # Some tries of a login that is refused end in a reset connection instead: the last error may not say it.
         if "authorization" in str(error).lower():
             self._refusal = str(error)
+        self._login.renew()
         logger.debug("NATS: %r", error)
 
     async def _on_disconnect(self) -> None:
         if not self._client.is_closed:
+            self._login.renew()
             logger.warning("the connection to NATS at %s is lost; trying again until it is back", self.url)
 
     async def _on_reconnect(self) -> None:
@@ -212,12 +252,19 @@ class Bus:
         self._changed = asyncio.Event()
 
 
-async def _takes_anybody(url: str) -> bool:
+async def _takes_anybody(url: str, login: Login) -> bool:
     """Ask by connecting without a login: the answer of a server leaves out users that need no password."""
     stranger = Client()
     try:
         await asyncio.wait_for(
-            stranger.connect(url, allow_reconnect=False, connect_timeout=2, error_cb=_ignore), 5.0
+            stranger.connect(
+                url,
+                allow_reconnect=False,
+                connect_timeout=2,
+                error_cb=_ignore,
+                **login.encryption(with_certificate=False),
+            ),
+            5.0,
         )
     except (TimeoutError, OSError, nats.errors.Error):
         return False

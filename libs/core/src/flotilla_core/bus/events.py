@@ -210,6 +210,7 @@ class EventStream:
             max_age=MAX_AGE_S,
             max_bytes=MAX_BYTES,
             duplicate_window=_DUPLICATE_WINDOW_S,
+            num_replicas=self._bus.replicas,
         )
         try:
             await self._bus.jetstream().add_stream(config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from nats.js.api import KeyValueConfig, StorageType
 from nats.js.errors import BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
@@ -18,7 +18,7 @@ from nats.js.kv import KV_DEL, KV_PURGE, KeyValue
 
 from flotilla.common.v1.registration_pb2 import InstanceState, Registration
 from flotilla_core.bus.connection import BUS_ERRORS, Bus
-from flotilla_core.trust import RegistrationSigner, RegistrationVerifier
+from flotilla_core.trust import RegistrationSigner, RegistrationVerifier, Token
 
 BUCKET = "registry"
 TTL_S = 15.0
@@ -41,7 +41,7 @@ class Registry:
     """Announces this process and watches the others."""
 
     def __init__(
-        self, bus: Bus, token: str, *, ttl_s: float = TTL_S, heartbeat_s: float = HEARTBEAT_S
+        self, bus: Bus, token: str | Token, *, ttl_s: float = TTL_S, heartbeat_s: float = HEARTBEAT_S
     ) -> None:
         self._bus = bus
         self._token = token
@@ -85,7 +85,7 @@ class Registry:
         except BUS_ERRORS as error:
             logger.info("%s was not withdrawn and expires instead: %r", own.instance_id, error)
 
-    async def watch(self) -> AsyncIterator[dict[str, Registration]]:
+    async def watch(self) -> AsyncGenerator[dict[str, Registration]]:
         """Every view from now on, the current one first, by instance id. Runs until it is closed."""
         view = _View(self._ttl_s, RegistrationVerifier(self._token))
         shown = False
@@ -169,6 +169,7 @@ class Registry:
             ttl=self._ttl_s,
             limit_marker_ttl=_MARKER_TTL_S,
             storage=StorageType.MEMORY,
+            replicas=self._bus.replicas,
         )
         stream = self._bus.jetstream()
         try:

@@ -1,9 +1,11 @@
 """Our own NATS server for a stack without one.
 
-Invariants: it binds loopback only and refuses clients without its password. The password is a new one at each start.
-Clients get it only once the server has its port, so no other process that listens there receives it. Every
-acknowledged message is on disk (`sync_interval: always`). The server leads a process group of its own, so a Ctrl-C in
-the terminal does not take it from the services. Without a wrapper it dies with the process that started it.
+Invariants: it binds loopback unless it is told otherwise, and refuses clients without a password, and with `bind.tls`
+those without a certificate of the stack. Services may keep the registry; the coordinator alone may write the events of
+runs. Passwords are new ones at each start. Clients get them only once the server has its port, so no other process that
+listens there receives one. Every acknowledged message is on disk (`sync_interval: always`). The server leads a process
+group of its own, so a Ctrl-C in the terminal does not take it from the services. Without a wrapper it dies with the
+process that started it.
 """
 
 from __future__ import annotations
@@ -12,20 +14,54 @@ import asyncio
 import json
 import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from flotilla_core.bus.connection import OWN_FILE, Login
+from flotilla_core.bus.connection import COORDINATOR, OWN_FILES, SERVICE, Login
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, PortInUse
 from flotilla_core.files import make_private_folder, write_atomically
 from flotilla_core.subprocess_group import ProcessGroup
+from flotilla_core.trust.certificates import TlsFiles
+
+if TYPE_CHECKING:
+    from flotilla_core.config.stack import TlsConfig
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
+_HANDSHAKE_S = 10
 _MAX_PAYLOAD_BYTES = 1 << 20
-_USER = "flotilla"
+LOOPBACK = "127.0.0.1"
+
+_KEEP_THE_REGISTRY = (
+    "$KV.registry.*",
+    "$JS.API.INFO",
+    "$JS.API.STREAM.CREATE.KV_registry",
+    "$JS.API.STREAM.INFO.KV_registry",
+    "$JS.API.CONSUMER.CREATE.KV_registry",
+    "$JS.API.CONSUMER.CREATE.KV_registry.>",
+    "$JS.API.CONSUMER.INFO.KV_registry.>",
+    "$JS.API.CONSUMER.DELETE.KV_registry.>",
+    "$JS.FC.KV_registry.>",
+)
+_WRITE_EVENTS = (
+    "run.*.events",
+    "$JS.API.STREAM.CREATE.runs",
+    "$JS.API.STREAM.INFO.runs",
+    "$JS.API.STREAM.DELETE.runs",
+    "$JS.API.CONSUMER.CREATE.runs",
+    "$JS.API.CONSUMER.CREATE.runs.>",
+    "$JS.API.CONSUMER.INFO.runs.>",
+    "$JS.API.CONSUMER.DELETE.runs.>",
+    "$JS.FC.runs.>",
+)
+MAY_PUBLISH = {SERVICE: _KEEP_THE_REGISTRY, COORDINATOR: (*_KEEP_THE_REGISTRY, *_WRITE_EVENTS)}
+"""The subjects of each user; all of them hear the answers to their own questions."""
+_MAY_HEAR = ("_INBOX.>",)
 
 
 class NatsServer:
@@ -43,22 +79,28 @@ class NatsServer:
         directory: Path,
         port: int = 0,
         *,
+        host: str = LOOPBACK,
+        dialled: str = LOOPBACK,
         wrapper: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        tls: TlsConfig | None = None,
     ) -> NatsServer:
         """Start a server that keeps everything in `directory`; port 0 takes a free one.
 
-        `wrapper` is a command that becomes the server and decides what it dies with.
+        It listens on `host`, and its clients dial `dialled`. `wrapper` is a command that becomes the server and decides
+        what it dies with.
         """
         binary = find_binary()
+        if tls is not None:
+            TlsFiles(tls).read()
         make_private_folder(directory)
         for stale in directory.glob("*.ports"):
             stale.unlink()
         config = directory / "nats.conf"
-        password = secrets.token_hex(32)
-        write_atomically(config, _config(directory, port, password))
-        credentials = directory / OWN_FILE.name
-        credentials.unlink(missing_ok=True)
+        passwords = {user: secrets.token_hex(32) for user in MAY_PUBLISH}
+        write_atomically(config, server_config(directory, host, port, passwords, tls))
+        for file in OWN_FILES.values():
+            (directory / file.name).unlink(missing_ok=True)
         log = _log(directory)
         with log.open("ab") as output:
             process = await ProcessGroup.start(
@@ -80,15 +122,17 @@ class NatsServer:
                     why=f"no ports file after {_START_TIMEOUT_S:g} s",
                     next_step=f"see {log}",
                 ) from None
-            write_atomically(credentials, f"{_USER}:{password}\n")
+            for user, password in passwords.items():
+                write_atomically(directory / OWN_FILES[user].name, f"{user}:{password}\n")
             unless_owned.pop_all()
-        return cls(process, url, log, Login(credentials))
+        # The server knows its own port, and not by which address others reach it.
+        url = f"{'nats' if tls is None else 'tls'}://{dialled}:{urlsplit(url).port}"
+        return cls(process, url, log, _login(directory, tls))
 
     @classmethod
-    def adopt(cls, directory: Path, pid: int, url: str) -> NatsServer:
+    def adopt(cls, directory: Path, pid: int, url: str, tls: TlsConfig | None = None) -> NatsServer:
         """Return the server that another process started; raise ProcessLookupError where it is gone."""
-        login = Login(directory / OWN_FILE.name)
-        return cls(ProcessGroup.adopt(pid), url, _log(directory), login)
+        return cls(ProcessGroup.adopt(pid), url, _log(directory), _login(directory, tls))
 
     @property
     def pid(self) -> int:
@@ -103,6 +147,10 @@ class NatsServer:
     async def wait(self) -> int:
         """Wait until the process has ended; its exit status."""
         return await self._process.wait()
+
+    def read_again(self) -> None:
+        """Have it take the certificates that its files hold now; connections stay."""
+        self._process.signal_leader(signal.SIGHUP)
 
     async def stop(self) -> None:
         """End the server in order; kill it where that takes too long."""
@@ -127,19 +175,27 @@ def _log(directory: Path) -> Path:
     return directory / "nats.log"
 
 
-def _config(directory: Path, port: int, password: str) -> str:
-    """One option a line: nats-server reads no other style reliably."""
+def _login(directory: Path, tls: TlsConfig | None) -> Login:
+    return Login(directory / OWN_FILES[COORDINATOR].name, tls=tls)
+
+
+def server_config(
+    directory: Path, host: str, port: int, passwords: Mapping[str, str], tls: TlsConfig | None
+) -> str:
+    """Return what nats-server reads, one option a line: it reads no other style reliably."""
     store = json.dumps(str((directory / "jetstream").resolve()))
     return "\n".join(
         [
-            'host: "127.0.0.1"',
+            f"host: {json.dumps(host)}",
             f"port: {port or -1}",
             f"ports_file_dir: {json.dumps(str(directory.resolve()))}",
             f"max_payload: {_MAX_PAYLOAD_BYTES}",
             "authorization {",
-            f"  user: {_USER}",
-            f"  password: {password}",
+            "  users: [",
+            *(line for user, password in passwords.items() for line in _user(user, password)),
+            "  ]",
             "}",
+            *_encryption(tls),
             "jetstream {",
             f"  store_dir: {store}",
             "  sync_interval: always",
@@ -149,6 +205,33 @@ def _config(directory: Path, port: int, password: str) -> str:
             "",
         ]
     )
+
+
+def _user(user: str, password: str) -> list[str]:
+    return [
+        "    {",
+        f"      user: {user}",
+        f"      password: {password}",
+        "      permissions {",
+        f"        publish: {json.dumps(MAY_PUBLISH[user])}",
+        f"        subscribe: {json.dumps(_MAY_HEAR)}",
+        "      }",
+        "    }",
+    ]
+
+
+def _encryption(tls: TlsConfig | None) -> list[str]:
+    if tls is None:
+        return []
+    return [
+        "tls {",
+        f"  cert_file: {json.dumps(str(tls.certificate_file))}",
+        f"  key_file: {json.dumps(str(tls.key_file))}",
+        f"  ca_file: {json.dumps(str(tls.ca_file))}",
+        "  verify: true",
+        f"  timeout: {_HANDSHAKE_S}",
+        "}",
+    ]
 
 
 async def _listening(process: ProcessGroup, directory: Path, log: Path, port: int) -> str:

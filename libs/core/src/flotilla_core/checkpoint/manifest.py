@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from flotilla_core.errors import Damaged, Mismatch
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,24 @@ class Manifest:
         """Return the manifest of a folder without looking at its files."""
         path = folder / FILE_NAME
         try:
-            content = json.loads(path.read_text("utf-8"))
+            content = path.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise _damaged(path, f"it cannot be read: {error!r}") from error
+        return cls.parse(content, str(path))
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Manifest:
+        """Read the content of a manifest."""
+        try:
+            content = json.loads(text)
             written_as = content["format"]
             if written_as == FORMAT:
                 return cls({name: _entry(entry) for name, entry in content["files"].items()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _damaged(path, f"it cannot be read: {error!r}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(where, f"it cannot be read: {error!r}") from error
         raise Mismatch(
             f"the checkpoint has format {written_as}, this Flotilla reads {FORMAT}",
-            where=str(path),
+            where=where,
             next_step="use the Flotilla that wrote it",
         )
 
@@ -127,10 +138,17 @@ def _flushed(path: Path) -> SealedFile:
 
 
 def _entry(entry: dict[str, Any]) -> SealedFile:
-    return SealedFile(int(entry["bytes"]), str(entry["sha256"]))
+    return SealedFile(int(entry["bytes"]), checked_sha256(entry["sha256"]))
 
 
-def _damaged(path: Path, why: str) -> Damaged:
+def checked_sha256(text: str) -> str:
+    """Return the text of a SHA-256; a ValueError for any other text, because hosts name files by it."""
+    if not SHA256.fullmatch(text):
+        raise ValueError(f"{text!r:.80} is no SHA-256")
+    return text
+
+
+def _damaged(path: Path | str, why: str) -> Damaged:
     return Damaged(
         "the checkpoint is damaged",
         where=str(path),

@@ -129,12 +129,12 @@ class CheckpointShelf:
         return self.path / f".{name}.{self._nonce}.writing"
 
     def _remove_unfinished(self) -> None:
-        """Remove every unpublished checkpoint that was begun here, whatever process writes it."""
+        """Remove every unpublished checkpoint that was begun here, whatever process writes it or fetches it."""
         for unfinished in self.path.glob(".*.writing"):
             # Rename it first: a folder that is still written to may not be removed at the first attempt.
             with suppress(FileNotFoundError):  # its writer ended just now
                 unfinished.rename(unfinished.with_suffix(".removing"))
-        for leaving in self.path.glob(".*.removing"):
+        for leaving in (*self.path.glob(".*.removing"), *self.path.glob(".*.fetching")):
             shutil.rmtree(leaving, ignore_errors=True)
 
 

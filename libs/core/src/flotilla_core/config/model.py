@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -17,7 +18,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 from flotilla_core.structs import unfit
 
@@ -28,8 +37,37 @@ LONGEST_FILE_NAME = 255
 
 PATTERN = r"^.+\.py:[A-Za-z_]\w*$"
 
+_FUNCTION = re.compile(PATTERN)
+
 HUB = "hub:"
 """Begins the name of a data set on the hub, where a path is expected."""
+
+STORES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "file": ""}
+"""Schemes of object storage, each with the package that the user installs for it."""
+
+
+def is_url(place: object) -> bool:
+    """Return whether a folder is given by its place in object storage, as s3://bucket/prefix."""
+    return isinstance(place, str) and "://" in place
+
+
+def checked_url(place: str) -> str:
+    """Return a place in object storage; raise ValueError where it is none."""
+    scheme, found, rest = place.partition("://")
+    if not found or scheme not in STORES or not rest.strip("/") or ".." in rest.split("/"):
+        known = ", ".join(f"{name}://" for name in STORES)
+        raise ValueError(f"expected bucket/prefix behind one of {known}, got the text {place[:80]!r}")
+    return place.rstrip("/")
+
+
+def _folder_or_url(value: object) -> object:
+    if isinstance(value, str):
+        return checked_url(value) if is_url(value) else Path(value)
+    return value
+
+
+FolderOrUrl = Annotated[Path | str, BeforeValidator(_folder_or_url)]
+"""A folder of this host, or one in object storage."""
 
 AgreementLimit = Annotated[float, Field(gt=0, le=1, strict=True)] | Literal["auto"]
 """A mean difference of token probabilities between generator and trainer; `auto` is what rounding explains."""
@@ -91,6 +129,11 @@ class ConfigModel(BaseModel):
     def sets(self, key: str) -> bool:
         """Return whether a file gave this key; what none gave is a default, which a host may replace."""
         return key in self.model_fields_set
+
+
+def file_of_function(name: str) -> Path | None:
+    """Return the file of a function of the user's, written path.py:function; None for a name of Flotilla's."""
+    return Path(name.rpartition(":")[0]) if _FUNCTION.match(name) else None
 
 
 def expanded(path: Path) -> Path:

@@ -23,7 +23,7 @@ from flotilla_core.config.data import (
     RolloutConfig,
     StopConfig,
 )
-from flotilla_core.config.model import ConfigModel, kind_of
+from flotilla_core.config.model import ConfigModel, FolderOrUrl, kind_of
 from flotilla_core.config.training import (
     MOST_SAMPLE_BYTES,
     BatchingConfig,
@@ -166,8 +166,8 @@ class RunConfig(ConfigModel):
     resume: Literal["automatic", "by_user"] = "automatic"
     """After the death of the coordinator: `automatic` continues as soon as it is back, `by_user` waits for
     `flotilla run resume`, as every run with `loop: client` does."""
-    initial_weights: Path | None = None
-    """Hugging Face folder to start from; empty takes the stack's model."""
+    initial_weights: FolderOrUrl | None = None
+    """Hugging Face folder, or s3://bucket/prefix, to start from; empty takes the stack's model."""
     lora: LoraConfig | None = None
     """Train adapters and keep the weights frozen; empty trains all weights."""
     data: DataConfig

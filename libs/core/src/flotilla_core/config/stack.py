@@ -7,12 +7,13 @@ A run's own settings are in `run.py`.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.model import ConfigModel, expanded
+from flotilla_core.config.model import ConfigModel, checked_url, expanded, is_url
 from flotilla_core.config.training import TeacherName
 from flotilla_core.roles import MOST_TEACHERS
 
@@ -57,12 +58,94 @@ def _folder_or_name(value: object) -> object:
     """Return a Path if the folder exists, else the name as it was written."""
     if not isinstance(value, str | Path):
         return value
+    if is_url(value):
+        return checked_url(str(value))
     folder = expanded(Path(value))
     # A folder that this user may not enter counts as existing: the process that reads it reports the problem.
     return folder if os.path.isdir(folder) else str(value)
 
 
 ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+
+
+class SecretReference(ConfigModel):
+    """The place of a secret, which is read where the process starts: one of the three."""
+
+    file: Path | None = None
+    """File with the secret, for its owner alone (mode 0600)."""
+    environment: str | None = None
+    """Variable of the process that starts the service."""
+    command: tuple[str, ...] | None = Field(default=None, min_length=1, max_length=64)
+    """Program with its arguments, which prints the secret; no shell reads it."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> SecretReference:
+        if sum(place is not None for place in (self.file, self.environment, self.command)) != 1:
+            raise ValueError("name one of file, environment and command")
+        if self.environment is not None and not _VARIABLE.fullmatch(self.environment):
+            # Not shown: it may be the secret itself, in the wrong place.
+            raise ValueError("environment takes the name of a variable")
+        return self
+
+
+_OWN_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "FLOTILLA_PROCESS")
+
+
+def _fit_an_environment(values: dict[str, Any]) -> dict[str, Any]:
+    """Check the names; no value is in any message, because it may be a secret."""
+    for name in values:
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"{name[:80]!r} is no name of a variable")
+        if name in _OWN_VARIABLES:
+            raise ValueError(f"{name} is set by the launcher, from the GPUs of the stack")
+    return values
+
+
+def _texts_or_references(values: object) -> object:
+    if not isinstance(values, dict):
+        raise ValueError("expected a mapping of variables to texts or references to secrets")
+    for name, value in values.items():
+        if not isinstance(value, str | dict | SecretReference):
+            raise ValueError(f"{str(name)[:80]}: expected a text (in quotes) or a reference to a secret")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"{str(name)[:80]}: a variable holds no NUL")
+    return values
+
+
+def _kind_of_value(value: object) -> str:
+    return "text" if isinstance(value, str) else "reference"
+
+
+EnvironmentValue = Annotated[
+    Annotated[str, Tag("text")] | Annotated[SecretReference, Tag("reference")], Discriminator(_kind_of_value)
+]
+Environment = Annotated[
+    dict[str, EnvironmentValue],
+    BeforeValidator(_texts_or_references),
+    AfterValidator(_fit_an_environment),
+    Field(max_length=256),
+]
+
+
+class TlsConfig(ConfigModel):
+    """Encryption between services, where each end shows a certificate; `flotilla certs init` makes them."""
+
+    certificate_file: Path
+    """Certificate of this host (PEM), followed by intermediate ones."""
+    key_file: Path
+    """Its private key (PEM, mode 0600)."""
+    ca_file: Path
+    """Certificates of the authorities that this host trusts (PEM)."""
+
+
+def _port_range(text: str) -> str:
+    first, sign, last = text.partition("-")
+    if not (sign and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65_535):
+        raise ValueError(f"{text[:40]!r} is no range of ports: write FIRST-LAST, such as 9000-9099")
+    return text
 
 
 class BindConfig(ConfigModel):
@@ -72,10 +155,21 @@ class BindConfig(ConfigModel):
     """Address to bind. Callers beyond this host need a copy of the stack's token."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free port; the registry publishes which."""
+    ports: Annotated[str, AfterValidator(_port_range)] | None = None
+    """Range such as "9000-9099" of which services, NATS and weight groups of the host take a free port, where `port` is
+    0."""
+    interface: str | None = None
+    """Network interface of this host that leads to the other hosts, for NCCL, gloo and the advertised address."""
     advertise_host: str | None = None
     """Host that peers dial, if it differs from `host`."""
     token_file: Path | None = None
     """File with the secret of the stack (mode 0600); empty takes the one that `flotilla up` creates."""
+    token_overlap_s: float = Field(default=600.0, ge=0, le=86_400)
+    """Seconds for which the previous secret is accepted after its file was replaced."""
+    tls: TlsConfig | None = None
+    """Encryption of all calls, with certificates at both ends; without it what travels is signed and readable."""
+    plaintext: bool = False
+    """Say that `host` is on a private network, so that services need not warn that nothing is encrypted."""
 
 
 class NatsConfig(ConfigModel):
@@ -87,6 +181,9 @@ class NatsConfig(ConfigModel):
     """File (mode 0600) with one line for the server of `url`: user:password, or a token."""
     insecure: bool = False
     """Accept a server that does not authenticate its clients."""
+    replicas: Literal[1, 3, 5] = 1
+    """Servers that keep each message. 3 and 5 need a cluster of at least as many behind `url`; then the registry and
+    the events survive the loss of one or two of them."""
 
     @model_validator(mode="after")
     def _is_about_a_server(self) -> NatsConfig:
@@ -94,6 +191,10 @@ class NatsConfig(ConfigModel):
             raise ValueError(
                 "credentials_file and insecure are about the server of url, which is not set: the stack's own server "
                 "needs neither"
+            )
+        if self.url is None and self.replicas > 1:
+            raise ValueError(
+                f"replicas is {self.replicas}, but the stack's own server is alone: set url to a cluster of servers"
             )
         if self.url is not None and "@" in self.url:
             raise ValueError(
@@ -108,7 +209,8 @@ class TelemetryConfig(ConfigModel):
     enabled: bool = True
     """Record spans; without them there is no timeline."""
     otlp_endpoint: str | None = None
-    """Address of a further OTLP/gRPC collector (Jaeger, Tempo), host:port."""
+    """Address of a further OTLP/gRPC collector (Jaeger, Tempo), host:port; with `bind.tls`, http://host:port for one
+    without TLS."""
 
 
 class LatencyConfig(ConfigModel):
@@ -157,6 +259,10 @@ class GeneratorConfig(ConfigModel):
     enforce_eager: bool | None = None
     """Skip compilation and graph capture: the engine starts in seconds, but decodes slower on GPUs. Empty skips them on
     CPUs alone; where they fail on a GPU the engine starts without them and says so."""
+    apply_weights: Literal["prefetch", "direct"] = "prefetch"
+    """`prefetch` receives a version in a second copy of the weights while samples decode, and commits it in a short
+    pause. `direct` receives it in the live weights and pauses for the whole transfer: no second copy, but after a
+    transfer that broke off the replica decodes nothing until the next one."""
     engine_options: dict[str, Any] = Field(default_factory=dict, max_length=256)
     """Arguments of vLLM's engine by its own names, such as `block_size: 32`. They win over what Flotilla would choose;
     what has a key of its own here, or must be as it is, is refused by name when the generator starts."""
@@ -167,8 +273,19 @@ class GeneratorConfig(ConfigModel):
     boot_version: str = Field(default="", pattern=r"^([A-Za-z0-9_.-]{1,128}/[0-9]{1,9}\.[0-9]{1,18})?$")
     """`RUN/VERSION`, such as `count-20260314-0915-7f3a/0.120`: the model is this version of this run, so replicas serve
     it without a sync. `flotilla eval` sets it. Empty: the model is no version, and runs send theirs."""
+    environment: Environment = Field(default={})
+    """Variables of each replica, in addition to those of the launcher: text, or the place of a secret."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that were started outside this stack."""
+
+
+class HostRanks(ConfigModel):
+    """The ranks of a gang on one host."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")
+    """Name of the host in this stack; it need not be its name in the network. Slurm and Ray choose the machine."""
+    ranks: int = Field(ge=1, le=1024)
+    """Ranks there, numbered after those of the hosts before it."""
 
 
 class TrainerConfig(ConfigModel):
@@ -180,6 +297,10 @@ class TrainerConfig(ConfigModel):
     nproc: int = Field(default=1, ge=1, le=1024)
     """FSDP2 ranks; with GPUs each rank takes one, the first of the host. Where a file names neither this nor
     `generator.replicas`, they take all GPUs of the host."""
+    hosts: tuple[HostRanks, ...] = Field(default=(), max_length=MOST_REPLICAS)
+    """Hosts of the ranks, such as `[{name: a, ranks: 8}, {name: b, ranks: 8}]`: the front's first, then others, each
+    with an agent, `trainer-at-b`. Slurm and Ray start agents; elsewhere somebody starts `flotilla-ranks --name
+    trainer-at-b`. Together they have `nproc` ranks. Empty: all ranks are on the host of the front."""
     replicate: int = Field(default=1, ge=1, le=1024)
     """Copies of the weights (HSDP): each is sharded over `nproc` / `replicate` ranks, gradients are summed over all."""
     sequence_parallel: int = Field(default=1, ge=1, le=1024)
@@ -194,6 +315,8 @@ class TrainerConfig(ConfigModel):
     rank_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """A rank that is silent, or computes no layer and no chunk of tokens, for this long within one command is reported,
     dumped and replaced with its gang."""
+    environment: Environment = Field(default={})
+    """Variables of the front and its ranks, in addition to those of the launcher: text, or the place of a secret."""
     attach: str | None = None
     """Address of a trainer that was started outside this stack."""
 
@@ -208,6 +331,22 @@ class TrainerConfig(ConfigModel):
                     f"+ {self.nproc % width}: {key} must divide nproc"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _hosts_have_all_ranks(self) -> TrainerConfig:
+        names, ranks = [host.name for host in self.hosts], sum(host.ranks for host in self.hosts)
+        if len({*names}) < len(names):
+            raise ValueError(f"hosts names one twice: {', '.join(names)}")
+        if self.hosts and ranks != self.nproc:
+            raise ValueError(
+                f"hosts have {ranks} ranks together, but nproc is {self.nproc}: they must be the same"
+            )
+        return self
+
+    @property
+    def ranks_here(self) -> int:
+        """The number of ranks on the host of the front."""
+        return self.hosts[0].ranks if self.hosts else self.nproc
 
     @property
     def lanes(self) -> int:
@@ -233,6 +372,8 @@ class RewardServiceConfig(ConfigModel):
     """Number of replicas that the launcher starts."""
     workers: int = Field(default=2, ge=1, le=1024)
     """Killable worker processes for checkers and user functions."""
+    environment: Environment = Field(default={})
+    """Variables of each replica, in addition to those of the launcher: text, or the place of a secret."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that were started outside this stack."""
 
@@ -251,12 +392,121 @@ class RetentionConfig(ConfigModel):
 class CoordinatorConfig(ConfigModel):
     """The coordinator of the stack."""
 
+    environment: Environment = Field(default={})
+    """Variables of the coordinator, in addition to those of the launcher: text, or the place of a secret."""
     attach: str | None = None
     """Address of a coordinator that was started outside this stack."""
+    keep_runs: bool = False
+    """What a coordinator that is asked to end does with its runs: record them as stopped, or (true) leave them to the
+    next one, which continues them in the step that was under way. For hosts that move it, as Kubernetes does."""
     span_retention_runs: int = Field(default=50, ge=1, le=10_000_000)
     """Runs whose spans are kept."""
     retention: RetentionConfig = RetentionConfig()
     """Limits of the records on disk."""
+
+
+HEAD = "head"
+"""The node of the coordinator, of NATS and of the rewards, where an engine places a stack."""
+_WORD = r"^[A-Za-z0-9_][A-Za-z0-9_.,:@-]{0,127}$"
+NodeName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")]
+SlurmOption = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[^\s#]+)?$")]
+
+
+class SlurmNodeConfig(ConfigModel):
+    """The share of a node that the services of one kind take."""
+
+    cpus: int = Field(default=1, ge=1, le=4096)
+    """CPUs of one gang on each of its hosts, of one generator, or of the head."""
+    memory_mib: int | None = Field(default=None, ge=16, le=1 << 30)
+    """Memory; empty takes what the partition gives."""
+    options: tuple[SlurmOption, ...] = Field(default=(), max_length=64)
+    """Options of sbatch for these nodes, such as `--constraint=nvlink`."""
+
+
+class SlurmConfig(ConfigModel):
+    """`slurm` in `stack.yaml`: what `flotilla up --on slurm` asks of the cluster."""
+
+    partition: str | None = Field(default=None, pattern=_WORD)
+    """Partition of all nodes; empty takes the default of the cluster."""
+    account: str | None = Field(default=None, pattern=_WORD)
+    """Account that is charged."""
+    time_limit_minutes: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Limit of the job; empty takes the limit of the partition."""
+    gpu: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,63}$")
+    """GRES name of the GPUs, such as `gpu` or `gpu:h100`: each trainer gets `nproc` of them, each generator
+    `tensor_parallel_size`. Empty: the nodes compute on CPUs."""
+    options: tuple[SlurmOption, ...] = Field(default=(), max_length=64)
+    """Options of sbatch for all nodes, such as `--qos=high`."""
+    nodes: dict[str, NodeName] = Field(default={}, max_length=MOST_REPLICAS)
+    """Node of a service, by both names, such as `trainer-0: head`. By default each gang and each generator has one of
+    its own; coordinator, NATS and rewards share `head`."""
+    head: SlurmNodeConfig = SlurmNodeConfig()
+    """The node of coordinator, NATS and rewards."""
+    trainer: SlurmNodeConfig = SlurmNodeConfig()
+    """Nodes of trainers and other gangs, and of their further hosts."""
+    generator: SlurmNodeConfig = SlurmNodeConfig()
+    """Nodes of generators."""
+
+
+class RayNodeConfig(ConfigModel):
+    """The resources of Ray that a service of one kind takes."""
+
+    cpus: int = Field(default=1, ge=1, le=4096)
+    """CPUs of one gang on each of its hosts, of one generator, of one reward, or of the head."""
+    memory_mib: int | None = Field(default=None, ge=16, le=1 << 30)
+    """Memory; empty takes none of what Ray counts."""
+    resources: dict[Annotated[str, Field(pattern=_WORD)], Annotated[float, Field(gt=0, le=1e6)]] = Field(
+        default={}, max_length=16
+    )
+    """Further resources by Ray's names, such as `accelerator_type:H100: 0.001`: only nodes that have them are taken."""
+
+
+class RayConfig(ConfigModel):
+    """`ray` in `stack.yaml`: what `flotilla up --on ray` asks of the cluster."""
+
+    address: str = Field(default="auto", pattern=r"^(auto|(ray://)?[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5})$")
+    """Address of the cluster, as `ray.init` takes it; `auto` is the cluster that this machine is a node of."""
+    gpus: bool = False
+    """Each trainer takes `nproc` GPUs, and each generator `tensor_parallel_size`; false: they compute on CPUs."""
+    head: RayNodeConfig = RayNodeConfig()
+    """Coordinator and NATS, which are on one node."""
+    trainer: RayNodeConfig = RayNodeConfig()
+    """Each trainer or other gang, on each of its hosts."""
+    generator: RayNodeConfig = RayNodeConfig()
+    """Each generator."""
+    reward: RayNodeConfig = RayNodeConfig()
+    """Each reward replica."""
+
+
+class KubernetesConfig(ConfigModel):
+    """`kubernetes` in `stack.yaml`: where `flotilla up --on kubernetes` installs the chart."""
+
+    context: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_]\S{0,252}$")
+    """Context of kubectl; empty takes the current one of the first `up`, and stays with it."""
+    namespace: str = Field(default="default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    """Namespace of the stack, which must exist."""
+    values: tuple[Path, ...] = Field(default=(), max_length=16)
+    """Files with values of the chart, such as images, volumes and resources; later ones win, and none has `stack`."""
+
+
+class LauncherConfig(ConfigModel):
+    """The launcher of the stack, as other machines reach it."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port at which the launcher of `flotilla up` listens on `bind.host`, with the token and certificates of `bind`; 0
+    listens on a socket file of its host alone."""
+    attach: str | None = None
+    """host:port of a launcher on another machine, which `flotilla ps`, `scale` and `down` then ask."""
+
+
+class ComposeConfig(ConfigModel):
+    """`compose` in `stack.yaml`: the containers of `flotilla up --on compose`."""
+
+    tag: str | None = Field(default=None, pattern=_WORD)
+    """Tag of the images; empty takes the version of this installation, as `make images` does."""
+    data: tuple[Path, ...] = Field(default=(), max_length=256)
+    """Folders of data, and of code of yours, that runs name. The container of the coordinator reads them at the same
+    path."""
 
 
 class StackConfig(ConfigModel):
@@ -265,7 +515,7 @@ class StackConfig(ConfigModel):
     name: str = Field(default="local", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     """Name of the stack; two stacks with different names can run on one host."""
     model: ModelName = Path("examples/arithmetic/model")
-    """Hugging Face folder (or hub name) that trainer and generators load."""
+    """Hugging Face folder, hub name or s3://bucket/prefix that trainer and generators load."""
     state_dir: Path = Path(".flotilla")
     """Everything that the stack writes goes to `<state_dir>/<name>/`."""
     bind: BindConfig = BindConfig()
@@ -294,8 +544,21 @@ class StackConfig(ConfigModel):
     """Reward replicas."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
     """The coordinator."""
+    launcher: LauncherConfig = LauncherConfig()
+    """The launcher, as other machines reach it."""
+    compose: ComposeConfig = ComposeConfig()
+    """The stack in containers of this host."""
+    slurm: SlurmConfig = SlurmConfig()
+    """What the stack takes on a Slurm cluster."""
+    ray: RayConfig = RayConfig()
+    """What the stack takes on a Ray cluster."""
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    """Where the stack is on a Kubernetes cluster."""
     autoscale: AutoscaleConfig | None = None
     """Adjusts the number of generators to what a run measures; absent: the number stays as configured."""
+    file_cache_gib: float = Field(default=256.0, gt=0, le=1_000_000)
+    """Copies of models, checkpoints and code that services fetched from other hosts take at most so much of
+    `<state_dir>/<name>/files`; what was used longest ago is removed first, and nothing in use."""
     ready_timeout_s: float = Field(default=180.0, gt=0, le=86_400)
     """Longest wait for one process to become ready. A file that does not say gets 480 on GPUs, where the first start
     compiles the model."""
@@ -308,7 +571,9 @@ class StackConfig(ConfigModel):
         if self.placement != "colocated" or generator.engine != "vllm":
             return self
         ranks = (
-            0 if trainer.attach is not None or trainer.backend == "gloo" else trainer.replicas * trainer.nproc
+            0
+            if trainer.attach is not None or trainer.backend == "gloo"
+            else trainer.replicas * trainer.ranks_here
         )
         if generator.tensor_parallel_size > 1:
             raise ValueError(

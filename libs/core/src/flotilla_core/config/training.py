@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, StrictBool, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StrictBool, StringConstraints, model_validator
 
-from flotilla_core.config.model import AgreementLimit, ConfigModel
+from flotilla_core.config.model import AgreementLimit, ConfigModel, FolderOrUrl, checked_url
 from flotilla_core.roles import MOST_TEACHERS, TEACHER, TEACHER_NAME, teacher_role
 
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
@@ -111,6 +111,10 @@ class LoraConfig(ConfigModel):
     """Folder in peft's layout to continue from, of the same rank, alpha and targets; empty: B starts at zero."""
 
 
+def _empty_or_url(place: str) -> str:
+    return checked_url(place) if place else place
+
+
 class CheckpointConfig(ConfigModel):
     """Section `checkpoint` of `run.yaml`: the saved states from which a run can continue.
 
@@ -125,6 +129,9 @@ class CheckpointConfig(ConfigModel):
     best_by: str = Field(default="", max_length=256)
     """Metric of the evaluations, such as `eval/accuracy` or `eval/<set>/reward_mean`: the checkpoint where it is
     highest stays beside the newest, and an evaluation that finds a new best is saved. Empty keeps the newest alone."""
+    copy_to: Annotated[str, AfterValidator(_empty_or_url)] = ""
+    """Place in object storage, such as s3://bucket/runs, to which each checkpoint is copied while training continues;
+    `flotilla run resume <copy_to>/<run>` continues from there on any host. Empty copies none."""
 
 
 class CanaryConfig(ConfigModel):
@@ -261,6 +268,6 @@ class CriticConfig(ConfigModel):
     """A value that moves further than this from the one that the advantages used gains nothing by it; empty is off."""
     warmup_steps: int = Field(default=0, ge=0, le=10_000_000)
     """Number of first steps in which only the critic learns."""
-    initial_weights: Path | None = None
-    """Folder with a model of the critic's shape, with or without a value head; empty: critic.model of the stack or, if
-    that is empty too, the weights that the policy starts from."""
+    initial_weights: FolderOrUrl | None = None
+    """Folder, or s3://bucket/prefix, with a model of the critic's shape, with or without a value head; empty:
+    critic.model of the stack or, if that is empty too, the weights that the policy starts from."""

@@ -10,21 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flotilla_core.rpc.auth import is_loopback
-    from flotilla_core.rpc.calls import client_stream, server_stream, unary
+    from flotilla_core.rpc.calls import client_stream, duplex, server_stream, unary
     from flotilla_core.rpc.channel import connect
     from flotilla_core.rpc.fence import Fence
+    from flotilla_core.rpc.patience import UNLIMITED_S, Patience
     from flotilla_core.rpc.pool import ReplicaPool
     from flotilla_core.rpc.replica_set import Load, Replica
     from flotilla_core.rpc.server import RpcServer
 
 __all__ = [
+    "UNLIMITED_S",
     "Fence",
     "Load",
+    "Patience",
     "Replica",
     "ReplicaPool",
     "RpcServer",
     "client_stream",
     "connect",
+    "duplex",
     "is_loopback",
     "server_stream",
     "unary",
@@ -33,11 +37,14 @@ __all__ = [
 _MODULES = {
     "Fence": "fence",
     "Load": "replica_set",
+    "Patience": "patience",
     "Replica": "replica_set",
     "ReplicaPool": "pool",
     "RpcServer": "server",
+    "UNLIMITED_S": "patience",
     "client_stream": "calls",
     "connect": "channel",
+    "duplex": "calls",
     "is_loopback": "auth",
     "server_stream": "calls",
     "unary": "calls",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from flotilla_core.errors import InvalidConfig
-from flotilla_core.trust import dialled
+from flotilla_core.trust import Token, check_is_secret, dialled
 
 if TYPE_CHECKING:
     from flotilla_core.config import BindConfig
@@ -22,9 +22,11 @@ ANY_ADDRESS = ("0.0.0.0", "::", "[::]")
 _UNIX = "unix:"
 
 
-def require_token(bind: BindConfig, token: str | None) -> None:
-    """Raise InvalidConfig for an address that would be served without a token."""
-    if token is None and not bind.host.startswith(_UNIX):
+def require_token(bind: BindConfig, token: Token | None) -> None:
+    """Raise InvalidConfig for an address that would be served without a token, or by one with a role."""
+    if token is not None:
+        check_is_secret(token.current(), f"bind.host {bind.host}")
+    elif not bind.host.startswith(_UNIX):
         raise InvalidConfig(
             "the server has no token",
             where=f"bind.host {bind.host}",

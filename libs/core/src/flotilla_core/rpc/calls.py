@@ -49,15 +49,15 @@ async def unary(
                 raise
             error = _channel_closed(method)
         if not isinstance(error, Unavailable) or attempt >= attempts:
-            raise error
+            raise await _explained(error, method)
         pause_s = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.5)
         if loop.time() + pause_s >= deadline:
-            raise error
+            raise await _explained(error, method)
         await asyncio.sleep(pause_s)
         attempt += 1
 
 
-async def server_stream(
+def server_stream(
     method: grpc.aio.UnaryStreamMultiCallable[Request, Response],
     request: Request,
     *,
@@ -65,8 +65,24 @@ async def server_stream(
     timeout_s: float | None = None,
 ) -> AsyncGenerator[Response]:
     """Yield the responses as they come; closing the iterator (`contextlib.aclosing`) cancels the call."""
+    return _responses(method, request, idle_timeout_s, timeout_s)
+
+
+def duplex(
+    method: grpc.aio.StreamStreamMultiCallable[Request, Response],
+    requests: AsyncIterable[Request],
+    *,
+    idle_timeout_s: float,
+) -> AsyncGenerator[Response]:
+    """Send the requests as they come, and yield the responses as they come; closing the iterator cancels the call."""
+    return _responses(method, requests, idle_timeout_s, None)
+
+
+async def _responses(
+    method: Any, sent: Any, idle_timeout_s: float, timeout_s: float | None
+) -> AsyncGenerator[Any]:
     try:
-        call = method(request, timeout=timeout_s)
+        call = method(sent, timeout=timeout_s)
     except grpc.aio.UsageError:
         raise _channel_closed(method) from None
     responses = aiter(call)
@@ -90,7 +106,7 @@ async def server_stream(
                     why=f"the stream is silent after {count} messages",
                 ) from None
             except grpc.aio.AioRpcError as failure:
-                raise _typed(failure, method, timeout_s) from None
+                raise await _explained(_typed(failure, method, timeout_s), method) from None
             except asyncio.CancelledError:
                 if _task_is_cancelled():
                     raise
@@ -155,6 +171,15 @@ def _typed(failure: grpc.aio.AioRpcError, method: Any, timeout_s: float | None) 
     if timeout_s is not None and status.is_own_deadline(failure):
         return DeadlineExceeded(f"no answer within {timeout_s:g} s", where=name)
     return status.decode(failure, name)
+
+
+async def _explained(error: FlotillaError, method: Any) -> FlotillaError:
+    """Return the error, or one that says more where the channel knows why it has no connection."""
+    explain = getattr(method, "explain", None)
+    if explain is None or not isinstance(error, Unavailable):
+        return error
+    explained: FlotillaError = await explain(error)
+    return explained
 
 
 def _name_of(method: Any) -> str:

@@ -8,15 +8,18 @@ keepalive time plus timeout; proxies from the environment are never used between
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
 
 from flotilla_core.rpc.handlers import is_open_to_all
 from flotilla_core.telemetry.grpc import TracedChannel
-from flotilla_core.trust import HEADER, CallSigner, dialled
+from flotilla_core.trust import HEADER, CallSigner, Token, dialled
 
 if TYPE_CHECKING:
+    from flotilla_core.config.stack import TlsConfig
+    from flotilla_core.errors import FlotillaError
     from flotilla_core.rpc.fence import Fence
 
 MESSAGE_LIMIT_BYTES = 64 * 1024 * 1024
@@ -58,16 +61,17 @@ CHANNEL_OPTIONS: _Options = [
 
 
 def connect(
-    address: str, *, token: str | None = None, fence: Callable[[], Fence | None] | None = None
+    address: str, *, token: str | Token | None = None, fence: Callable[[], Fence | None] | None = None
 ) -> grpc.aio.Channel:
     """Return a channel to `address` (host:port). It dials at the first call and again whenever the peer was away.
 
-    Each call is signed with `token`, the stack's secret, which itself never travels. `fence` says under which beginning
-    of a run a call is made, call by call.
+    Each call is signed with `token`, the stack's secret or one with a role, which itself never travels; it also says
+    whether to dial by TLS. `fence` says under which beginning of a run a call is made, call by call.
     """
     address = dialled(address)
-    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    signer = CallSigner(token, address) if token else None
+    given_token = Token.of(token) if token else None
+    tls = given_token.tls if given_token is not None and not address.startswith("unix:") else None
+    signer = CallSigner(given_token, address) if given_token is not None else None
 
     def metadata(method: str) -> tuple[tuple[str, str], ...]:
         given = fence() if fence is not None else None
@@ -76,4 +80,26 @@ def connect(
             return fenced
         return ((HEADER, signer.sign(method)), *fenced)
 
-    return TracedChannel(channel, metadata)
+    return TracedChannel(_dialled(address, tls), metadata, partial(_explained, address, tls))
+
+
+def _dialled(address: str, tls: TlsConfig | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    # A command that calls on this host alone pays for none of it.
+    from flotilla_core.rpc.tls import RenewedChannel
+    from flotilla_core.trust.certificates import TlsFiles
+
+    return RenewedChannel(
+        TlsFiles(tls),
+        lambda credentials: grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS),
+    )
+
+
+async def _explained(address: str, tls: TlsConfig | None, error: FlotillaError) -> FlotillaError:
+    """Return `error`, or what is wrong with a certificate where that is its cause."""
+    if address.startswith("unix:"):
+        return error
+    from flotilla_core.rpc.tls import explain
+
+    return await explain(address, tls, error)

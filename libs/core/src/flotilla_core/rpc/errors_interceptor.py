@@ -113,7 +113,7 @@ def _bounded(handler: Any, reception: _Reception) -> grpc.RpcMethodHandler[Any, 
         # The boundary of the service: whatever a handler raises ends here, as a status.
         except Exception as error:  # noqa: BLE001
             if handler.request_streaming:
-                await _read_to_its_end(request)
+                await read_to_its_end(request)
             await abort(context, error, method)
 
     async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
@@ -134,7 +134,7 @@ def _bounded(handler: Any, reception: _Reception) -> grpc.RpcMethodHandler[Any, 
     return wrapped(handler, respond, respond_stream)
 
 
-async def _read_to_its_end(request: AsyncIterator[bytes]) -> None:
+async def read_to_its_end(request: AsyncIterator[bytes]) -> None:
     """Read for a short time what a refused caller still sends, and ignore it.
 
     A Python client that writes when the refusal arrives tells its caller of an internal error in place of the refusal

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core.errors import FlotillaError
-from flotilla_core.protocol import refusal
+from flotilla_core.protocol import limits, refusal
 from flotilla_core.roles import POLICY, process_name
 from flotilla_core.rpc.calls import unary
 
@@ -171,6 +171,8 @@ class ReplicaSet(Generic[StubT]):
             elif registration.state == reg.INSTANCE_STATE_READY and not _superseded(registration, ours):
                 channel = self._connect(registration.address)
                 known = self._replicas[instance_id] = Replica(registration, channel, self._stub(channel))
+                if less := limits(registration):
+                    logger.warning("replica of an older release", replica=known.name, limits=less)
             if known is not None:
                 self._follow_registration(known, _superseded(registration, ours))
 

@@ -10,26 +10,32 @@ for both.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import psutil
+import structlog
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from flotilla_core.errors import FlotillaError, PortInUse
-from flotilla_core.rpc.auth import dialable, is_loopback, joined, own_names, require_token
+from flotilla_core.rpc.auth import ANY_ADDRESS, dialable, is_loopback, joined, own_names, require_token
 from flotilla_core.rpc.channel import SERVER_OPTIONS
-from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor, abort
+from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor, abort, read_to_its_end
 from flotilla_core.rpc.handlers import is_open_to_all, wrapped
+from flotilla_core.rpc.interface import check_interface, ports_of
 from flotilla_core.telemetry.grpc import server_interceptor
-from flotilla_core.trust import HEADER, CallVerifier
+from flotilla_core.trust import HEADER, CallVerifier, Token
 from flotilla_core.trust.calls import unproven
+from flotilla_core.trust.refusals import RefusalLog
 
 if TYPE_CHECKING:
     from flotilla_core.config import BindConfig
+
+logger = structlog.get_logger()
 
 _Status = health_pb2.HealthCheckResponse
 SERVICE_NAME = "grpc.health.v1.Health"
@@ -41,9 +47,9 @@ SERVICE_NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 class RpcServer:
     """A grpc.aio server with health, reflection and our boundary."""
 
-    def __init__(self, bind: BindConfig, *, token: str | None = None) -> None:
+    def __init__(self, bind: BindConfig, *, token: str | Token | None = None) -> None:
         self._bind = bind
-        self._token = token
+        self._token = Token.of(token) if token is not None else None
         self._adders: list[tuple[Callable[[Any, grpc.aio.Server], None], Any]] = []
         self._services: list[str] = []
         self._server: grpc.aio.Server | None = None
@@ -79,7 +85,10 @@ class RpcServer:
         self._port = self._listen(server)
         await server.start()
         self._server = server
-        return joined(self._bind.advertise_host or dialable(self._bind.host), self._port)
+        own = dialable(self._bind.host)
+        if self._bind.host in ANY_ADDRESS:
+            own = check_interface(self._bind) or own
+        return joined(self._bind.advertise_host or own, self._port)
 
     def set_serving(self, serving: bool) -> None:
         """Set what grpc.health.v1 answers for every service of this server and for the server itself."""
@@ -93,16 +102,40 @@ class RpcServer:
             await self._server.stop(grace_s)
 
     def _listen(self, server: grpc.aio.Server) -> int:
-        address = joined(self._bind.host, self._bind.port)
-        try:
-            return server.add_insecure_port(address)
-        except RuntimeError as error:
-            holder = _holder_of(self._bind.port)
+        tls = None if self._bind.host.startswith("unix:") else self._bind.tls
+        if tls is None and not is_loopback(self._bind.host) and not self._bind.plaintext:
+            _warn_of_plaintext(joined(self._bind.host, self._bind.port))
+        ports = (self._bind.port,) if self._bind.port else ports_of(self._bind.ports)
+        for port in ports:
+            address = joined(self._bind.host, port)
+            with contextlib.suppress(RuntimeError):
+                if tls is not None:
+                    from flotilla_core.rpc.tls import server_credentials
+
+                    # New ones for each port: those of a port that was taken open no other one.
+                    return server.add_secure_port(address, server_credentials(tls))
+                return server.add_insecure_port(address)
+        if len(ports) > 1:
             raise PortInUse(
-                f"cannot listen on {address}",
-                why=holder or "the address is not ours or another process listens there",
-                next_step="Stop that process, or choose another port (0 takes a free one).",
-            ) from error
+                f"cannot listen on {self._bind.host}",
+                where="bind.ports",
+                why=f"the address is not ours or each port of {self._bind.ports} is taken",
+                next_step="Give the host a longer range in bind.ports, or stop what listens there: ss -ltnp",
+            )
+        raise PortInUse(
+            f"cannot listen on {joined(self._bind.host, ports[0])}",
+            why=_holder_of(ports[0]) or "the address is not ours or another process listens there",
+            next_step="Stop that process, or choose another port (0 takes a free one).",
+        )
+
+
+def _warn_of_plaintext(address: str) -> None:
+    logger.warning(
+        "what travels is not encrypted: whoever sees the traffic reads prompts, samples and weights",
+        address=address,
+        next_step="make certificates (flotilla certs init --hosts HOST,...) and name them in bind.tls; or say that the "
+        "network is private: bind.plaintext: true",
+    )
 
 
 def _holder_of(port: int) -> str:
@@ -197,6 +230,7 @@ class TokenServerInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, verifier: CallVerifier) -> None:
         self._verifier = verifier
+        self._refusals = RefusalLog()
 
     async def intercept_service(
         self,
@@ -212,11 +246,14 @@ class TokenServerInterceptor(grpc.aio.ServerInterceptor):
             return handler
         error = refusal
 
-        async def refuse(_: Any, context: Any) -> None:
+        async def refuse(request: Any, context: Any) -> None:
+            self._refusals.tell(context.peer(), error)
+            if handler.request_streaming:
+                await read_to_its_end(request)
             await abort(context, error, method)
 
-        async def refuse_stream(_: Any, context: Any) -> AsyncIterator[Any]:
-            await abort(context, error, method)
+        async def refuse_stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            await refuse(request, context)
             return
             yield
 

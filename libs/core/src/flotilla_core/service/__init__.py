@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flotilla_core.service.host import Activities, Host, Service
+from flotilla_core.activities import Activities
+from flotilla_core.service.host import Host, Service
 from flotilla_core.service.process import run_service
 
 __all__ = ["Activities", "Host", "Service", "run_service"]

@@ -29,6 +29,12 @@ class Arguments:
     port: int
     state_dir: Path
     """`<state_dir>/<stack>`, absolute."""
+    drain_grace_s: float
+    """Time that running work has after the process was asked to end."""
+
+
+DRAIN_GRACE_S = 5.0
+MOST_GRACE_S = 86_400.0
 
 
 def parse_arguments(kind_name: str, arguments: Sequence[str] | None = None) -> Arguments:
@@ -41,17 +47,38 @@ def parse_arguments(kind_name: str, arguments: Sequence[str] | None = None) -> A
     )
     parser.add_argument("--stack", type=Path, help=f"stack file (of the running stack: {_DEFAULT_STACK})")
     parser.add_argument("--nats", metavar="URL", help="NATS server (that of the running stack)")
-    parser.add_argument("--otlp", metavar="HOST:PORT", help="OTLP/gRPC collector (that of the running stack)")
+    parser.add_argument(
+        "--otlp",
+        metavar="HOST:PORT",
+        action="append",
+        help="OTLP/gRPC collector, once for each (that of the running stack)",
+    )
     parser.add_argument("--port", type=int, help="port to listen on (bind.port of the stack file)")
+    parser.add_argument(
+        "--advertise-host",
+        metavar="HOST",
+        help="host that peers dial (bind.advertise_host of the stack file)",
+    )
+    parser.add_argument(
+        "--drain-grace",
+        type=_seconds,
+        metavar="S",
+        default=DRAIN_GRACE_S,
+        help="seconds that running work has after SIGTERM (%(default)g)",
+    )
     parser.add_argument(
         "--state-dir", type=Path, help="where stacks keep their files (state_dir of the stack file)"
     )
     given = parser.parse_args(arguments)
 
     stack = _load_stack(given.stack)
+    if given.advertise_host:
+        # Replicas of one description on several hosts differ in this alone.
+        bind = stack.bind.model_copy(update={"advertise_host": given.advertise_host})
+        stack = stack.model_copy(update={"bind": bind})
     state_dir = ((given.state_dir or stack.state_dir) / stack.name).absolute()
     running = _running_stack(state_dir)
-    endpoints = [given.otlp or running.get("otlp", ""), stack.telemetry.otlp_endpoint or ""]
+    endpoints = [*(given.otlp or [running.get("otlp", "")]), stack.telemetry.otlp_endpoint or ""]
     return Arguments(
         name=given.name,
         stack=stack,
@@ -59,7 +86,15 @@ def parse_arguments(kind_name: str, arguments: Sequence[str] | None = None) -> A
         otlp=tuple(dict.fromkeys(filter(None, endpoints))) if stack.telemetry.enabled else (),
         port=stack.bind.port if given.port is None else given.port,
         state_dir=state_dir,
+        drain_grace_s=given.drain_grace,
     )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= MOST_GRACE_S:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MOST_GRACE_S:g} seconds")
+    return value
 
 
 def _load_stack(file: Path | None) -> StackConfig:

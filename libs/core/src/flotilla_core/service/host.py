@@ -1,53 +1,26 @@
 """The interface of a service, and the host that it gets when it is built.
 
 Invariants: a service never opens ports, connects to NATS or writes its registration; the host does. Whatever ends a
-service later than its start goes through `Host.failed`; an activity is listed exactly while its block runs, so an
-empty list means idle.
+service later than its start goes through `Host.failed`.
 """
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import grpc
 
-from flotilla.common.v1.operate_pb2 import Activity, CheckResult, ProcessStacks
+from flotilla.common.v1.operate_pb2 import CheckResult, ProcessStacks
 from flotilla.common.v1.registration_pb2 import Registration, ServiceKind
 from flotilla_core import rpc
+from flotilla_core.activities import Activities
 from flotilla_core.bus import Bus, Registry
 from flotilla_core.config import StackConfig
-
-
-class Activities:
-    """The current activities of a service: what it does or waits for.
-
-    Lists those of one process, oldest first.
-    """
-
-    def __init__(self) -> None:
-        self._running: dict[int, Activity] = {}
-        self._numbers = itertools.count()
-
-    @contextmanager
-    def doing(self, what: str, *, run_id: str = "") -> Iterator[None]:
-        """List `what` while the block runs."""
-        number = next(self._numbers)
-        activity = Activity(what=what, run_id=run_id)
-        activity.since.FromNanoseconds(time.time_ns())
-        self._running[number] = activity
-        try:
-            yield
-        finally:
-            del self._running[number]
-
-    def current(self) -> list[Activity]:
-        return list(self._running.values())
+from flotilla_core.transfer import Files
+from flotilla_core.trust import TokenFile
 
 
 class Service(Protocol):
@@ -87,10 +60,12 @@ class Host:
     """`<state_dir>/<stack>`, absolute."""
     bus: Bus
     registry: Registry
-    token: str = field(repr=False)
-    """The stack's secret."""
+    token: TokenFile = field(repr=False)
+    """The stack's secret, as its file holds it now."""
     fail: Callable[[BaseException], None]
-    activities: Activities = field(default_factory=Activities)
+    activities: Activities
+    files: Files
+    """What this process offers to services on other hosts, and fetches from them."""
 
     def connect(
         self, address: str, *, fence: Callable[[], rpc.Fence | None] | None = None

@@ -47,11 +47,13 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
         module = sys.modules[type(self._service).__module__]
-        return pb.DescribeResponse(
+        described = pb.DescribeResponse(
             registration=self._registration,
             log_path=str(self._log_path()),
             source_path=str(getattr(module, "__file__", "")),
         )
+        described.now.FromNanoseconds(time.time_ns())
+        return described
 
     async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:
         return pb.CheckResponse(

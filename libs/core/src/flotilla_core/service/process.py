@@ -29,28 +29,33 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import structlog
 
-from flotilla.common.v1 import operate_pb2_grpc
+from flotilla.common.v1 import files_pb2_grpc, operate_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core import ids, rpc, telemetry
+from flotilla_core.activities import Activities
 from flotilla_core.bus import Bus, Login, Registry
+from flotilla_core.bus.connection import COORDINATOR, SERVICE
 from flotilla_core.disk import check_state_directory, names_full_disk
 from flotilla_core.errors import FlotillaError, Internal
 from flotilla_core.files import keep_private, write_atomically
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.roles import role_of_process
+from flotilla_core.rpc.interface import hand_down
 from flotilla_core.service.arguments import Arguments, parse_arguments
 from flotilla_core.service.host import Host, Service
+from flotilla_core.service.model import bring_model, coordinator_address
 from flotilla_core.service.operate import SERVICE_NAME, OperateServicer
-from flotilla_core.trust import read_token
+from flotilla_core.transfer import FILE_SERVICE_NAME, FileCache, Files, FileServicer
+from flotilla_core.trust import TokenFile, check_is_secret
 
-DRAIN_GRACE_S = 5.0
 NATS_TIMEOUT_S = 20.0
 # Peers learn from the registry that we drain; until then their calls are still served.
 _SPREAD_THE_WORD_S = 0.2
@@ -82,11 +87,12 @@ class ServiceProcess:
         self._build = build
         self._ending = asyncio.Event()
         self._error: BaseException | None = None
-        self._grace_s = DRAIN_GRACE_S
+        self._grace_s = arguments.drain_grace_s
 
     async def run(self) -> int:
         """Run the service and return 0 after an ordered end; raise the error that made it fail."""
         async with self._host() as host:
+            await bring_model(host)
             service = self._build(host)
             registration = self._registration(host)
             server = rpc.RpcServer(
@@ -96,6 +102,11 @@ class ServiceProcess:
                 operate_pb2_grpc.add_OperateServiceServicer_to_server,
                 OperateServicer(host, service, registration, self.end),
                 SERVICE_NAME,
+            )
+            server.add(
+                files_pb2_grpc.add_FileServiceServicer_to_server,
+                FileServicer(host.files.offers),
+                FILE_SERVICE_NAME,
             )
             service.add_to(server)
             # From here on a signal means an ordered end; before, the process dies of it at once.
@@ -120,16 +131,21 @@ class ServiceProcess:
         instance_id = ids.new_instance_id(given.name)
         structlog.contextvars.bind_contextvars(instance_id=instance_id)
         check_state_directory(given.state_dir)
-        token = read_token(given.stack.bind, given.state_dir)
+        hand_down(given.stack.bind)
+        token = TokenFile.of_stack(given.stack.bind, given.state_dir)
+        check_is_secret(token.current(), str(token.path))
         telemetry.start(self._kind_name, instance_id, list(given.otlp), token=token)
+        user = COORDINATOR if self._kind == reg.SERVICE_KIND_COORDINATOR else SERVICE
         try:
             bus = await Bus.connect(
                 given.nats_url,
-                Login.of_stack(given.stack.nats, given.state_dir),
+                Login.of_stack(given.stack.nats, given.state_dir, given.stack.bind.tls, user),
                 name=instance_id,
                 timeout_s=NATS_TIMEOUT_S,
+                replicas=given.stack.nats.replicas,
             )
             try:
+                registry, activities = Registry(bus, token), Activities()
                 yield Host(
                     kind=self._kind,
                     name=given.name,
@@ -137,9 +153,16 @@ class ServiceProcess:
                     stack=given.stack,
                     state_dir=given.state_dir,
                     bus=bus,
-                    registry=Registry(bus, token),
+                    registry=registry,
                     token=token,
                     fail=self._fail,
+                    activities=activities,
+                    files=Files(
+                        FileCache(given.state_dir / "files", given.stack.file_cache_gib),
+                        lambda address: rpc.connect(address, token=token),
+                        partial(coordinator_address, registry, given.stack),
+                        activities,
+                    ),
                 )
             finally:
                 await bus.close()
@@ -152,13 +175,14 @@ class ServiceProcess:
         """Serve from the opening of the port until it is closed."""
         announced = None
         try:
-            registration.address = await server.start()
+            registration.address = host.files.address = await server.start()
             announced = announce(
                 host.state_dir,
                 name=host.name,
                 kind=self._kind_name,
                 address=registration.address,
                 instance_id=host.instance_id,
+                token_file=host.stack.bind.token_file,
             )
             await host.registry.announce(registration)
             logger.info("starting", address=registration.address, pid=os.getpid())
@@ -258,10 +282,20 @@ class ServiceProcess:
         self._ending.set()
 
 
-def announce(state_dir: Path, *, name: str, kind: str, address: str, instance_id: str) -> Path:
+def announce(
+    state_dir: Path, *, name: str, kind: str, address: str, instance_id: str, token_file: Path | None
+) -> Path:
     """Write the file and return its path."""
     path = state_dir / "instances" / f"{name}.json"
-    entry = {"name": name, "kind": kind, "pid": os.getpid(), "address": address, "instance_id": instance_id}
+    entry: dict[str, str | int] = {
+        "name": name,
+        "kind": kind,
+        "pid": os.getpid(),
+        "address": address,
+        "instance_id": instance_id,
+    }
+    if token_file is not None:
+        entry["token_file"] = str(token_file)
     write_atomically(path, json.dumps(entry))
     return path
 

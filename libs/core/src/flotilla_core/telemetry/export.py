@@ -14,6 +14,7 @@ import platform
 import threading
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -24,7 +25,10 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
 from flotilla_core.telemetry import names
-from flotilla_core.trust import HEADER, CallSigner, dialled
+from flotilla_core.trust import HEADER, CallSigner, Token, dialled
+
+if TYPE_CHECKING:
+    from flotilla_core.trust.certificates import TlsFiles
 
 QUEUE_SPANS = 16_384
 BATCH_SPANS = 256
@@ -42,6 +46,8 @@ _CHANNEL_OPTIONS = (
 # The receiver refuses the batch itself: sending it again cannot help.
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
 
+# An endpoint without TLS, in a stack that has it.
+_PLAIN = "http://"
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 logger = logging.getLogger(__name__)
@@ -53,20 +59,43 @@ _MAX_ATTRIBUTE_LENGTH = 4096
 class OtlpProcessor(SpanProcessor):
     """The export of every span of this process to one endpoint."""
 
-    def __init__(self, endpoint: str, token: str | None = None) -> None:
+    def __init__(self, endpoint: str, token: str | Token | None = None) -> None:
         """`token` signs each batch, which the stack's own coordinator asks for."""
-        self.endpoint = endpoint = dialled(endpoint)
+        plain = endpoint.startswith(_PLAIN)
+        self.endpoint = endpoint = dialled(endpoint.removeprefix(_PLAIN))
         self.dropped = 0
         self._queue: deque[ReadableSpan] = deque()
         self._pending = threading.Event()
         self._stopping = threading.Event()
         self._deadline = float("inf")
         self._away = False
-        self._signer = CallSigner(token, endpoint) if token else None
-        self._channel = grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
-        self._stub = TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        known = Token.of(token) if token else None
+        self._signer = CallSigner(known, endpoint) if known is not None else None
+        self._files: TlsFiles | None = None
+        if known is not None and known.tls is not None and not plain:
+            from flotilla_core.trust.certificates import TlsFiles
+
+            self._files = TlsFiles(known.tls)
+        self._dial(None if self._files is None else self._files.read())
         self._thread = threading.Thread(target=self._run, name=f"otlp-{endpoint}", daemon=True)
         self._thread.start()
+
+    def _dial(self, files: tuple[bytes, bytes, bytes] | None) -> None:
+        if files is None:
+            self._channel = grpc.insecure_channel(self.endpoint, options=_CHANNEL_OPTIONS)
+        else:
+            key, chain, authorities = files
+            credentials = grpc.ssl_channel_credentials(authorities, key, chain)
+            self._channel = grpc.secure_channel(self.endpoint, credentials, options=_CHANNEL_OPTIONS)
+        self._stub = TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def _renew(self) -> None:
+        """Dial again once the certificate was replaced; one that cannot be used leaves the connection as it is."""
+        files = None if self._files is None else self._files.read_again()
+        if files is not None:
+            before = self._channel
+            self._dial(files)
+            before.close()
 
     def on_end(self, span: ReadableSpan) -> None:
         context = span.context
@@ -116,6 +145,7 @@ class OtlpProcessor(SpanProcessor):
 
     def _send_queue(self) -> bool:
         """Send batch after batch; a batch leaves the queue only once it is delivered or refused for good."""
+        self._renew()
         while self._queue:
             count = min(len(self._queue), BATCH_SPANS)
             timeout_s = min(EXPORT_TIMEOUT_S, self._deadline - time.monotonic())

@@ -82,9 +82,19 @@ def note_attempt(span: Span, attempt: int) -> None:
 class TracedChannel(grpc.aio.Channel):
     """`channel` with a span around each call; what `metadata` gives for its method goes with it."""
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Callable[[str], Metadata] = lambda _: ()) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        metadata: Callable[[str], Metadata] = lambda _: (),
+        explain: Callable[[Any], Awaitable[Any]] | None = None,
+    ) -> None:
+        """`explain` returns a better error for one about the connection; `rpc.calls` asks it."""
         self._channel = channel
         self._metadata = metadata
+        self._explain = explain
+
+    def _traced(self, method: str, start: Callable[..., Any]) -> _TracedMethod:
+        return _TracedMethod(method, start, self._metadata, self._explain)
 
     async def __aenter__(self) -> Self:
         await self._channel.__aenter__()
@@ -112,22 +122,29 @@ class TracedChannel(grpc.aio.Channel):
 
     # Stubs call this for the callable of one method; they know its message types.
     def unary_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
-        return _TracedMethod(method, self._channel.unary_unary(method, *codecs, **options), self._metadata)
+        return self._traced(method, self._channel.unary_unary(method, *codecs, **options))
 
     def unary_stream(self, method: str, *codecs: Any, **options: Any) -> Any:
-        return _TracedMethod(method, self._channel.unary_stream(method, *codecs, **options), self._metadata)
+        return self._traced(method, self._channel.unary_stream(method, *codecs, **options))
 
     def stream_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
-        return _TracedMethod(method, self._channel.stream_unary(method, *codecs, **options), self._metadata)
+        return self._traced(method, self._channel.stream_unary(method, *codecs, **options))
 
     def stream_stream(self, method: str, *codecs: Any, **options: Any) -> Any:
-        return _TracedMethod(method, self._channel.stream_stream(method, *codecs, **options), self._metadata)
+        return self._traced(method, self._channel.stream_stream(method, *codecs, **options))
 
 
 class _TracedMethod:
     """One method of a stub: calling it starts a call and its span."""
 
-    def __init__(self, method: str, start: Callable[..., Any], metadata: Callable[[str], Metadata]) -> None:
+    def __init__(
+        self,
+        method: str,
+        start: Callable[..., Any],
+        metadata: Callable[[str], Metadata],
+        explain: Callable[[Any], Awaitable[Any]] | None = None,
+    ) -> None:
+        self.explain = explain
         # Under the name that gRPC's own callables have it.
         self._method = method
         self._span_name = span_name(method)

@@ -243,6 +243,12 @@ METRICS = (
     Metric(
         "time/optimizer_step_s", "seconds", COORDINATOR, "Calls for an optimizer step (with `loop: client`)."
     ),
+    Metric(
+        "time/copy_checkpoint_s",
+        "seconds",
+        COORDINATOR,
+        "Wait for the last copy in object storage at the end of a run.",
+    ),
     Metric("time/export_s", "seconds", COORDINATOR, "Export of the model (with `loop: client`)."),
     Metric("time/open_session_s", "seconds", COORDINATOR, "Opening of the sessions, before the first step."),
     Metric(

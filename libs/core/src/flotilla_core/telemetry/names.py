@@ -94,6 +94,7 @@ UNTRACED_METHODS = frozenset(
         "/flotilla.coordinator.v1.CoordinatorService/WatchRun",
         "/flotilla.generator.v1.GeneratorService/GetWeightStatus",
         "/flotilla.launcher.v1.LauncherService/List",
+        "/flotilla.trainer.v1.RankService/RunRank",
     }
 )
 """Polls and watches of ours: they say nothing about the work and would drown it."""

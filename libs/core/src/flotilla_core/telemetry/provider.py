@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
     from flotilla_core.telemetry.export import OtlpProcessor
+    from flotilla_core.trust import Token
 
 
 class _State:
@@ -25,7 +26,7 @@ class _State:
     tracer: Tracer | None = None
 
 
-def start(service: str, instance_id: str, otlp: Sequence[str], *, token: str | None = None) -> None:
+def start(service: str, instance_id: str, otlp: Sequence[str], *, token: str | Token | None = None) -> None:
     """Record spans and send them to every `host:port` of `otlp`; where there is none, record nothing.
 
     `token` is the stack's secret: it signs what is sent, and does not travel itself.

@@ -1,10 +1,12 @@
 """The proof of a caller to a service that it has the secret of the stack, without sending it.
 
 Every call carries `authorization: Flotilla TIME SENDER COUNT ADDRESS SIGNATURE`: a keyed BLAKE2b, at a third of the
-cost of an HMAC, by a key derived from the secret, over the call's method and those four fields.
-Invariants: a signature is good once, for one method, at the address that was dialled and for five minutes, so a process
-that receives it in place of the service cannot use it; a service keeps a bounded memory for each sender that has
-proven itself, and none for others.
+cost of an HMAC, by a key derived from the secret, over the call's method and those four fields. ADDRESS is quoted as in
+a URL, because the path of a socket may hold what a header cannot. The holder of a token with a role sends its claims
+before TIME, and signs by the key of its token (`role_tokens`).
+Invariants: a signature is good once while the service runs, for one method, at the address that was dialled and for
+five minutes, so a process that receives it in place of the service cannot use it; a service keeps a bounded memory for
+each sender that has proven itself, and none for others.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable
+from urllib.parse import quote, unquote
 
 from flotilla_core.errors import FlotillaError, Unauthenticated, Unavailable
+from flotilla_core.trust.role_tokens import Claims, clock, key_of, opened
+from flotilla_core.trust.secret_file import Token
 
 HEADER = "authorization"
 SCHEME = "Flotilla"
@@ -26,59 +31,105 @@ WINDOW = 8192
 """Limit on how far calls of one sender may overtake each other."""
 _FORGET_AFTER_MS = 2 * TOLERANCE_MS
 _LONGEST_NUMBER = 18
+_LONGEST_SENDER = 32
+_WHOLE_WINDOW = (1 << WINDOW) - 1
+_AS_THEY_ARE = "/:[]@"
 
 
 class CallSigner:
     """Signs the calls of one channel."""
 
-    def __init__(self, token: str, address: str) -> None:
-        self._key = _derived(token)
-        self._address = address
+    def __init__(self, token: str | Token, address: str) -> None:
+        self._token = Token.of(token)
+        self._known = ""
+        self._claims = ""
+        self._key = b""
+        self._address = quote(address, safe=_AS_THEY_ARE)
         self._sender = secrets.token_hex(8)
         self._counts = itertools.count(1)
 
     def sign(self, method: str) -> str:
         """Return the value of the header for one call of `method` (/package.Service/Method)."""
+        token = self._token.current()
+        if token != self._known:
+            self._take(token)
         stated = f"{time.time_ns() // 1_000_000} {self._sender} {next(self._counts)} {self._address}"
-        return f"{SCHEME} {stated} {_signature(self._key, method, stated)}"
+        return f"{SCHEME} {self._claims}{stated} {_signature(self._key, method, stated)}"
+
+    def _take(self, token: str) -> None:
+        """Sign by this token from now on."""
+        role = opened(token)
+        self._claims = f"{role[0]} " if role else ""
+        self._key = _derived(role[1] if role else token)
+        self._known = token
 
 
 class CallVerifier:
     """Judges the calls that reach one server."""
 
     def __init__(
-        self, token: str, names: Callable[[], frozenset[str]], *, shares_our_clock: bool = False
+        self, token: str | Token, names: Callable[[], frozenset[str]], *, shares_our_clock: bool = False
     ) -> None:
         """`names` returns the addresses that are the server's own.
 
         Where every caller shares the clock of the server, a call that was signed before the server began is refused:
         another process may have had the address then.
         """
-        self._key = _derived(token)
-        self._bearer = f"Bearer {token}".encode()
+        self._token = Token.of(token)
         self._names = names
         self._known_names: frozenset[str] = frozenset()
         self._senders: dict[str, _Sender] = {}
         self._swept_ms = 0
         self._began_ms = _now_ms() if shares_our_clock else 0
+        self._keys: dict[str, bytes] = {}
+        """What is derived from each accepted secret."""
 
     def refusal(self, method: str, given: str | bytes) -> FlotillaError | None:
         """Return why a call with this header is refused; None lets it pass, and counts it."""
         text = given.decode("ascii", "replace") if isinstance(given, bytes) else given
         match text.split(" "):
             case [scheme, moment, sender, count, address, signature] if scheme == SCHEME:
-                stated = f"{moment} {sender} {count} {address}"
-                if (
-                    hmac.compare_digest(signature.encode(), _signature(self._key, method, stated).encode())
-                    and moment.isdecimal()
-                    and count.isdecimal()
-                    and max(len(moment), len(count)) <= _LONGEST_NUMBER
-                ):
-                    return self._judged(method, int(moment), sender, int(count), address)
+                claims = None
+            case [scheme, role, moment, sender, count, address, signature] if scheme == SCHEME:
+                claims = Claims.parse(role)
+                if claims is None:
+                    return unproven(method)
             case _:
-                # A tool that is not ours (grpcurl): its user chose to send the secret itself.
-                if hmac.compare_digest(text.encode(), self._bearer):
-                    return None
+                return self._judged_bearer(method, text)
+        if (
+            not self._is_signed(claims, method, f"{moment} {sender} {count} {address}", signature)
+            or not moment.isdecimal()
+            or not count.isdecimal()
+            or max(len(moment), len(count)) > _LONGEST_NUMBER
+            or len(sender) > _LONGEST_SENDER
+        ):
+            return unproven(method)
+        if claims is not None and (refusal := claims.refusal(method)) is not None:
+            return refusal
+        # A holder of a token must not use up the calls of another sender.
+        return self._judged(method, int(moment), f"{claims or ''} {sender}", int(count), unquote(address))
+
+    def _is_signed(self, claims: Claims | None, method: str, stated: str, signature: str) -> bool:
+        """Return whether a secret that is accepted now, or the key of these claims under it, made the signature."""
+        accepted = self._token.accepted()
+        if claims is None:
+            if self._keys.keys() != set(accepted):
+                self._keys = {secret: _derived(secret) for secret in accepted}
+            keys = [self._keys[secret] for secret in accepted]
+        else:
+            keys = [_derived(key_of(secret, claims)) for secret in accepted]
+        given = signature.encode()
+        return any(hmac.compare_digest(given, _signature(key, method, stated).encode()) for key in keys)
+
+    def _judged_bearer(self, method: str, text: str) -> FlotillaError | None:
+        """Judge a tool that is not ours (grpcurl), whose user chose to send the token itself."""
+        scheme, _, token = text.partition(" ")
+        role = opened(token)
+        for secret in self._token.accepted():
+            expected = secret if role is None else key_of(secret, role[0])
+            given = token if role is None else role[1]
+            if scheme == "Bearer" and hmac.compare_digest(given.encode(), expected.encode()):
+                return None if role is None else role[0].refusal(method)
         return unproven(method)
 
     def _judged(
@@ -90,8 +141,8 @@ class CallVerifier:
             return Unauthenticated(
                 "the clocks of caller and service differ",
                 where=method,
-                why=f"the caller's says {_clock(moment)}, the service's {_clock(now)}, and a call is good for "
-                f"{TOLERANCE_MS // 60_000} minutes",
+                why=f"the caller's says {clock(moment / 1000)}, the service's {clock(now / 1000)}, and a call is good "
+                f"for {TOLERANCE_MS // 60_000} minutes",
                 next_step="set the clocks of both hosts, for example by NTP",
             )
         if address not in self._known_names and address not in self._own_names():
@@ -141,22 +192,22 @@ class _Sender:
     def __init__(self) -> None:
         self.heard_ms = 0
         self._newest = 0
-        self._taken = bytearray(WINDOW)
+        self._taken = 0
+        """A bit for each number of the window that was taken, the newest in the lowest one."""
 
     def takes(self, count: int, now: int) -> bool:
         """Return whether this is the first call of that number; it is taken then."""
         self.heard_ms = now
         if count > self._newest:
-            skipped = count - self._newest - 1
-            if skipped >= WINDOW:
-                self._taken = bytearray(WINDOW)
-            else:
-                for number in range(self._newest + 1, count):
-                    self._taken[number % WINDOW] = 0
+            further = count - self._newest
+            kept = self._taken << further if further < WINDOW else 0
+            self._taken = (kept | 1) & _WHOLE_WINDOW
             self._newest = count
-        elif count <= self._newest - WINDOW or self._taken[count % WINDOW]:
+            return True
+        behind = self._newest - count
+        if behind >= WINDOW or self._taken >> behind & 1:
             return False
-        self._taken[count % WINDOW] = 1
+        self._taken |= 1 << behind
         return True
 
 
@@ -190,10 +241,3 @@ def _signature(key: bytes, method: str, stated: str) -> str:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _clock(moment_ms: int) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment_ms / 1000))
-    except (OverflowError, ValueError, OSError):
-        return f"{moment_ms} ms"

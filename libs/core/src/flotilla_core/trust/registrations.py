@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from flotilla.common.v1.registration_pb2 import Registration, SignedRegistration
 from flotilla_core.trust.calls import TOLERANCE_MS
+from flotilla_core.trust.secret_file import Token
 
 _TOLERANCE_NS = TOLERANCE_MS * 1_000_000
 
@@ -22,15 +23,16 @@ _TOLERANCE_NS = TOLERANCE_MS * 1_000_000
 class RegistrationSigner:
     """Signs the registrations of one process."""
 
-    def __init__(self, token: str) -> None:
-        self._key = _derived(token)
+    def __init__(self, token: str | Token) -> None:
+        self._token = Token.of(token)
         self._last_ns = 0
 
     def sign(self, registration: Registration) -> bytes:
         """Return what the registry shall hold; each is newer than those before it."""
         self._last_ns = max(time.time_ns(), self._last_ns + 1)
         content = registration.SerializeToString(deterministic=True)
-        signature = _signature(self._key, registration.instance_id, self._last_ns, content)
+        key = _derived(self._token.current())
+        signature = _signature(key, registration.instance_id, self._last_ns, content)
         return SignedRegistration(
             registration=content, signed_at_ns=self._last_ns, signature=signature
         ).SerializeToString()
@@ -39,8 +41,8 @@ class RegistrationSigner:
 class RegistrationVerifier:
     """Judges what one reader finds in the registry."""
 
-    def __init__(self, token: str) -> None:
-        self._key = _derived(token)
+    def __init__(self, token: str | Token) -> None:
+        self._token = Token.of(token)
         self._newest_ns: dict[str, int] = {}
 
     def read(self, key: str, content: bytes) -> Registration | str | None:
@@ -50,8 +52,12 @@ class RegistrationVerifier:
         except DecodeError:
             return "it is not a signed registration"
         moment = signed.signed_at_ns
-        expected = _signature(self._key, key, moment, signed.registration)
-        if not hmac.compare_digest(signed.signature, expected):
+        if not any(
+            hmac.compare_digest(
+                signed.signature, _signature(_derived(secret), key, moment, signed.registration)
+            )
+            for secret in self._token.accepted()
+        ):
             return "it is not signed with the secret of this stack"
         now = time.time_ns()
         if abs(now - moment) > _TOLERANCE_NS:

@@ -1,0 +1,108 @@
+"""The model of a service that runs where its folder is not: fetched from the coordinator before the service is built.
+
+Invariants: a folder or a hub name that this host has, or can get from the hub, is used as before; one in object storage
+is fetched from there, by the coordinator too, and from the coordinator where this host cannot; only a generator and
+a trainer ask for a model, each for the one of its own role. A coordinator is found in the registry, or where the stack
+file says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from flotilla.common.v1 import registration_pb2 as reg
+from flotilla_core.bus import Registry
+from flotilla_core.config import StackConfig
+from flotilla_core.config.model import is_url
+from flotilla_core.errors import FlotillaError, NotFound, Unavailable
+from flotilla_core.gangs import model_of, roles_of, with_model
+from flotilla_core.model_folder import model_folder
+from flotilla_core.roles import POLICY, role_of_process
+from flotilla_core.service.host import Host
+from flotilla_core.transfer import Files
+
+_ALIVE = (reg.INSTANCE_STATE_STARTING, reg.INSTANCE_STATE_READY)
+_NEED_A_MODEL = (reg.SERVICE_KIND_GENERATOR, reg.SERVICE_KIND_TRAINER)
+
+logger = structlog.get_logger()
+
+
+def offer_models(host: Host) -> None:
+    """Offer the models of a stack to services on hosts that do not have them."""
+    for role in roles_of(host.stack):
+        host.files.offers.offer_model(name_of_model(role), partial(_folder, host.stack, role))
+
+
+def _folder(stack: StackConfig, role: str) -> Path:
+    return model_folder(model_of(stack, role))
+
+
+def name_of_model(role: str) -> str:
+    """Return the name under which the coordinator offers the model of a role."""
+    return f"model of {role}"
+
+
+async def bring_model(host: Host) -> None:
+    """Replace models by copies on this host, where the service needs one and has none."""
+    if host.kind == reg.SERVICE_KIND_COORDINATOR:
+        host.stack = await with_copies(host.stack, host.files)
+    if host.kind not in _NEED_A_MODEL:
+        return
+    role = role_of_process(host.name) if host.kind == reg.SERVICE_KIND_TRAINER else POLICY
+    model = model_of(host.stack, role)
+    try:
+        if is_url(model):
+            folder = await host.files.fetch_url(str(model))
+        else:
+            await asyncio.to_thread(model_folder, model)
+            return
+    except FlotillaError as missing:
+        logger.info("the model is not on this host", model=str(model), why=missing.why)
+        try:
+            folder = await host.files.fetch(name_of_model(role), what=f"the model {model}")
+        except FlotillaError as error:
+            raise NotFound(
+                missing.what,
+                where=missing.where,
+                why=f"{missing.why + '; ' if missing.why else ''}the coordinator did not give it either: {error}",
+                next_step=missing.next_step,
+            ) from error
+    host.stack = with_model(host.stack, role, folder)
+
+
+async def with_copies(stack: StackConfig, files: Files) -> StackConfig:
+    """Return the stack with a copy on this host in place of each model that lies in object storage."""
+    for role in roles_of(stack):
+        model = model_of(stack, role)
+        if is_url(model):
+            stack = with_model(stack, role, await files.fetch_url(str(model)))
+    return stack
+
+
+async def coordinator_address(registry: Registry, stack: StackConfig) -> str:
+    """Return where the coordinator can be reached; wait for one as long as for any service."""
+    if stack.coordinator.attach is not None:
+        return stack.coordinator.attach
+    try:
+        async with asyncio.timeout(stack.ready_timeout_s), aclosing(registry.watch()) as views:
+            async for view in views:
+                found = [
+                    one
+                    for one in view.values()
+                    if one.kind == reg.SERVICE_KIND_COORDINATOR and one.state in _ALIVE
+                ]
+                if found:
+                    return max(found, key=lambda one: one.started_at.ToNanoseconds()).address
+    except TimeoutError:
+        pass
+    raise Unavailable(
+        "there is no coordinator to fetch files from",
+        where=f"stack {stack.name!r}",
+        why=f"none is in the registry for {stack.ready_timeout_s:g} s",
+        next_step="start the coordinator, or name its address in coordinator.attach",
+    )

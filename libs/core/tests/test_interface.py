@@ -1,0 +1,104 @@
+"""The interface and the ports of a host come from its stack file, and a wrong one is named."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from flotilla_core import rpc
+from flotilla_core.config import BindConfig
+from flotilla_core.config.stack import TlsConfig
+from flotilla_core.errors import InvalidConfig, PortInUse
+from flotilla_core.rpc.interface import (
+    PORTS_VARIABLE,
+    check_interface,
+    hand_down,
+    interface_address,
+    listener,
+    ports_of,
+)
+from flotilla_core.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, make_certificates
+
+TOKEN = "word" * 16
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FLOTILLA_INTERFACE", "FLOTILLA_PORTS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def free_pair() -> tuple[int, int]:
+    """Return two neighbours of which both are free now."""
+    for first in range(20_000, 30_000, 2):
+        try:
+            with socket.create_server(("127.0.0.1", first)), socket.create_server(("127.0.0.1", first + 1)):
+                return first, first + 1
+        except OSError:
+            continue
+    raise AssertionError("no two ports are free")
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
+    with pytest.raises(InvalidConfig, match=r"nothing0.*bind\.interface.*lo"):
+        check_interface(BindConfig(interface="nothing0"))
+
+
+def test_ranks_and_workers_learn_the_interface() -> None:
+    hand_down(BindConfig(interface="lo", ports="9000-9001"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert os.environ["FLOTILLA_PORTS"] == "9000-9001"
+    assert interface_address() == "127.0.0.1"
+
+
+def test_a_variable_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    hand_down(BindConfig(interface="lo"))
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize("text", ["9000", "9001-9000", "0-10", "9000-70000", "a-b", "-9000"])
+def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
+    with pytest.raises(ValidationError, match="no range of ports"):
+        BindConfig(ports=text)
+
+
+def test_without_a_range_any_port_is_taken() -> None:
+    assert list(ports_of(None)) == [0] and list(ports_of("9000-9002")) == [9000, 9001, 9002]
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_services_take_free_ports_of_the_range_and_then_say_that_it_is_full(
+    encrypted: bool, tmp_path: Path
+) -> None:
+    first, last = free_pair()
+    tls = None
+    if encrypted:
+        folder = make_certificates(tmp_path / "certs", ["127.0.0.1"])[0]
+        tls = TlsConfig(
+            certificate_file=folder / CERTIFICATE_FILE, key_file=folder / KEY_FILE, ca_file=folder / CA_FILE
+        )
+    bind = BindConfig(ports=f"{first}-{last}", tls=tls)
+    servers = [rpc.RpcServer(bind, token=TOKEN) for _ in range(3)]
+    try:
+        addresses = [await server.start() for server in servers[:2]]
+        assert addresses == [f"127.0.0.1:{first}", f"127.0.0.1:{last}"]
+        with pytest.raises(PortInUse, match=r"bind\.ports"):
+            await servers[2].start()
+    finally:
+        for server in servers:
+            await server.stop(0)
+
+
+def test_a_weight_group_listens_in_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = free_pair()
+    monkeypatch.setenv(PORTS_VARIABLE, f"{first}-{last}")
+    with listener("127.0.0.1") as one, listener("127.0.0.1") as two:
+        assert [one.getsockname()[1], two.getsockname()[1]] == [first, last]
+        with pytest.raises(OSError):
+            listener("127.0.0.1")
