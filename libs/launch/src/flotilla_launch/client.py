@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
@@ -13,6 +14,7 @@ from flotilla_core import rpc
 from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.errors import Unavailable
 from flotilla_core.ids import new_request_id
+from flotilla_core.trust import Token
 from flotilla_launch.guardian import starts_launcher_again, why_it_ended
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.state import LauncherFile
@@ -27,7 +29,7 @@ _STOP_LIMIT_S = 60.0
 
 
 class LauncherClient:
-    """Calls to one supervisor over its unix socket."""
+    """Calls to one supervisor, over its unix socket or a port."""
 
     def __init__(self, stub: LauncherServiceAsyncStub) -> None:
         self._stub = stub
@@ -36,7 +38,14 @@ class LauncherClient:
     @asynccontextmanager
     async def open(cls, file: LauncherFile) -> AsyncIterator[LauncherClient]:
         """A client for the time of the block."""
-        channel = rpc.connect(f"unix:{file.socket}")
+        async with cls.at(f"unix:{file.socket}") as client:
+            yield client
+
+    @classmethod
+    @asynccontextmanager
+    async def at(cls, address: str, token: Token | None = None) -> AsyncIterator[LauncherClient]:
+        """A client of the launcher at host:port, for the time of the block."""
+        channel = rpc.connect(address, token=token)
         try:
             yield cls(LauncherServiceStub(channel))
         finally:
@@ -60,6 +69,11 @@ class LauncherClient:
         """Returns when the new replicas are READY and the superfluous ones are gone."""
         request = pb.ScaleRequest(request_id=new_request_id(), kind=kind, replicas=replicas)
         return list((await rpc.unary(self._stub.Scale, request, timeout_s=timeout_s)).processes)
+
+    async def restart(self, name: str, executables: Path, *, timeout_s: float) -> pb.ProcessStatus:
+        """Return the replica when it was started again from these commands, and is READY."""
+        request = pb.RestartRequest(request_id=new_request_id(), name=name, executables=str(executables))
+        return (await rpc.unary(self._stub.Restart, request, timeout_s=timeout_s, attempts=1)).process
 
 
 def find(paths: StackPaths) -> LauncherFile | None:

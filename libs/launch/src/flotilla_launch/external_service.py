@@ -12,6 +12,7 @@ import structlog
 
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.errors import Unavailable
+from flotilla_core.trust import Token
 from flotilla_launch.health import is_serving
 from flotilla_launch.placement import Slot, kind_name
 
@@ -23,7 +24,7 @@ _POLL_S = 0.5
 class ExternalService:
     """One address of `attach` in the stack file."""
 
-    def __init__(self, slot: Slot, token: str | None) -> None:
+    def __init__(self, slot: Slot, token: Token | None) -> None:
         assert slot.attached is not None
         self._slot = slot
         self._address = slot.attached

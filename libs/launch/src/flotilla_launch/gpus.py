@@ -20,9 +20,9 @@ from pathlib import Path
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.gangs import gang_of, roles_of, slots_of_role
+from flotilla_core.gangs import gang_of, roles_of, section_of_process, slots_of_role
 from flotilla_core.roles import POLICY, role_of_process, section_of
-from flotilla_launch.placement import Slot, slots_of
+from flotilla_launch.placement import OF_GANGS, Slot, processes_of, slots_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROC = Path("/proc/driver/nvidia/gpus")
@@ -111,6 +111,13 @@ class Gpus:
         return {VISIBLE: ",".join(self.names[first : first + count]), **order}
 
 
+def taken_by(slot: Slot, stack: StackConfig) -> int:
+    """Return how many GPUs a service takes that has its own."""
+    if slot.kind in OF_GANGS:
+        return processes_of(slot, stack) if _ranks(section_of_process(stack, slot.name)) else 0
+    return _generator(stack) if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR else 0
+
+
 def needed(stack: StackConfig) -> int:
     """Return the GPUs of a stack whose placement is decided."""
     generators = 0 if stack.placement == "colocated" else stack.generator.replicas * _generator(stack)
@@ -136,7 +143,7 @@ def _policy_ranks(stack: StackConfig) -> int:
 def _ranks(gang: TrainerConfig) -> int:
     """None for one that computes on the CPU, that someone else runs, or that is not there."""
     ours = gang.replicas and gang.attach is None
-    return gang.nproc if ours and gang.backend != "gloo" else 0
+    return gang.ranks_here if ours and gang.backend != "gloo" else 0
 
 
 def _generator(stack: StackConfig) -> int:

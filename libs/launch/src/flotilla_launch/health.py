@@ -9,16 +9,17 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from flotilla_core import rpc
 from flotilla_core.errors import FlotillaError
+from flotilla_core.trust import Token
 
 _TIMEOUT_S = 2.0
 
 
-async def is_serving(address: str, token: str | None) -> bool:
+async def is_serving(address: str, token: str | Token | None, timeout_s: float = _TIMEOUT_S) -> bool:
     """Ask `grpc.health.v1`; no answer is no."""
     channel = rpc.connect(address, token=token)
     check: Any = HealthStub(channel).Check  # type: ignore[attr-defined]
     try:
-        answer = await rpc.unary(check, HealthCheckRequest(), timeout_s=_TIMEOUT_S, attempts=1)
+        answer = await rpc.unary(check, HealthCheckRequest(), timeout_s=timeout_s, attempts=1)
     except FlotillaError:
         return False
     finally:

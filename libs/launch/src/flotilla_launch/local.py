@@ -74,7 +74,7 @@ async def up(
     while True:
         # Before the lock, which the guardian takes as well.
         await _guardian_done(paths, on_wait)
-        async with _one_at_a_time(paths, 2 * stack.ready_timeout_s, on_wait):
+        async with one_at_a_time(paths, 2 * stack.ready_timeout_s, on_wait):
             file = find(paths)
             if file is None:
                 await _start_supervisor(stack, paths, executables or executables_directory(), on_progress)
@@ -102,7 +102,7 @@ async def down(paths: StackPaths, *, on_wait: Callable[[str], None] = lambda _: 
     """Return whether anything was there to stop."""
     if not paths.directory.is_dir():
         return False
-    async with _one_at_a_time(paths, _STOP_LIMIT_S, on_wait):
+    async with one_at_a_time(paths, _STOP_LIMIT_S, on_wait):
         file = find(paths)
         if file is None:
             return await _cleaned_up(paths)
@@ -226,7 +226,7 @@ async def _report_line(reading: int, paths: StackPaths, on_progress: Progress) -
 
 
 @contextlib.asynccontextmanager
-async def _one_at_a_time(
+async def one_at_a_time(
     paths: StackPaths, timeout_s: float, on_wait: Callable[[str], None]
 ) -> AsyncIterator[None]:
     deadline = time.monotonic() + timeout_s

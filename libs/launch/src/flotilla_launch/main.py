@@ -1,7 +1,7 @@
 """`flotilla-launcher`: the supervisor process of one stack.
 
 Usually `flotilla up` starts it detached. By hand it stays in the foreground: flotilla-launcher --stack
-stack.yaml
+stack.yaml. With `--node` it is the agent of one node of a stack that an engine placed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ def main() -> None:
         action="store_true",
         help="take over the processes that a launcher left when it died",
     )
+    parser.add_argument(
+        "--node", help="tend only the services of this node, where an engine placed the stack"
+    )
+    parser.add_argument("--mark", default="", help="placement that the node belongs to")
     arguments = parser.parse_args()
 
     import asyncio
@@ -40,6 +44,12 @@ def main() -> None:
         stack = load(StackConfig, [arguments.stack], resolve_paths=True)
         executables = Path(sys.argv[0]).absolute().parent
         with names_full_disk("the launcher cannot write its files", stack.state_dir):
+            if arguments.node:
+                from flotilla_launch.agent import run_agent
+                from flotilla_launch.slurm.job import SlurmNodes
+
+                nodes = SlurmNodes(stack)
+                sys.exit(run_agent(stack, nodes, arguments.node, arguments.mark, executables=executables))
             asyncio.run(serve(stack, report, executables=executables, take_over=arguments.take_over))
     except FlotillaError as error:
         report.failed(error)

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import structlog
@@ -18,21 +19,26 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.bus import NatsServer
+from flotilla_core.bus.server import LOOPBACK
 from flotilla_core.disk import lacks_room
 from flotilla_core.errors import FlotillaError
 from flotilla_core.process_identity import ProcessIdentity
+from flotilla_core.trust.certificates import TlsFiles
 from flotilla_launch.budget import RestartBudget
 from flotilla_launch.child import new_mark
 from flotilla_launch.placement import reserve_port
 from flotilla_launch.process_tree import MARK, end_tree
 from flotilla_launch.records import ProcessRecord
 
+if TYPE_CHECKING:
+    from flotilla_core.config.stack import TlsConfig
+
 log = structlog.get_logger()
 
 NAME = "nats"
-_HOST = "127.0.0.1"
 _RESTART_DELAY_S = 0.5
 _LOOK_FOR_ROOM_EVERY_S = 1.0
+_LOOK_FOR_CERTIFICATES_EVERY_S = 5.0
 
 
 class NatsProcess:
@@ -45,12 +51,20 @@ class NatsProcess:
         wrapper: Sequence[str],
         restart_budget: int,
         on_change: Callable[[], None],
+        host: str = LOOPBACK,
+        dialled: str = LOOPBACK,
+        port: int = 0,
+        tls: TlsConfig | None = None,
     ) -> None:
+        """`port` is that of a server before it whose clients come back; 0 takes a free one."""
+        self._host = host
+        self._dialled = dialled
         self._directory = directory
         self._wrapper = wrapper
         self._budget = RestartBudget(restart_budget)
         self._on_change = on_change
-        self._port = 0
+        self._port = port
+        self._tls = tls
         self._server: NatsServer | None = None
         self._identity: ProcessIdentity | None = None
         self._mark = ""
@@ -62,7 +76,7 @@ class NatsProcess:
         """Return the URL that holds for the life of the stack."""
         if not self._port:
             # Of those that the kernel gives to no other process: a server that was away finds it free.
-            self._port = reserve_port(_HOST)
+            self._port = reserve_port(self._host)
         server = await self._boot()
         self._keep(server)
         return server.url
@@ -78,7 +92,7 @@ class NatsProcess:
         if record.identity is not None and ready:
             # Opened first, looked at then: from there on the id stands for this process.
             with contextlib.suppress(ProcessLookupError):
-                server = NatsServer.adopt(self._directory, record.identity.pid, url)
+                server = NatsServer.adopt(self._directory, record.identity.pid, url, self._tls)
                 self._server = server if record.alive else None
         if self._status.state != ProcessState.PROCESS_STATE_FAILED:
             self._keep(self._server)
@@ -127,7 +141,13 @@ class NatsProcess:
         # Written down before it begins: the next launcher finds it by its mark.
         self._on_change()
         server = self._server = await NatsServer.start(
-            self._directory, self._port, wrapper=self._wrapper, environment={**os.environ, MARK: self._mark}
+            self._directory,
+            self._port,
+            host=self._host,
+            dialled=self._dialled,
+            wrapper=self._wrapper,
+            environment={**os.environ, MARK: self._mark},
+            tls=self._tls,
         )
         self._identity = ProcessIdentity.of(server.pid)
         self._status.address = urlsplit(server.url).netloc
@@ -153,7 +173,7 @@ class NatsProcess:
         why = "nats-server ended while no launcher was there"
         while True:
             if server is not None:
-                why = f"nats-server ended with status {await server.wait()}"
+                why = f"nats-server ended with status {await self._ended(server)}"
                 server = None
             await self._bury()
             if self._budget.spend() is None:
@@ -171,6 +191,21 @@ class NatsProcess:
             # This task is not awaited: what the system refuses (a full disk) is one failed attempt as well.
             except (FlotillaError, OSError) as error:
                 why = str(error)
+
+    async def _ended(self, server: NatsServer) -> int:
+        """Wait until the server has ended, and have it take certificates that were replaced meanwhile."""
+        if self._tls is None:
+            return await server.wait()
+        files = TlsFiles(self._tls)
+        waiting = asyncio.ensure_future(server.wait())
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_LOOK_FOR_CERTIFICATES_EVERY_S))[0]:
+                if files.read_again() is not None:
+                    log.info("nats-server takes the replaced certificate")
+                    server.read_again()
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     def _became(self, state: ProcessState.ValueType, error: str = "") -> None:
         running = self._server is not None and self._server.running

@@ -62,6 +62,24 @@ class StackPaths:
         return self.directory / "ended.json"
 
     @property
+    def placed_file(self) -> Path:
+        """Says which launcher has the stack, if it is not the local one."""
+        return self.directory / "placed.json"
+
+    @property
+    def endpoints_file(self) -> Path:
+        """Tells the agents of other nodes where NATS and the coordinator are."""
+        return self.directory / "endpoints.json"
+
+    @property
+    def nodes(self) -> Path:
+        """The folder of what agents tell about their nodes."""
+        return self.directory / "nodes"
+
+    def node_file(self, node: str) -> Path:
+        return self.nodes / f"{node}.json"
+
+    @property
     def up_lock_file(self) -> Path:
         """Locked while a `flotilla up` or `flotilla down` is at work."""
         return self.directory / "up.lock"

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
-from flotilla_core.errors import Exhausted
-from flotilla_core.gangs import gang_of, roles_of, slots_of_role
+from flotilla_core.errors import Exhausted, InvalidConfig, InvalidRequest
+from flotilla_core.gangs import gang_of, ranks_beside, roles_of, slots_of_role, spread_gangs
+from flotilla_core.rpc.interface import ports_of
+from flotilla_launch.environment import shown
 
 SCALABLE = (ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD)
+OF_GANGS = (ServiceKind.SERVICE_KIND_TRAINER, ServiceKind.SERVICE_KIND_RANKS)
+"""Kinds that have ranks."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,20 @@ def kind_name(kind: ServiceKind.ValueType) -> str:
     return ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower()
 
 
+def check_scalable(kind: ServiceKind.ValueType) -> None:
+    """Raise InvalidRequest for a kind whose number is fixed by the stack file."""
+    if kind not in SCALABLE:
+        raise InvalidRequest(f"{kind_name(kind)} cannot be scaled", where="kind")
+
+
+def refuse(what: str, refused: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise InvalidConfig for the first of these that applies: whether it does, `key: reason`, and what to do."""
+    for applies, reason, next_step in refused:
+        if applies:
+            where, _, why = reason.partition(": ")
+            raise InvalidConfig(what, where=where, why=why, next_step=next_step)
+
+
 def replica(kind: ServiceKind.ValueType, index: int) -> Slot:
     return Slot(f"{kind_name(kind)}-{index}", kind, index=index)
 
@@ -46,6 +64,26 @@ def replicas_of(stack: StackConfig, kind: ServiceKind.ValueType) -> int:
     """Return the number of processes of a scalable kind that the stack file asks for."""
     is_generator = kind == ServiceKind.SERVICE_KIND_GENERATOR
     return stack.generator.replicas if is_generator else stack.reward.replicas
+
+
+def wanted_replicas(stack: StackConfig) -> dict[str, int]:
+    """Return the number of replicas of each kind that can be scaled, by the kind's name."""
+    return {kind_name(kind): replicas_of(stack, kind) for kind in SCALABLE}
+
+
+def changed_replicas(running: StackConfig, stack: StackConfig) -> dict[str, int]:
+    """Return the wanted numbers that differ from those of the running stack."""
+    before = wanted_replicas(running)
+    return {name: count for name, count in wanted_replicas(stack).items() if count != before[name]}
+
+
+def processes_of(slot: Slot, stack: StackConfig) -> int:
+    """Return how many processes of a service compute, which share its CPUs and have a GPU each."""
+    if slot.kind in OF_GANGS:
+        return ranks_beside(stack, slot.name)
+    if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR and stack.generator.engine == "vllm":
+        return stack.generator.tensor_parallel_size
+    return 0 if slot.kind == ServiceKind.SERVICE_KIND_COORDINATOR else 1
 
 
 def slots_of(stack: StackConfig) -> list[Slot]:
@@ -61,21 +99,27 @@ def slots_of(stack: StackConfig) -> list[Slot]:
     ]
 
 
+def agent_slots(stack: StackConfig) -> list[Slot]:
+    """Return the agents of gangs on several hosts, which have nodes of their own where an engine places a stack."""
+    return [Slot(agent, ServiceKind.SERVICE_KIND_RANKS) for gang in spread_gangs(stack) for agent in gang[1:]]
+
+
 def difference(running: StackConfig, wanted: StackConfig) -> list[str]:
     """`key: old -> new` of everything that cannot change while the stack lives (replica counts can)."""
     old, new = (dict(_flat("", stack.model_dump(mode="json"))) for stack in (running, wanted))
     live = {f"{kind_name(kind)}.replicas" for kind in SCALABLE}
     return [
-        f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+        f"{key}: {_seen(key, old.get(key))} -> {_seen(key, new.get(key))}"
         for key in sorted(old.keys() | new.keys())
         if key not in live and old.get(key) != new.get(key)
     ]
 
 
-def reserve_port(host: str) -> int:
-    """Return a port that is free now and that the kernel gives only to processes that ask for it by number."""
+def reserve_port(host: str, among: str | None = None) -> int:
+    """Return a port of `bind.ports` that is free now, else one that the kernel gives only to who asks by number."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    ports = [port for port in range(10_000, 65_536) if not low <= port <= high] or range(10_000, 65_536)
+    others = [port for port in range(10_000, 65_536) if not low <= port <= high] or range(10_000, 65_536)
+    ports = ports_of(among) if among else others
     for _ in range(200):
         port = random.SystemRandom().choice(ports)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -106,6 +150,12 @@ def _single(kind: ServiceKind.ValueType, attached: str | None) -> Slot:
 def _attached(kind: ServiceKind.ValueType, addresses: tuple[str, ...]) -> Iterator[Slot]:
     for address in addresses:
         yield Slot(f"{kind_name(kind)}@{address}", kind, address)
+
+
+def _seen(key: str, value: object) -> str:
+    """Show a value, unless it is a variable that looks like a secret."""
+    before, variable, name = key.partition(".environment.")
+    return repr(shown(name, value) if variable and before and value is not None else value)
 
 
 def _flat(prefix: str, values: object) -> Iterator[tuple[str, object]]:

@@ -61,6 +61,8 @@ class StackRecord:
     nats_url: str = ""
     otlp: str = ""
     processes: list[ProcessRecord] = field(default_factory=list)
+    releases: dict[str, str] = field(default_factory=dict)
+    """Folders of the commands from which replicas start, by kind, where an upgrade named another one."""
 
     @classmethod
     def read(cls, path: Path) -> StackRecord | None:
@@ -73,6 +75,7 @@ class StackRecord:
             nats_url=values.get("nats_url", ""),
             otlp=values.get("otlp", ""),
             processes=[_process(entry) for entry in values.get("processes", [])],
+            releases=values.get("releases", {}),
         )
 
     def write(self, path: Path) -> None:

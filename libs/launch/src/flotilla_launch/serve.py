@@ -20,7 +20,7 @@ from flotilla_core.errors import FailedPrecondition
 from flotilla_core.files import write_atomically
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.rpc import RpcServer
-from flotilla_core.trust import make_token
+from flotilla_core.trust import TokenFile, make_token
 from flotilla_launch.cleanup import CLEANUP_LIMIT_S, clean_up
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.guardian import GuardianKeeper, end_guardian
@@ -86,20 +86,19 @@ async def _serve_locked(
 ) -> None:
     socket = paths.socket()
     socket.unlink(missing_ok=True)
-    server = RpcServer(BindConfig(host=f"unix:{socket}"))
-    server.add(
-        add_LauncherServiceServicer_to_server,
-        LauncherServicer(supervisor),
-        "flotilla.launcher.v1.LauncherService",
-    )
+    servers = _servers(supervisor.stack, paths)
+    servicer = LauncherServicer(supervisor)
+    for server in servers:
+        server.add(add_LauncherServiceServicer_to_server, servicer, "flotilla.launcher.v1.LauncherService")
     loop = asyncio.get_running_loop()
     stops: set[asyncio.Task[None]] = set()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: stops.add(loop.create_task(supervisor.stop_all())))
     try:
-        await server.start()
+        for server in servers:
+            log.info("listening", address=await server.start())
+            server.set_serving(True)
         socket.chmod(0o600)
-        server.set_serving(True)
         if record is None:
             supervisor.write_launcher_file()
         begin = supervisor.bring_up() if record is None else supervisor.take_over(record)
@@ -111,8 +110,17 @@ async def _serve_locked(
             report.up()
         await supervisor.stopped.wait()
     finally:
-        await server.stop(1.0)
+        await asyncio.gather(*(server.stop(1.0) for server in servers))
         socket.unlink(missing_ok=True)
+
+
+def _servers(stack: StackConfig, paths: StackPaths) -> list[RpcServer]:
+    """Return the server of this host's callers, and that of other machines where the stack file names a port."""
+    servers = [RpcServer(BindConfig(host=f"unix:{paths.socket()}"))]
+    if stack.launcher.port:
+        bind = stack.bind.model_copy(update={"port": stack.launcher.port})
+        servers.append(RpcServer(bind, token=TokenFile.of_stack(stack.bind, paths.directory)))
+    return servers
 
 
 def _supervised(paths: StackPaths) -> bool:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +24,11 @@ from flotilla_core.disk import lacks_room
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Internal
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import UNKNOWN_STATUS
+from flotilla_core.trust import Token
 from flotilla_launch import shared_memory
 from flotilla_launch.budget import RestartBudget
 from flotilla_launch.child import Child, new_mark
+from flotilla_launch.environment import Variables, resolved
 from flotilla_launch.health import is_serving
 from flotilla_launch.logs import failure_excerpt
 from flotilla_launch.placement import Slot
@@ -51,12 +53,12 @@ class ServiceProcess:
         *,
         command: list[str],
         wrapper: list[str],
-        variables: Mapping[str, str],
+        variables: Variables,
         log_path: Path,
         announce_file: Path,
         ready_timeout_s: float,
         restart_budget: int,
-        token: str | None,
+        token: Token | None,
         on_change: Callable[[], None],
     ) -> None:
         self.slot = slot
@@ -132,23 +134,27 @@ class ServiceProcess:
         """Wait for the first boot; raises what went wrong."""
         await asyncio.shield(self._first_boot)
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """SIGTERM, a grace for draining, then SIGKILL of everything that is left."""
+    async def stop(self, grace_s: float = STOP_GRACE_S, *, told: bool = False) -> None:
+        """SIGTERM, a grace for draining, then SIGKILL of everything that is left.
+
+        One that was `told` has its SIGTERM already; a second one would cut its draining short.
+        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
         if not self._first_boot.done():
             self._first_boot.cancel()
-        await self._end(grace_s)
+        await self._end(grace_s, told=told)
 
-    async def _end(self, grace_s: float = STOP_GRACE_S) -> None:
+    async def _end(self, grace_s: float = STOP_GRACE_S, *, told: bool = False) -> None:
         failed = self.state == ProcessState.PROCESS_STATE_FAILED
         if self._mark and not failed:
             self._set(ProcessState.PROCESS_STATE_STOPPING)
         if self.child is not None:
             await self.note_shared_memory()
-            self.child.signal(signal.SIGTERM)
+            if not told:
+                self.child.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.child.wait(), grace_s)
         await self._bury()
@@ -262,6 +268,8 @@ class ServiceProcess:
 
     async def _boot(self) -> None:
         """Start a child and wait until it is READY; leaves nothing behind when it does not get there."""
+        # At each start anew: a secret may have changed since. Nothing is begun without it.
+        variables = await asyncio.to_thread(resolved, self._variables, self.slot.name)
         self._announce_file.unlink(missing_ok=True)
         self._log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
         self._mark = new_mark(self._announce_file)
@@ -273,7 +281,7 @@ class ServiceProcess:
                 self._log_path,
                 wrapper=self._wrapper,
                 mark=self._mark,
-                variables=self._variables,
+                variables=variables,
             )
         except FlotillaError:
             await self._bury()

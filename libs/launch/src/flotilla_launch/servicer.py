@@ -1,14 +1,15 @@
 """`LauncherService` over one supervisor.
 
-Invariants: repeating a request changes nothing, because every call names a wanted state; a change that was
-begun continues when its caller goes away (a deadline, a closed terminal) and is never left half done; only the stop
-of the whole stack interrupts it.
+Invariants: repeating a request changes nothing, because every call names a wanted state; `Restart` alone does not, and
+no caller repeats it. A change that was begun continues when its caller goes away (a deadline, a closed terminal) and is
+never left half done; only the stop of the whole stack interrupts it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -48,6 +49,10 @@ class LauncherServicer(LauncherServiceServicer):
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
         processes = await self._finished(self._supervisor.scale(request.kind, request.replicas))
         return pb.ScaleResponse(processes=processes)
+
+    async def Restart(self, request: pb.RestartRequest, context: Context) -> pb.RestartResponse:
+        change = self._supervisor.restart(request.name, Path(request.executables))
+        return pb.RestartResponse(process=await self._finished(change))
 
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:
         await self._supervisor.refresh_attached()

@@ -1,17 +1,23 @@
-"""The small JSON files that outlive a process: `launcher.json` and `processes.json`.
+"""The small JSON files that outlive a process: `launcher.json`, `placed.json` and `processes.json`.
 
 Invariant: a reader sees the old file or the new one, never a part (written aside, then renamed).
 """
 
 from __future__ import annotations
 
+import errno
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flotilla_core.config import StackConfig
+from flotilla_core.errors import Unavailable
 from flotilla_core.files import write_atomically
 from flotilla_core.process_identity import ProcessIdentity
+
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
+"""What a shared file system says of a file when it does not answer, or when the file was just replaced."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,62 @@ class LauncherFile:
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))
+
+
+@dataclass(frozen=True)
+class PlacedFile:
+    """`placed.json`: which launcher has the stack, where that is not the local one, and what it shall be now."""
+
+    launcher: str
+    mark: str
+    """Unique to this placement."""
+    replicas: dict[str, int]
+    """Wanted number, by kind: what `flotilla scale` changes."""
+    executables: str
+    """Folder of the commands, the same on every node."""
+    ended: list[str] = field(default_factory=list)
+    """Nodes whose agents shall end."""
+    reach: str = ""
+    """Command line before the words of a `flotilla` command that runs beside the coordinator, where this host has no
+    address of it."""
+
+    @classmethod
+    def required(cls, path: Path, launcher: str) -> PlacedFile:
+        """Return the file of a stack that runs; raise Unavailable where none does."""
+        placed = cls.read(path)
+        if placed is None:
+            raise Unavailable(
+                f"stack {path.parent.name!r} is not running",
+                where=str(path.parent),
+                next_step=f"start it: flotilla up --on {launcher}",
+            )
+        return placed
+
+    @classmethod
+    def read(cls, path: Path) -> PlacedFile | None:
+        """Return None where no engine has the stack; a file that cannot be read for a moment is no sign of that."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            if isinstance(error, OSError) and error.errno not in _PASSING:
+                return None  # there is none, or nobody could have written one there
+            raise Unavailable(
+                "the record of the placement cannot be read",
+                where=str(path),
+                why=str(error),
+                next_step="try again; see whether the file system of the state directory answers",
+            ) from error
+
+    def write(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+    def scaled(self, stack: StackConfig) -> StackConfig:
+        """Return the stack with the wanted numbers of replicas."""
+        changes = {
+            kind: getattr(stack, kind).model_copy(update={"replicas": number})
+            for kind, number in self.replicas.items()
+        }
+        return stack.model_copy(update=changes)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

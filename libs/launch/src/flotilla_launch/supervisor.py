@@ -25,7 +25,7 @@ from flotilla_core.disk import why_full
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.files import write_atomically
 from flotilla_core.process_identity import ProcessIdentity
-from flotilla_core.trust import read_token
+from flotilla_core.trust import TokenFile
 from flotilla_launch.child import under_lease
 from flotilla_launch.external_service import ExternalService
 from flotilla_launch.gpus import Gpus
@@ -46,6 +46,7 @@ from flotilla_launch.placement import (
 from flotilla_launch.records import Phase, ProcessRecord, StackRecord
 from flotilla_launch.service_process import ServiceProcess, start_together
 from flotilla_launch.state import LauncherFile
+from flotilla_launch.table import Endpoints, ThisHost, row_of
 
 log = structlog.get_logger()
 
@@ -68,7 +69,7 @@ class Supervisor:
         self._gpus = gpus
         self._guardian = guardian
         self._phase = Phase.STARTING
-        self._token = read_token(stack.bind, paths.directory)
+        self._token = TokenFile.of_stack(stack.bind, paths.directory)
         self._nats: NatsProcess | None = None
         self._otlp = ""
         self._services: dict[str, ServiceProcess] = {}
@@ -77,6 +78,8 @@ class Supervisor:
         self._stopping = False
         self._unrecorded = False
         """Whether a full disk kept `processes.json` from being written."""
+        self._releases: dict[str, str] = {}
+        """Folders of commands from which replicas start, by kind, where it is another one than `executables`."""
         self._changer: asyncio.Task[Any] | None = None
         self._watches: list[asyncio.Task[None]] = []
 
@@ -96,6 +99,7 @@ class Supervisor:
         """Go on with what a launcher that died has left: adopt what lives, start again what died meanwhile."""
         self._phase = record.phase
         self.nats_url, self._otlp = record.nats_url, record.otlp
+        self._releases = dict(record.releases)
         self.write_launcher_file()
         async with self._change():
             for slot in slots_of(self.stack):
@@ -156,6 +160,56 @@ class Supervisor:
             await self._scale(kind, replicas)
         return [service.status() for service in self._services.values() if service.slot.kind == kind]
 
+    async def restart(self, name: str, executables: Path) -> ProcessStatus:
+        """Start a replica again from the commands of another environment; return when it is READY.
+
+        Replicas of its kind start from there from now on. Where this one does not come up, the former commands stay,
+        and the replica is started again from those.
+        """
+        async with self._change():
+            slot = self._replica(name)
+            kind = kind_name(slot.kind)
+            command = executables / f"flotilla-{kind}"
+            if not os.access(command, os.X_OK):
+                raise NotFound(
+                    f"there is no command flotilla-{kind} to start {name} from",
+                    where=str(command),
+                    next_step="install the release there, with the package of this service",
+                )
+            former, before = self._services.get(name), self._releases.get(kind)
+            if former is None and slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
+                self._gpus.require(self.stack, slot.index + 1)
+            self._releases[kind] = str(executables)
+            try:
+                await self._replaced(slot)
+            except FlotillaError:
+                self._releases.pop(kind)
+                if before is not None:
+                    self._releases[kind] = before
+                if former is None:
+                    del self._services[name]
+                    self._record()
+                else:
+                    await self._replaced(slot)
+                raise
+            return self._services[name].status()
+
+    async def _replaced(self, slot: Slot) -> None:
+        """Let another process fill a slot, from the commands that hold now."""
+        if slot.name in self._services:
+            await self._services[slot.name].stop()
+        self._services[slot.name] = self._process(slot)
+        await start_together([self._services[slot.name]])
+
+    def _replica(self, name: str) -> Slot:
+        """Return the slot of a replica that runs here, or of the one more that its kind may have."""
+        for kind in SCALABLE:
+            own = [one.slot for one in self._services.values() if one.slot.kind == kind]
+            for slot in [*own, replica(kind, len(own))]:
+                if slot.name == name and slot.index < MOST_REPLICAS:
+                    return slot
+        raise _unknown(name, self._services)
+
     async def stop_process(self, name: str) -> None:
         async with self._changing:
             await self._service(name).stop()
@@ -202,7 +256,9 @@ class Supervisor:
         self.nats_url = self.stack.nats.url or ""
         if self.nats_url:
             # A server of the user's own that refuses us, or takes anybody, is one error here, not one a service.
-            bus = await Bus.connect(self.nats_url, Login.of_stack(self.stack.nats, self.paths.directory))
+            nats = self.stack.nats
+            login = Login.of_stack(nats, self.paths.directory, self.stack.bind.tls)
+            bus = await Bus.connect(self.nats_url, login, replicas=nats.replicas)
             await bus.close()
         else:
             self._nats = self._nats_process()
@@ -210,7 +266,8 @@ class Supervisor:
         host = self.stack.bind.host
         dialled = self.stack.bind.advertise_host or ("127.0.0.1" if host in ("0.0.0.0", "::") else host)
         self._otlp = (
-            self.stack.coordinator.attach or f"{dialled}:{self.stack.bind.port or reserve_port(host)}"
+            self.stack.coordinator.attach
+            or f"{dialled}:{self.stack.bind.port or reserve_port(host, self.stack.bind.ports)}"
         )
         self._record()
         self.write_launcher_file()
@@ -292,11 +349,18 @@ class Supervisor:
             path.unlink(missing_ok=True)
 
     def _process(self, slot: Slot) -> ServiceProcess:
+        row = row_of(
+            slot,
+            self.stack,
+            ThisHost(self._gpus),
+            directory=self.paths.directory,
+            executables=Path(self._releases.get(kind_name(slot.kind), self._executables)),
+        )
         return ServiceProcess(
             slot,
-            command=self._command(slot),
+            command=row.command_at(Endpoints(self.nats_url, self._otlp)),
             wrapper=under_lease(self.paths.directory),
-            variables=self._gpus.environment(slot, self.stack),
+            variables=row.environment,
             log_path=self.paths.log_file(slot.name),
             announce_file=self.paths.announce_file(slot.name),
             ready_timeout_s=self.stack.ready_timeout_s,
@@ -311,19 +375,8 @@ class Supervisor:
             wrapper=under_lease(self.paths.directory),
             restart_budget=self.stack.restart_budget,
             on_change=self._record,
+            tls=self.stack.bind.tls,
         )
-
-    def _command(self, slot: Slot) -> list[str]:
-        is_coordinator = slot.kind == ServiceKind.SERVICE_KIND_COORDINATOR
-        arguments = {
-            "--name": slot.name,
-            "--stack": str(self.paths.stack_file),
-            "--nats": self.nats_url,
-            "--otlp": self._otlp,
-            "--port": self._otlp.rpartition(":")[2] if is_coordinator else "0",
-        }
-        executable = self._executables / f"flotilla-{kind_name(slot.kind)}"
-        return [str(executable), *(part for option in arguments.items() for part in option)]
 
     def _watch(self) -> None:
         self._watches = [
@@ -351,7 +404,7 @@ class Supervisor:
     def _record(self) -> None:
         processes = [service.record() for service in self._services.values()]
         nats: list[ProcessRecord] = [self._nats.record()] if self._nats else []
-        record = StackRecord(self._phase, self.nats_url, self._otlp, [*processes, *nats])
+        record = StackRecord(self._phase, self.nats_url, self._otlp, [*processes, *nats], self._releases)
         try:
             record.write(self.paths.processes_file)
             self._unrecorded = False

@@ -1,0 +1,187 @@
+"""The contract of launchers, the local one behind it, and which of them has a stack.
+
+Invariant: the state directory remembers the launcher of a stack, so `up` alone is told which; a stack has one at most.
+`docs/design/launchers.md` explains the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla.launcher.v1 import launcher_pb2 as pb
+from flotilla_core.config import StackConfig
+from flotilla_core.errors import FailedPrecondition
+from flotilla_core.trust import Token
+from flotilla_launch import local
+from flotilla_launch.client import LauncherClient, find, require
+from flotilla_launch.cluster import ClusterLauncher, Engine
+from flotilla_launch.compose.file import check as check_compose
+from flotilla_launch.compose.file import contained, container_table
+from flotilla_launch.compose.launcher import ComposeLauncher
+from flotilla_launch.gpus import Gpus
+from flotilla_launch.guardian import starts_launcher_again
+from flotilla_launch.kubernetes.launcher import KubernetesLauncher
+from flotilla_launch.kubernetes.table import Release, rows_of
+from flotilla_launch.kubernetes.values import check as check_kubernetes
+from flotilla_launch.kubernetes.values import given_values, values_of
+from flotilla_launch.paths import StackPaths
+from flotilla_launch.ray.engine import RayEngine
+from flotilla_launch.slurm.engine import SlurmEngine
+from flotilla_launch.state import PlacedFile
+from flotilla_launch.table import Placed, Row, ThisHost, agent_rows, table_of
+
+LOCAL, COMPOSE, KUBERNETES, ATTACHED = "local", "compose", "kubernetes", "attached"
+ENGINES: dict[str, Callable[[StackPaths], Engine]] = {"slurm": SlurmEngine, "ray": RayEngine}
+LAUNCHERS = (LOCAL, COMPOSE, *ENGINES, KUBERNETES)
+ON_THIS_HOST = (LOCAL, COMPOSE)
+
+Say = Callable[[str], None]
+
+
+class Launcher(Protocol):
+    """Places stacks with one engine."""
+
+    name: str
+
+    async def place(self, stack: StackConfig, *, on_progress: local.Progress, on_wait: Say) -> Placed:
+        """Start what is missing of the stack's table; return when every row is READY.
+
+        A first start that fails or is interrupted leaves nothing.
+        """
+
+    async def state(self) -> pb.ListResponse:
+        """Return every slot with its state; raise Unavailable where this launcher has no stack."""
+
+    async def scale(
+        self, kind: ServiceKind.ValueType, replicas: int, *, timeout_s: float
+    ) -> list[pb.ProcessStatus]:
+        """Return the replicas of the kind when new ones are READY and surplus ones are gone."""
+
+    async def down(self, *, on_wait: Say) -> bool:
+        """End everything in order; return whether anything was there."""
+
+
+class LocalLauncher:
+    """The launcher of this host, behind its unix socket."""
+
+    name = LOCAL
+
+    def __init__(self, paths: StackPaths) -> None:
+        self._paths = paths
+
+    async def place(self, stack: StackConfig, *, on_progress: local.Progress, on_wait: Say) -> Placed:
+        result = await local.up(stack, on_progress=on_progress, on_wait=on_wait, on_tightened=on_wait)
+        return Placed(result.changed, result.processes)
+
+    async def state(self) -> pb.ListResponse:
+        async with LauncherClient.open(require(self._paths)) as launcher:
+            return await launcher.state()
+
+    async def scale(
+        self, kind: ServiceKind.ValueType, replicas: int, *, timeout_s: float
+    ) -> list[pb.ProcessStatus]:
+        async with LauncherClient.open(require(self._paths)) as launcher:
+            return await launcher.scale(kind, replicas, timeout_s=timeout_s)
+
+    async def restart(self, name: str, executables: Path, *, timeout_s: float) -> pb.ProcessStatus:
+        """Return the replica when it was started again from the commands of another environment."""
+        async with LauncherClient.open(require(self._paths)) as launcher:
+            return await launcher.restart(name, executables, timeout_s=timeout_s)
+
+    async def down(self, *, on_wait: Say) -> bool:
+        return await local.down(self._paths, on_wait=on_wait)
+
+
+class AttachedLauncher:
+    """The launcher of another host, behind the port that `launcher.attach` names."""
+
+    name = ATTACHED
+
+    def __init__(self, address: str, token: Token) -> None:
+        self._address = address
+        self._token = token
+
+    async def place(self, stack: StackConfig, *, on_progress: local.Progress, on_wait: Say) -> Placed:
+        raise FailedPrecondition(
+            f"stack {stack.name!r} is placed by the launcher of another machine",
+            where=f"launcher.attach {self._address}",
+            next_step="run flotilla up on that machine, or leave launcher.attach out to start the stack here",
+        )
+
+    async def state(self) -> pb.ListResponse:
+        async with LauncherClient.at(self._address, self._token) as launcher:
+            return await launcher.state()
+
+    async def scale(
+        self, kind: ServiceKind.ValueType, replicas: int, *, timeout_s: float
+    ) -> list[pb.ProcessStatus]:
+        async with LauncherClient.at(self._address, self._token) as launcher:
+            return await launcher.scale(kind, replicas, timeout_s=timeout_s)
+
+    async def down(self, *, on_wait: Say) -> bool:
+        async with LauncherClient.at(self._address, self._token) as launcher:
+            await launcher.stop()
+        return True
+
+
+def launcher_of(paths: StackPaths) -> Launcher:
+    """Return the launcher that has the stack; the local one where none has it."""
+    placed = PlacedFile.read(paths.placed_file)
+    return _launcher(placed.launcher if placed is not None else LOCAL, paths)
+
+
+def is_up(paths: StackPaths) -> bool:
+    """Return whether some launcher has the stack."""
+    return PlacedFile.read(paths.placed_file) is not None or find(paths) is not None
+
+
+def launcher_for(name: str | None, paths: StackPaths) -> Launcher:
+    """Return the launcher that `up` was told; raise FailedPrecondition where another one has the stack."""
+    has_it = launcher_of(paths)
+    if name is None or name == has_it.name:
+        return has_it
+    if is_up(paths) or starts_launcher_again(paths):
+        raise FailedPrecondition(
+            f"stack {paths.directory.name!r} is up on {has_it.name}",
+            where=str(paths.directory),
+            why=f"a stack has one launcher, and this one was to be placed on {name}",
+            next_step="run flotilla down first, or give the new stack another name",
+        )
+    return _launcher(name, paths)
+
+
+def planned(stack: StackConfig, name: str, executables: Path | None = None) -> list[Row]:
+    """Return the table that the launcher of this name would place, then what a user starts on other hosts.
+
+    Refuse what the launcher would refuse.
+    """
+    paths = StackPaths.of(stack.state_dir, stack.name)
+    if name == COMPOSE:
+        check_compose(stack)
+        gpus = Gpus.of_host()
+        gpus.require(stack, stack.generator.replicas)
+        directory = paths.directory.resolve()
+        return container_table(contained(stack, directory), gpus, directory)
+    if name == KUBERNETES:
+        check_kubernetes(stack)
+        return rows_of(stack, Release.of(stack, values_of(stack, given_values(stack), None)))
+    executables = executables or local.executables_directory()
+    if name in ENGINES:
+        engine = ENGINES[name](paths)
+        engine.check(stack)
+        return table_of(stack, engine.nodes(stack), directory=paths.directory, executables=executables)
+    gpus = Gpus.of_host()
+    gpus.require(stack, stack.generator.replicas)
+    rows = table_of(stack, ThisHost(gpus), directory=paths.directory, executables=executables)
+    return [*rows, *agent_rows(stack, directory=paths.directory, executables=executables)]
+
+
+def _launcher(name: str, paths: StackPaths) -> Launcher:
+    if name == COMPOSE:
+        return ComposeLauncher(paths)
+    if name == KUBERNETES:
+        return KubernetesLauncher(paths)
+    return ClusterLauncher(paths, ENGINES[name](paths)) if name in ENGINES else LocalLauncher(paths)
