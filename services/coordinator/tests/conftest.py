@@ -24,7 +24,7 @@ from flotilla_coordinator.runs import start as run_start
 from flotilla_coordinator.runs.executor import RunExecutor
 from flotilla_coordinator.runs.registry import Runs
 from flotilla_coordinator.runs.resume import StartPoint
-from flotilla_core.config.stack import BindConfig
+from flotilla_core.config.stack import BindConfig, StackConfig
 from flotilla_core.files import make_private_folder
 from flotilla_core.rpc import RpcServer
 from flotilla_core.trust import make_token
@@ -111,7 +111,7 @@ async def runs(
     monkeypatch.setattr(run_start, "plan_run", lambda *_: run_pb2.Plan())
     monkeypatch.setattr(RunExecutor, "execute", execute)
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
-    host: Any = SimpleNamespace(stack=SimpleNamespace(ready_timeout_s=5.0), state_dir=tmp_path)
+    host: Any = SimpleNamespace(stack=StackConfig(ready_timeout_s=5.0), state_dir=tmp_path)
     events: Any = SimpleNamespace(publish=lambda *_: None, close=nothing_is_queued)
     made = Runs(host, Fleet(host, lambda: True), ledger, events)
     await made.recover()

@@ -27,7 +27,8 @@ from flotilla_coordinator.plan import size_limits
 from flotilla_coordinator.timeline import SpanStore
 from flotilla_core.errors import NotFound
 from flotilla_core.telemetry import names
-from flotilla_launch import client as launcher_client
+from flotilla_launch import launcher as launchers
+from flotilla_launch.client import LauncherClient
 
 RUN_YAML = "name: trial\nsteps: 2\ndata: {train: data.jsonl}\nrewards: [{reward: numeric}]\n"
 Command = Callable[..., tuple[int, str, str]]
@@ -88,8 +89,8 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(replicas)
         return []
 
-    monkeypatch.setattr(launcher_client, "require", lambda paths: SimpleNamespace(socket="/nowhere"))
-    monkeypatch.setattr(launcher_client.LauncherClient, "scale", scale)
+    monkeypatch.setattr(launchers, "require", lambda paths: SimpleNamespace(socket="/nowhere"))
+    monkeypatch.setattr(LauncherClient, "scale", scale)
     return asked
 
 

@@ -18,7 +18,7 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServi
 from flotilla.launcher.v1.launcher_pb2 import ListResponse, ProcessState, ProcessStatus
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
 from flotilla_core.errors import NotFound
-from flotilla_launch import client as launcher_client
+from flotilla_launch import launcher as launchers
 from flotilla_launch.client import LauncherClient
 from flotilla_reward import catalog
 
@@ -161,7 +161,8 @@ def test_drain_ends_no_service_that_a_launcher_would_start_again(
     async def list_processes(self: LauncherClient) -> ListResponse:
         return ListResponse(processes=[process])
 
-    monkeypatch.setattr(launcher_client, "find", lambda paths: SimpleNamespace(socket="/nowhere"))
+    for name in ("find", "require"):
+        monkeypatch.setattr(launchers, name, lambda paths: SimpleNamespace(socket="/nowhere"))
     monkeypatch.setattr(LauncherClient, "state", list_processes)
     ended, _, err = flotilla("drain", "reward-7")
     assert (ended, operated.grace_s) == ((code, -1.0) if code else (0, 60.0))

@@ -294,7 +294,8 @@ async def test_a_loop_that_nobody_calls_saves_and_ends_as_stopped_with_the_reaso
         await asyncio.sleep(0)
 
     bench.config = bench.config.model_copy(update={"loop_idle_timeout_s": 0.01, "export_final": False})
-    bench.checkpoints.wanted, bench.checkpoints.save, bench.checkpoints.settle = True, save, nothing
+    bench.checkpoints.wanted, bench.checkpoints.save = True, save
+    bench.checkpoints.settle = bench.checkpoints.copied = nothing
     bench.checkpoints.shelf = SimpleNamespace(names=list)
     loop = bench.loop()
     loop.run.sync.publish = nothing  # type: ignore[method-assign,assignment]

@@ -16,6 +16,7 @@ from flotilla_coordinator.fleet.fleet import Fleet, ResourceRequest
 from flotilla_coordinator.fleet.leases import LeaseFile
 from flotilla_core import rpc
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
+from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.roles import POLICY, role_of_process
 from flotilla_core.rpc import Load
 
@@ -58,7 +59,7 @@ async def register(fleet: Fleet, *names: str, **states: reg.InstanceState.ValueT
             instance_id=name,
             address="127.0.0.1:1",
             state=states.get(name.replace("-", "_"), reg.INSTANCE_STATE_READY),
-            protocol_version="1.0",
+            protocol_version=PROTOCOL_VERSION,
             role=role_of_process(name),
         )
         for name in names
@@ -75,7 +76,7 @@ async def register_another_build(fleet: Fleet, *names: str) -> None:
             instance_id=name,
             address="127.0.0.1:1",
             state=reg.INSTANCE_STATE_READY,
-            protocol_version="2.0",
+            protocol_version="4.0",
         )
         for name in names
     }
@@ -205,7 +206,7 @@ async def test_a_generator_of_another_protocol_is_dealt_to_no_run_and_named_to_w
     await register(fleet, "trainer-0", "trainer-1", "generator-0")
     await register_another_build(fleet, "generator-1")
     await fleet.admit("first", ResourceRequest())
-    refused = r"generator-1 speaks protocol 2\.0, this build speaks 1\.0"
+    refused = r"generator-1 speaks protocol 4\.0, this build speaks 2\.0"
     with pytest.raises(
         FailedPrecondition, match=rf"no generator for another run: 1 for run first.*{refused}"
     ):
@@ -224,7 +225,7 @@ async def test_a_gang_of_another_protocol_is_leased_to_no_run_and_named_to_who_f
     await register(fleet, "generator-0", "generator-1")
     await register_another_build(fleet, "trainer-0")
     run = await fleet.admit("first", ResourceRequest())
-    refused = r"trainer-0 speaks protocol 2\.0, this build speaks 1\.0"
+    refused = r"trainer-0 speaks protocol 4\.0, this build speaks 2\.0"
     with pytest.raises(Unavailable, match=rf"for a trainer: refused: {refused}"):
         await run.gang(POLICY, 0.1)
     with pytest.raises(FailedPrecondition, match=refused):

@@ -24,6 +24,7 @@ from flotilla_core.config import RunConfig
 from flotilla_core.config.advantages import DistillAdvantage
 from flotilla_core.roles import POLICY, REFERENCE, TEACHER
 from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_testing.files import NO_FILES, to_nobody
 
 
 def a_batch(count: int = 5) -> Batch:
@@ -61,7 +62,7 @@ def gang(role: str, asked: list[pb.ComputeLogprobsRequest], times: float = 1.0) 
         return reply
 
     stub: Any = SimpleNamespace(ComputeLogprobs=compute)
-    return Gang(role, stub, f"{role}-1", 1.0, role)
+    return Gang(role, stub, f"{role}-1", 1.0, role, NO_FILES, None, to_nobody)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ async def test_teachers_are_asked_side_by_side(asked: list[pb.ComputeLogprobsReq
     sessions = []
     for name in ("math", "code"):
         stub: Any = SimpleNamespace(ComputeLogprobs=waits_for_the_other(meeting))
-        one = Gang(f"teacher-{name}", stub, f"{name}-1", 1.0, f"teacher-{name}")
+        one = Gang(f"teacher-{name}", stub, f"{name}-1", 1.0, f"teacher-{name}", NO_FILES, None, to_nobody)
         sessions.append(ScoringSession("run", session_pb2.SessionSpec(), one, nobody, 0, temperature=1.0))
     section, batch = DistillAdvantage(teachers={"math": 1, "code": 1}), a_batch(1)
     async with asyncio.timeout(10):  # One after the other, the first would wait without end.

@@ -22,6 +22,7 @@ from flotilla_core import rpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.errors import Damaged, FailedPrecondition, FlotillaError, Unavailable
 from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_testing.files import NO_FILES, to_nobody
 
 NAME = "step-000004"
 
@@ -174,7 +175,12 @@ async def test_every_sample_gets_its_own_values_however_many_calls_that_takes(
     async def nobody() -> list[str]:
         return []
 
-    critic = Critic("run", session_pb2.SessionSpec(), Gang("critic", stub, "critic-1", 1.0, "critic"), nobody)
+    critic = Critic(
+        "run",
+        session_pb2.SessionSpec(),
+        Gang("critic", stub, "critic-1", 1.0, "critic", NO_FILES, None, to_nobody),
+        nobody,
+    )
     valued = batch(0, samples=5)
     await critic.value(valued)
     assert calls == [2, 2, 1]
@@ -206,7 +212,12 @@ async def test_others_get_their_turns_while_a_batch_is_written(monkeypatch: pyte
 
     monkeypatch.setattr(rpc, "client_stream", train)
     stub: Any = SimpleNamespace(Train=None)
-    critic = Critic("run", session_pb2.SessionSpec(), Gang("critic", stub, "critic-1", 1.0, "critic"), nobody)
+    critic = Critic(
+        "run",
+        session_pb2.SessionSpec(),
+        Gang("critic", stub, "critic-1", 1.0, "critic", NO_FILES, None, to_nobody),
+        nobody,
+    )
     other = asyncio.create_task(somebody_else())
     await critic.train(batch(0, samples=64))
     other.cancel()

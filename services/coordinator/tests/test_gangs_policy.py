@@ -23,6 +23,7 @@ from flotilla_core import rpc
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError, NotFound, Unavailable
 from flotilla_core.version import Version
+from flotilla_testing.files import NO_FILES, files_in, to_nobody
 
 CONFIG = RunConfig.model_validate(
     {"name": "run", "steps": 3, "data": {"train": "x.jsonl"}, "rewards": [{"reward": "exact"}]}
@@ -102,7 +103,7 @@ def policy(trainer: Trainer, *ended: str, lineage: int = 0) -> PolicyTrainer:
         return list(ended)
 
     stub: Any = trainer
-    gang = Gang("policy", stub, "trainer-0-1", LONGEST_S, "trainer")
+    gang = Gang("policy", stub, "trainer-0-1", LONGEST_S, "trainer", NO_FILES, None, to_nobody)
     return PolicyTrainer("run", session_spec(CONFIG, Path("dumps")), gang, ended_runs, lineage)
 
 
@@ -129,12 +130,14 @@ async def test_a_trainer_is_taken_back_from_every_run_of_the_ledger_however_old(
     async def gang(role: str, patience_s: float) -> Any:
         registration = SimpleNamespace(tokenizer_digest="")
         return SimpleNamespace(
-            stub=trainer, instance_id="trainer-1", name="trainer", registration=registration
+            stub=trainer, channel=None, instance_id="trainer-1", name="trainer", registration=registration
         )
 
     fleet: Any = SimpleNamespace(gang=gang)
     tokenizer: Any = None
-    gangs = SessionFactory("run", StackConfig(model=tmp_path), fleet, ledger, lineage=0)
+    gangs = SessionFactory(
+        "run", StackConfig(model=tmp_path), fleet, ledger, 0, files_in(tmp_path), to_nobody
+    )
     learners = await gangs.learners(CONFIG, tokenizer, tmp_path)
     await learners.open()
     assert trainer.holder == "run"

@@ -339,3 +339,17 @@ async def test_a_pause_is_not_taken_back_from_a_run_that_is_being_stopped(
     with pytest.raises(FailedPrecondition, match="is being stopped"):
         await bench.runs.resume(run.run_id, "", "r2")
     assert (await bench.ledger.get_run(run.run_id)).state is RunState.STOPPING
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_coordinator_that_keeps_runs_leaves_those_that_no_user_has_stopped(
+    bench: Bench, stopped: bool
+) -> None:
+    host: Any = bench.runs._host
+    kept = host.stack.coordinator.model_copy(update={"keep_runs": True})
+    host.stack = host.stack.model_copy(update={"coordinator": kept})
+    active = bench.active(await bench.runs.start(CONFIG, "r1"))
+    if stopped:
+        active.control.stop()
+    await bench.runs.close()
+    assert active.left is not stopped

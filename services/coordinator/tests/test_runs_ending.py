@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.runs import executor
+from flotilla_coordinator.runs import executor, status
 from flotilla_coordinator.runs.active import RunHandle
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
@@ -28,6 +29,7 @@ from flotilla_coordinator.trainers.session import Gang
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import FlotillaError, RankFailed, Unavailable, WeightGroupFailed
 from flotilla_core.roles import CRITIC, POLICY
+from flotilla_testing.files import NO_FILES, to_nobody
 from flotilla_trackers import follow
 from flotilla_trackers.follow import Trackers
 
@@ -66,7 +68,7 @@ class Session(Closing):
     @property
     def gang(self) -> Gang:
         nobody: Any = None
-        return Gang(self.role, nobody, f"{self.role}-1", 1.0, self.role)
+        return Gang(self.role, nobody, f"{self.role}-1", 1.0, self.role, NO_FILES, None, to_nobody)
 
     async def lost(self) -> bool:
         return self.is_lost
@@ -279,7 +281,7 @@ async def test_a_trainer_that_is_lost_again_and_again_ends_the_run_with_the_reas
 
     record = await start(loop).end()
     assert record.state == RunState.FAILED and len(tries) == 1 + MOST_IN_A_ROW
-    assert "without a step in between" in record.reason and "rank 1 was killed" in record.reason
+    assert "got no further in between" in record.reason and "rank 1 was killed" in record.reason
 
 
 async def test_a_stop_ends_what_waits_and_says_why(start: Start) -> None:
@@ -297,6 +299,29 @@ async def test_a_stop_ends_what_waits_and_says_why(start: Start) -> None:
     assert record.state == RunState.STOPPED and record.reason == "enough"
 
 
+async def test_a_run_that_is_left_to_the_next_coordinator_keeps_its_gangs_and_its_record(
+    start: Start,
+) -> None:
+    waiting, ended_sessions = asyncio.Event(), []
+
+    async def loop(run: Any, start_point: StartPoint) -> None:
+        waiting.set()
+        await asyncio.Event().wait()
+
+    async def session_ends() -> None:
+        ended_sessions.append(POLICY)
+
+    bench = start(loop)
+    bench.context.policy.close = session_ends
+    await asyncio.wait_for(waiting.wait(), 50)
+    bench.active.left = True
+    bench.active.cancel()
+    assert bench.active.task is not None
+    await asyncio.wait_for(asyncio.wait([bench.active.task]), 50)
+    assert (await bench.ledger.get_run(RUN)).state == RunState.RUNNING
+    assert not ended_sessions
+
+
 async def test_a_stop_before_the_services_are_there_ends_at_once(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +337,29 @@ async def test_a_stop_before_the_services_are_there_ends_at_once(
     bench.active.request_stop("")
     record = await bench.end()
     assert record.state == RunState.STOPPED and record.reason == "stopped by request"
+
+
+def test_a_run_shows_how_far_the_service_is_that_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[run_pb2.RunEvent] = []
+    now = 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now, time_ns=time.time_ns)
+    monkeypatch.setattr(status, "time", clock)
+    shown = RunStatus(run_pb2.Run(run_id=RUN), EventLog(seen.append))
+    shown.enter("open session")
+    since = run_pb2.Run.FromString(shown.run.SerializeToString()).phase_since
+    seen.clear()
+    for mib in range(0, 121, 2):  # a look every two seconds
+        shown.progress("trainer-0", f"fetching x from a:1: {mib} of 400 MiB")
+        now += 2
+    assert shown.run.phase == "open session: trainer-0 is fetching x from a:1: 120 of 400 MiB"
+    assert shown.run.phase_since == since, "the phase is the same"
+    notices = [event.notice.text for event in seen if event.WhichOneof("event") == "notice"]
+    assert notices == [
+        f"open session: trainer-0 is fetching x from a:1: {mib} of 400 MiB" for mib in (60, 120)
+    ]
+    assert len(seen) == 14, "and an event every ten seconds"
+    shown.progress("trainer-0", "")
+    assert shown.run.phase == "open session"
 
 
 async def test_a_stop_that_comes_while_the_run_ends_cuts_no_record_short(start: Start) -> None:

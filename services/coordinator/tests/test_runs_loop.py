@@ -91,7 +91,7 @@ class Loop:
             sync=self.sync,
             evaluator=None,
             checkpoints=SimpleNamespace(  # type: ignore[arg-type]
-                due=lambda _: False, writing=False, wanted=False, full=None, take_metrics=dict
+                due=lambda _: False, writing=False, copying=False, wanted=False, full=None, take_metrics=dict
             ),
             ledger=SimpleNamespace(backlog=0),  # type: ignore[arg-type]
             directory=SimpleNamespace(write_metrics=self._write_metrics),  # type: ignore[arg-type]

@@ -84,6 +84,7 @@ class Group:
             backend=weights_pb2.WEIGHT_BACKEND_GLOO,
             host=self._sender.host,
             port=self._sender.port,
+            secret=self._sender.secret,
             world_size=len(self._sessions) + 1,
             sender_ranks=[0],
         )

@@ -97,6 +97,7 @@ class Replica:
             backend=weights_pb2.WEIGHT_BACKEND_GLOO,
             host=sender.host,
             port=sender.port,
+            secret=sender.secret,
             world_size=2,
             sender_ranks=[0],
         )

@@ -149,6 +149,20 @@ def test_a_standby_becomes_the_model_that_a_load_makes(dtype: torch.dtype, bucke
         assert torch.equal(copied[name], tensor), name
 
 
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_weights_that_arrive_in_place_are_live_before_the_commit_and_take_no_memory(buckets: int) -> None:
+    model = Model()
+    regions = learned(model)
+    standby = Standby(regions, None)
+    standby.stand_still()
+    expected = fill(standby, staged(3), buckets)
+    assert regions.differing(expected) == [] and standby.nbytes == 0
+    standby.commit()
+    arrived = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    for name, tensor in loaded(model, 3).items():
+        assert torch.equal(arrived[name], tensor), name
+
+
 def test_buckets_that_are_lent_again_bring_what_is_in_them_then() -> None:
     """A ring lends the same tensors to every publication; one of another group lends others."""
     model = Model()
@@ -362,6 +376,25 @@ def test_the_first_commit_loads_and_the_next_ones_copy(live: LiveModel, worker: 
         answer = commit(live, seed)
         assert (answer["error"], answer["broken"], answer["check"], worker.loads) == ("", False, [], 1)
         assert torch.equal(worker.model.qkv.weight[:4], dict(staged(seed).weights)["q.weight"])
+
+
+def test_versions_that_arrive_in_place_are_compared_and_one_that_has_no_place_breaks_the_model(
+    live: LiveModel, worker: Worker
+) -> None:
+    for seed in (1, 2, 3):
+        live.expect_in_place(True)
+        answer = commit(live, seed)
+        assert (answer["error"], answer["broken"], answer["check"], worker.loads) == ("", False, [], 1)
+        assert torch.equal(worker.model.qkv.weight[:4], dict(staged(seed).weights)["q.weight"])
+    live.expect_in_place(True)
+    filling, brought = live.begin(), staged(4)
+    assert filling is not None and filling.standby.nbytes == 0
+    filling.put(brought.weights)
+    filled = live.fill(filling, None, brought.digests)
+    worker.model.down.weight.data = worker.model.down.weight.data.clone()
+    answer = live.replace(filled)
+    assert "moved" in answer["error"] and answer["broken"]
+    assert commit(live, 5)["error"] == "" and worker.loads == 2
 
 
 def test_parameters_that_moved_are_loaded_again(live: LiveModel, worker: Worker) -> None:

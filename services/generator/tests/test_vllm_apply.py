@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from flotilla_core.config.stack import GeneratorConfig
 from flotilla_core.errors import WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.base import KvPolicy, Verified, WeightsNotLive
+from flotilla_generator.engine.base import KvPolicy, Received, Verified, WeightsHalfWritten, WeightsNotLive
 from flotilla_generator.engine.vllm.engine import VllmEngine
 from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
@@ -32,10 +33,16 @@ class Workers:
         self.answers = answers
         self.live: list[dict[str, Any]] = []
         """What a look at the live memory finds, for each worker."""
+        self.staged: list[dict[str, Any]] = []
+        """What each worker says of a transfer."""
         self.calls: list[str] = []
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.calls.append(method)
+        if method == "flotilla_stage":
+            await asyncio.sleep(TRANSFER_S)
+        if method == "flotilla_status" and self.staged:
+            return self.staged
         if method == "flotilla_status":
             return [{"error": "", "busy": False, "buckets": 0, "live": one} for one in self.live]
         if isinstance(self.answers, Exception):
@@ -94,6 +101,82 @@ async def test_a_wrong_copy_on_one_worker_ends_what_decodes_and_is_named(tmp_pat
     workers.live = [RIGHT, RIGHT]
     await engine.apply(VERSION, KvPolicy.DRAIN)
     assert workers.calls[:3] == ["pause keep", "flotilla_apply", "resume"], "nothing runs that could drain"
+
+
+TRANSFER_S = 0.02
+STAGED = {"error": "", "busy": False, "buckets": 3, "proved": True, "digests": [7, 8], "live": {}}
+
+
+def in_place_on(workers: Workers, tmp_path: Any) -> VllmEngine:
+    engine = VllmEngine(GeneratorConfig(apply_weights="direct"), Checkpoint(tmp_path, {}))
+    engine._llm = workers
+    return engine
+
+
+async def test_weights_arrive_in_place_between_the_pause_and_the_resume(tmp_path) -> None:
+    workers = Workers([DONE])
+    workers.staged = [STAGED]
+    engine = in_place_on(workers, tmp_path)
+    received = await engine.receive(lambda _: None, KvPolicy.DRAIN)
+    assert received == Received(((7, 8),), in_place=True)
+    assert workers.calls == ["pause wait", "flotilla_stage", "flotilla_status"], (
+        "who drains has drained before"
+    )
+    applied = await engine.apply(VERSION, KvPolicy.DRAIN)
+    assert workers.calls[3:] == ["pause wait", "flotilla_apply", "resume"]
+    assert applied.stall_s >= TRANSFER_S, "the pause began before the transfer"
+    workers.calls.clear()
+    await engine.drop()
+    assert workers.calls == ["flotilla_drop"], "what was committed goes on"
+
+
+async def test_a_transfer_in_place_that_breaks_off_leaves_nothing_that_decodes(tmp_path) -> None:
+    workers = Workers([DONE])
+    workers.staged = [STAGED | {"error": "the sender is gone"}]
+    engine = in_place_on(workers, tmp_path)
+    with pytest.raises(WeightsHalfWritten, match="the sender is gone"):
+        await engine.receive(lambda _: None, KvPolicy.REUSE)
+    assert workers.calls[-1] == "pause abort"
+    workers.staged, workers.calls = [STAGED], []
+    await engine.receive(lambda _: None, KvPolicy.DRAIN)
+    await engine.apply(VERSION, KvPolicy.DRAIN)
+    assert workers.calls[0] == "pause keep" and workers.calls[-1] == "resume", "a whole version repairs it"
+
+
+async def test_a_pause_that_is_broken_off_before_the_transfer_loses_nothing(tmp_path) -> None:
+    workers = Workers([DONE])
+    pausing = asyncio.Event()
+
+    async def waits(**_: Any) -> None:
+        pausing.set()
+        await asyncio.Event().wait()
+
+    workers.pause_scheduler_async = waits  # type: ignore[method-assign]
+    engine = in_place_on(workers, tmp_path)
+    receiving = asyncio.create_task(engine.receive(lambda _: None, KvPolicy.DRAIN))
+    await asyncio.wait_for(pausing.wait(), 10)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    assert workers.calls == ["resume"]
+    assert not await engine.drop(), "the live weights are what they were"
+
+
+async def test_an_error_of_the_engine_in_a_transfer_in_place_counts_as_half_written(tmp_path) -> None:
+    workers = Workers(ValueError("vLLM has no common base of its errors"))
+    engine = in_place_on(workers, tmp_path)
+    with pytest.raises(WeightsHalfWritten, match="no common base"):
+        await engine.receive(lambda _: None, KvPolicy.REUSE)
+    assert workers.calls[-1] == "pause abort"
+
+
+async def test_weights_in_place_that_nobody_commits_never_decode(tmp_path) -> None:
+    workers = Workers([DONE])
+    workers.staged = [STAGED]
+    engine = in_place_on(workers, tmp_path)
+    await engine.receive(lambda _: None, KvPolicy.REUSE)
+    assert await engine.drop()
+    assert workers.calls[-2:] == ["flotilla_drop", "pause abort"]
 
 
 async def test_memory_that_cannot_be_compared_is_said_to_be_unchecked(tmp_path) -> None:

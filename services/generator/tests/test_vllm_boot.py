@@ -116,6 +116,16 @@ def test_an_engine_leaves_room_for_a_second_copy_of_its_weights_where_the_stack_
     assert engine_arguments(config, checkpoint, share=found)["gpu_memory_utilization"] == found
 
 
+def test_an_engine_whose_weights_arrive_in_place_leaves_no_room_for_a_second_copy(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, {})
+    vars(checkpoint)["tensors"] = {f"w{index}": (2, 10**8) for index in range(30)}
+    shares = [
+        engine_share(GeneratorConfig(dtype="bfloat16", apply_weights=how), checkpoint, 100 * 10**9)
+        for how in ("prefetch", "direct")
+    ]
+    assert shares[0] < 0.82 and shares[1] == 0.9
+
+
 def test_a_second_copy_without_room_beside_the_weights_takes_nothing_from_the_engine(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, {})
     vars(checkpoint)["tensors"] = {"w": (22, 10**9)}
@@ -130,6 +140,20 @@ def test_all_that_a_start_compiles_is_kept_unless_the_user_has_a_place_for_it(
     prepare_environment(GeneratorConfig(), tmp_path)
     assert environment["VLLM_CACHE_ROOT"] == environment["FLASHINFER_WORKSPACE_BASE"] == str(tmp_path)
     assert environment["TRITON_CACHE_DIR"] == "/mine"
+
+
+def test_logits_of_a_gpu_are_never_rounded_unless_the_user_says_so(gpu: bool, tmp_path: Path) -> None:
+    def overrides(**said: Any) -> Any:
+        config = GeneratorConfig(**{"dtype": "bfloat16", "max_model_tokens": 64} | said)
+        return engine_arguments(config, Checkpoint(tmp_path, {})).get("hf_overrides", {})
+
+    whole = {"head_dtype": "float32"} if gpu else {}
+    theirs = {"rope_theta": 1e6}
+    assert overrides() == whole
+    assert overrides(engine_options={"hf_overrides": theirs}) == whole | theirs
+    rounded = {"hf_overrides": {"head_dtype": "model"}}
+    assert overrides(engine_options=rounded) == rounded["hf_overrides"]
+    assert overrides(dtype="float32") == overrides(quantization="fp8") == {}
 
 
 def test_options_of_the_stack_reach_vllm_and_win(gpu: bool, tmp_path: Path) -> None:

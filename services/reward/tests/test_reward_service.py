@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flotilla.common.v1.operate_pb2 import CHECK_STATUS_PASSED
@@ -12,10 +14,11 @@ from flotilla_core import rpc
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_reward.service import RewardHostService
+from flotilla_testing.files import files_in
 
 
-async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class() -> None:
-    service = RewardHostService(workers=1)
+async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class(tmp_path: Path) -> None:
+    service = RewardHostService(1, files_in(tmp_path))
     server = rpc.RpcServer(BindConfig(), token="secret")
     service.add_to(server)
     address = await server.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,8 +24,9 @@ class Computing:
     rank, name, phase, waits_for_answer = 0, "rank 0 (pid 7)", "micro-batch 1 of 1", True
     last_beat = float("inf")
 
-    def __init__(self) -> None:
+    def __init__(self, stacks_file: Path) -> None:
         self._steps = itertools.count()
+        self.process = SimpleNamespace(stacks_file=str(stacks_file))
 
     @property
     def progress(self) -> int:
@@ -33,7 +35,7 @@ class Computing:
     def ended(self) -> str:
         return ""
 
-    def is_stopped(self) -> bool:
+    async def is_stopped(self) -> bool:
         return False
 
     def judge(self) -> None:
@@ -55,18 +57,18 @@ def watch(rank: Computing, folder: Path) -> GangWatch:
 
 
 async def test_a_micro_batch_may_take_longer_than_the_limit_while_its_layers_go_by(tmp_path: Path) -> None:
-    watching = watch(Computing(), tmp_path)
+    watching = watch(Computing(tmp_path / "stacks"), tmp_path)
     with watching.command("train", LIMIT_S), pytest.raises(TimeoutError):
         await asyncio.wait_for(watching.failure(), 4 * LIMIT_S)
 
 
 async def test_a_rank_that_hangs_is_reported_in_one_line_that_names_its_stacks(tmp_path: Path) -> None:
-    watching = watch(Hanging(), tmp_path)
+    watching = watch(Hanging(tmp_path / "stacks"), tmp_path)
     with watching.command("train", LIMIT_S):
         found: Any = await watching.failure()
     assert "rank 0 (pid 7) made no progress for 0.3 s" in found.what
     assert "last seen micro-batch 1 of 1" in found.where
-    assert found.why == f"the stacks of rank 0 (pid 7) are in {tmp_path / 'trainer-0.rank-0.stacks'}"
+    assert found.why == f"the stacks of rank 0 (pid 7) are in {tmp_path / 'stacks'}"
 
 
 def test_threads_of_ranks_give_their_core_away_unless_the_user_says_otherwise(

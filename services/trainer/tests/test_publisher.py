@@ -29,6 +29,7 @@ OnRanks = Callable[[int, Callable[[], Any]], list[Any]]
 CPU = torch.device("cpu")
 LIMIT_S = 10.0
 BUCKET_BYTES = 4000
+SECRET = b"of the test"
 
 
 class SilentFront:
@@ -96,6 +97,7 @@ class Pair:
         opened = self._publisher.open(
             {
                 "host": "127.0.0.1",
+                "secret": SECRET.hex(),
                 "epoch": epoch,
                 "world_size": generators + 2,
                 "senders": senders,
@@ -121,6 +123,7 @@ class Pair:
             backend=weights_pb2.WEIGHT_BACKEND_NCCL,
             host=opened["host"],
             port=opened["port"],
+            secret=SECRET,
             world_size=1 + senders[-1],
             sender_ranks=senders,
         )

@@ -13,6 +13,7 @@ from transformers import AutoModel, BertConfig
 
 from flotilla_core.config import BatchingConfig, CriticConfig, OptimizerConfig, PolicyConfig
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
+from flotilla_trainer.rank.meeting import Meeting
 from flotilla_trainer.rank.sharded_model import local
 from flotilla_trainer.rank.worker import RankWorker
 from flotilla_trainer.wire.frames import Array, Frame
@@ -75,6 +76,9 @@ def gradients(folder: Path) -> dict[str, Array]:
         ranks=RANKS,
         head=VALUE_HEAD,
         rendezvous=str(folder / "rendezvous"),
+        meet_host="",
+        place=rank,
+        ranks_here=RANKS,
         backend="gloo",
         dtype="float32",
         replicate=1,
@@ -83,10 +87,11 @@ def gradients(folder: Path) -> dict[str, Array]:
         model=str(folder),
         instance_id="trainer",
         otlp=(),
-        token=None,
+        token_file=None,
+        tls=None,
     )
     line: Any = Line()
-    worker = RankWorker(setup, line)
+    worker = RankWorker(setup, line, Meeting())
     worker._load(asked("load", {"model": str(folder), "head": VALUE_HEAD, "frozen": False}))
     with torch.no_grad():
         # A head of zeros would leave the body with gradients of zero.

@@ -22,8 +22,10 @@ from flotilla_core.errors import (
 )
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
+from flotilla_testing.files import files_in
 from flotilla_testing.session_specs import as_struct, wire_objective
 from flotilla_trainer.front.session import Session
+from flotilla_trainer.front.session_files import SessionFiles
 from flotilla_trainer.front.session_manager import SessionManager
 from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.gang.plan import GangPlan
@@ -102,6 +104,14 @@ def specification() -> session_pb2.SessionSpec:
     )
 
 
+async def no_other_host(path: Path, *, sealed: bool, run_id: str) -> None:
+    """Bring nothing: the gang is on one host."""
+
+
+def session_files(folder: Path) -> SessionFiles:
+    return SessionFiles(files_in(folder), folder / "remote-runs", no_other_host)
+
+
 @pytest.fixture
 def gang() -> RecordingGang:
     return RecordingGang()
@@ -111,7 +121,7 @@ def gang() -> RecordingGang:
 def manager(gang: RecordingGang, tmp_path: Path) -> SessionManager:
     stack = StackConfig(model=tmp_path)
     plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", tmp_path, tmp_path)
-    made = SessionManager(cast(Gang, gang), plan, stack, Activities())
+    made = SessionManager(cast(Gang, gang), plan, stack, Activities(), session_files(tmp_path))
     request = pb.OpenSessionRequest(run_id="a", spec=specification())
     made._session = Session(request, session_settings(request.spec), tmp_path, cast(Gang, gang), Activities())
     (tmp_path / "config.json").write_text("{}", "utf-8")
@@ -276,15 +286,16 @@ async def test_a_close_ends_with_an_opening_that_fails(
 async def test_path_that_is_too_long_is_refused_like_a_missing_one(
     manager: SessionManager, gang: RecordingGang, folder: str
 ) -> None:
+    path = f"/{folder}/step-000001"
+    with pytest.raises(Damaged, match="File name too long"):
+        await manager.checkpoints.load(manager.session("a"), pb.LoadCheckpointRequest(path=path))
+    with pytest.raises(FailedPrecondition, match="File name too long"):
+        await manager.checkpoints.begin(manager.session("a"), pb.SaveCheckpointRequest(path=path))
+    manager._session = None
     specification_of_b = specification()
     specification_of_b.initial_weights = folder
     with pytest.raises(NotFound, match="the model folder does not exist"):
         await manager.open(pb.OpenSessionRequest(run_id="b", spec=specification_of_b))
-    path = f"/{folder}/step-000001"
-    with pytest.raises(Damaged, match="File name too long"):
-        await manager.checkpoints.load(manager.session("a"), path)
-    with pytest.raises(FailedPrecondition, match="File name too long"):
-        await manager.checkpoints.begin(manager.session("a"), pb.SaveCheckpointRequest(path=path))
     assert gang.commands == []
 
 
@@ -308,7 +319,7 @@ def test_the_limit_that_refuses_an_update_goes_by_the_dtypes_of_the_stack(
 ) -> None:
     stack = StackConfig.model_validate({"model": tmp_path, "generator": {"dtype": "bfloat16"}})
     plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", tmp_path, tmp_path)
-    manager = SessionManager(cast(Gang, gang), plan, stack, Activities())
+    manager = SessionManager(cast(Gang, gang), plan, stack, Activities(), session_files(tmp_path))
     spec = specification()
     spec.objective.CopyFrom(wire_objective("policy", {"type": "reinforce", "correction": correction}))
     asked = manager._asked(spec)

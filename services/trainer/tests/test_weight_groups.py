@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.service import Activities
 from flotilla_trainer.front.weight_groups import WeightGroups
+from flotilla_trainer.gang import plan
 from flotilla_weights.group import Receiver, Sender
 from flotilla_weights.manifest import Manifest
 
@@ -29,7 +29,12 @@ class Ranks:
     async def command(self, kind: str, fields: dict[str, Any]) -> list[Any]:
         assert kind == "open_group"
         self.sender = sender = Sender.listen(
-            fields["host"], fields["epoch"], fields["world_size"], fields["backend"], fields["timeout_s"]
+            fields["host"],
+            fields["epoch"],
+            fields["world_size"],
+            fields["backend"],
+            fields["timeout_s"],
+            secret=bytes.fromhex(fields["secret"]),
         )
         manifest = MANIFEST.to_proto().SerializeToString().hex()
         opened = {"host": sender.host, "port": sender.port, "manifest": manifest}
@@ -71,7 +76,7 @@ async def test_members_reach_the_address_that_is_bound_under_the_name_that_is_ad
 async def test_the_sender_listens_on_an_address_of_its_host_whatever_is_advertised(
     bound: str, advertised: str | None, listening: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.0.2")
+    monkeypatch.setattr(plan, "dialable", lambda _: "127.0.0.2")
     ranks = Ranks()
     group = await opened(ranks, BindConfig(host=bound, advertise_host=advertised))
     assert (ranks.sender.host, group.host) == (listening, advertised or listening)

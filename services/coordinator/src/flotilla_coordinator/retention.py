@@ -133,4 +133,4 @@ def _given(config_yaml: str) -> tuple[tuple[Path, ...], bool]:
         critic.initial_weights if critic else None,
         lora.adapter if lora else None,
     )
-    return tuple(folder for folder in given if folder is not None), lora is not None
+    return tuple(folder for folder in given if isinstance(folder, Path)), lora is not None

@@ -24,10 +24,13 @@ from flotilla_coordinator.retention import Retention
 from flotilla_coordinator.runs.registry import Runs
 from flotilla_coordinator.timeline import SpanStore, TraceReceiver
 from flotilla_core.bus import EventStream
+from flotilla_core.config import dump_yaml
 from flotilla_core.errors import FlotillaError, StaleVersion
+from flotilla_core.files import write_atomically
 from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.rpc import RpcServer
 from flotilla_core.service import Host
+from flotilla_core.service.model import offer_models
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +44,7 @@ class Coordinator:
         self._watching: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
+        offer_models(host)
         self._spans = SpanStore(host.state_dir / "spans.sqlite")
         self._fleet = Fleet(host, lambda: not self._ledger.lost)
         self._runs = Runs(host, self._fleet, self._ledger, EventStream(host.bus))
@@ -75,10 +79,17 @@ class Coordinator:
 
     async def start(self) -> None:
         """Follow the fleet, then continue the runs that an earlier coordinator left."""
+        self._describe_stack()
         self._watching = asyncio.create_task(keep_in_view(self._fleet, self._host), name="fleet watch")
         self._beating = asyncio.create_task(self._beat(), name="ledger beat")
         await self._runs.recover()
         self._keeping = asyncio.create_task(self._retention.keep(), name="retention")
+
+    def _describe_stack(self) -> None:
+        """Write the stack's settings where commands and the SDK look for them, unless a launcher has."""
+        directory = self._host.state_dir
+        if not (directory / "launcher.json").exists():
+            write_atomically(directory / "stack.yaml", dump_yaml(self._host.stack))
 
     def describe(self, registration: Registration) -> None:
         """Add the digest of the coordinator's tokenizer."""

@@ -120,7 +120,8 @@ class GeneratorServicer(GeneratorServiceServicer):
             telemetry.span(names.GENERATOR_STAGE, attributes=attributes) as span,
             self._activities.doing(f"receiving version {version}", run_id=request.run_id),
         ):
-            staged = await self.weights.stage(request.run_id, request.epoch, version)
+            kv_policy = KV_POLICIES.get(request.kv_policy, KvPolicy.RECOMPUTE)
+            staged = await self.weights.stage(request.run_id, request.epoch, version, kv_policy)
             span.set_attribute(names.BYTES, staged.manifest.nbytes)
         return pb.StageWeightsResponse(
             digests=weights_pb2.WeightDigests(

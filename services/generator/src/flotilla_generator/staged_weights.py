@@ -19,12 +19,14 @@ NAMED = 5
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """The weights that are staged in addition to the live ones."""
+    """The weights that are staged: in addition to the live ones, or in their place."""
 
     version: Version
     manifest: Manifest
     digests: tuple[int, ...]
     elapsed_s: float
+    in_place: bool = False
+    """Whether they replaced the live ones as they arrived."""
 
     def disagreement_with(self, expected: weights_pb2.WeightDigests) -> str:
         """Describe how the staged weights differ from the sent ones; empty if they do not."""

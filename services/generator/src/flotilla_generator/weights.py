@@ -2,8 +2,9 @@
 
 Invariants: at most one transfer or commit runs at a time; the live version changes only after each staged tensor of
 each worker agreed with the sender's digest and the engine proved the live weights; a refused or failed sync leaves the
-old version serving, except when applying broke half-way: then the phase is BROKEN and nothing decodes until a whole
-sync succeeds. Versions and epochs belong to a run; another run starts from none.
+old version serving, except when applying broke half-way, or what arrived in place of the live weights is not
+committed: then the phase is BROKEN and nothing decodes until a whole sync succeeds. Versions and epochs belong to a
+run; another run starts from none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from flotilla_core.errors import (
     WeightsMismatch,
 )
 from flotilla_core.version import Version
-from flotilla_generator.engine.base import Applied, Engine, KvPolicy, Verified, WeightsNotLive
+from flotilla_generator.engine.base import (
+    Applied,
+    Engine,
+    KvPolicy,
+    Verified,
+    WeightsHalfWritten,
+    WeightsNotLive,
+)
 from flotilla_generator.staged_weights import StagedWeights, differing, require_whole
 from flotilla_weights.manifest import Manifest
 
@@ -87,30 +95,34 @@ class WeightSession:
             if run_id != self.run_id:
                 await self._engine.tag(None)
                 self.run_id, self.live = run_id, None
-            self.epoch, self._manifest, self.staged, self.error = group.epoch, None, None, ""
-            self._rest()
+            self.epoch, self._manifest, self.error = group.epoch, None, ""
+            self._unstage()
             await self._transferring("joining", self._engine.join(group, rank_offset, manifest))
             self._manifest, self._publications = manifest, 0
 
-    async def stage(self, run_id: str, epoch: int, version: Version) -> StagedWeights:
-        """Receive one publication in addition to the live weights."""
+    async def stage(
+        self, run_id: str, epoch: int, version: Version, kv_policy: KvPolicy = KvPolicy.RECOMPUTE
+    ) -> StagedWeights:
+        """Receive one publication in addition to the live weights, or in their place; `commit` has to follow."""
         manifest = self._require_group(run_id, epoch)
         async with self._lock:
             self._require_group(run_id, epoch)
-            self.phase, self.staged, self.buckets_received, self.error = Phase.RECEIVING, None, 0, ""
+            self._unstage()
+            self.phase, self.buckets_received, self.error = Phase.RECEIVING, 0, ""
             self._publications += 1
             started = time.monotonic()
             try:
                 received = await self._transferring(
-                    f"receiving version {version}", self._engine.receive(self._heard)
+                    f"receiving version {version}", self._engine.receive(self._heard, kv_policy)
                 )
             finally:
                 self._rest()
             first = received.worker_digests[0]
-            self.staged = StagedWeights(version, manifest, first, time.monotonic() - started)
+            elapsed_s = time.monotonic() - started
+            self.staged = StagedWeights(version, manifest, first, elapsed_s, received.in_place)
             for digests in received.worker_digests[1:]:
                 if digests != first:
-                    raise self._refused(
+                    raise await self._refused(
                         differing(manifest, digests, first, "workers received different bytes")
                     )
             self._rest()
@@ -139,12 +151,13 @@ class WeightSession:
         expected: weights_pb2.WeightDigests,
     ) -> Applied:
         async with self._lock:
-            if run_id == self.run_id and self._is_live(version, expected):
+            waits = self.staged is not None and self.staged.in_place
+            if run_id == self.run_id and self._is_live(version, expected) and not waits:
                 return Applied(0.0, 0.0, 0.0)
             self._require_group(run_id, epoch)
             staged = self._require_staged(version)
             if disagreement := staged.disagreement_with(expected):
-                raise self._refused(disagreement)
+                raise await self._refused(disagreement)
             self.phase = Phase.COMMITTING
             try:
                 applied = await self._engine.apply(version, kv_policy)
@@ -218,14 +231,21 @@ class WeightSession:
         return run_id in ("", self.run_id)
 
     async def _give_up(self) -> None:
-        self.staged, self._manifest = None, None
-        self._rest()
+        self._manifest = None
+        self._unstage()
         await self._engine.drop()
+
+    def _unstage(self) -> None:
+        """Forget what is staged; if it came in place of the live weights, those are no version any more."""
+        staged, self.staged = self.staged, None
+        if staged is not None and staged.in_place:
+            self._break(WeightsHalfWritten(f"version {staged.version} arrived and was not committed"))
+        self._rest()
 
     def _heard(self, buckets: int) -> None:
         self.buckets_received = buckets
 
-    def _break(self, error: WeightsNotLive) -> None:
+    def _break(self, error: FlotillaError) -> None:
         self._broken, self.live, self.error = True, None, str(error)
 
     def _rest(self) -> None:
@@ -243,11 +263,17 @@ class WeightSession:
             if task.cancelled():
                 raise WeightGroupFailed(f"{what} was aborted", where=f"epoch {self.epoch}")
             return task.result()
-        except (FlotillaError, asyncio.CancelledError) as error:
+        # An engine may raise anything; whatever it was, the group is left and the state of the weights is asked for.
+        except BaseException as error:
             task.cancel()
             await asyncio.wait([task])
             self._manifest, self.error = None, str(error) or "the call was cancelled"
-            await asyncio.shield(self._engine.drop())
+            broken = None if task.cancelled() else task.exception()
+            lost = await asyncio.shield(self._engine.drop())
+            if isinstance(broken, WeightsHalfWritten):
+                self._break(broken)
+            elif lost:
+                self._break(WeightsHalfWritten("a version arrived in the live weights and was not committed"))
             raise
         finally:
             self._transfer = None
@@ -284,15 +310,23 @@ class WeightSession:
             raise StaleVersion(f"version {version} is older than {self.live}, which is live")
         return self.staged
 
-    def _refused(self, why: str) -> WeightsMismatch:
-        version = self.staged.version if self.staged else "none"
-        error = WeightsMismatch(
-            f"version {version} was not applied",
-            why=why,
-            next_step="the previous version is still served; publish again",
+    async def _refused(self, why: str) -> WeightsMismatch:
+        staged = self.staged
+        in_place = staged is not None and staged.in_place
+        served = (
+            "nothing decodes here until a version is whole"
+            if in_place
+            else "the previous version is still served"
         )
-        self.staged, self.error = None, str(error)
-        self._rest()
+        error = WeightsMismatch(
+            f"version {staged.version if staged else 'none'} was not applied",
+            why=why,
+            next_step=f"{served}; publish again",
+        )
+        self._unstage()
+        self.error = str(error)
+        if in_place:
+            await self._engine.drop()
         return error
 
 

@@ -39,8 +39,8 @@ class Term:
     """Runs in a worker."""
 
 
-def resolve(spec: pb.RewardSpec) -> Term:
-    """Return the term behind a spec."""
+def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
+    """Return the term behind a spec; `code` is where the file of its function is on this host."""
     if not math.isfinite(spec.weight):
         raise InvalidRequest(f"weight of reward {spec.reward} is {spec.weight}, not a finite number")
     timeout_s = DEFAULT_TIMEOUT_S
@@ -55,7 +55,7 @@ def resolve(spec: pb.RewardSpec) -> Term:
             return Term(spec.reward, spec.weight, timeout_s, builtin, None)
         target = Target("builtin", spec.reward, parameters=parameters)
     else:
-        target = _user_target(spec.reward, parameters)
+        target = _user_target(spec.reward, parameters, code)
     return Term(spec.reward, spec.weight, timeout_s, None, target)
 
 
@@ -102,10 +102,10 @@ def _problem(location: tuple[int | str, ...], kind: str, message: str, known: li
     return f"{key}: {message}" if key else message
 
 
-def _user_target(name: str, parameters: dict[str, Any]) -> Target:
+def _user_target(name: str, parameters: dict[str, Any], code: Path | None) -> Target:
     file, colon, function = name.rpartition(":")
     if colon and file.endswith(".py"):
-        path = Path(file).absolute()
+        path = code or Path(file).absolute()
         if not function.isidentifier():
             raise InvalidConfig(f"reward {name} names no function", next_step="Write it as path.py:function.")
         try:

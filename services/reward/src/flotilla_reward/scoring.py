@@ -9,8 +9,9 @@ event loop of this process runs. Every task is yielded once; a caller that leave
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -33,11 +34,11 @@ SIGN_OF_LIFE_S = 5.0
 """A caller takes a replica for dead that is silent for several times as long."""
 
 
-def resolve(specs: Sequence[pb.RewardSpec]) -> list[Term]:
-    """Return the terms of a call."""
+def resolve(specs: Sequence[pb.RewardSpec], code: Mapping[str, Path] | None = None) -> list[Term]:
+    """Return the terms of a call; `code` says where the files of functions are on this host."""
     if not specs:
         raise InvalidRequest("the request has no rewards", next_step="Add a term to the run.")
-    return [catalog.resolve(spec) for spec in specs]
+    return [catalog.resolve(spec, (code or {}).get(spec.reward)) for spec in specs]
 
 
 async def load(terms: Sequence[Term], pool: WorkerPool, run_id: str = "") -> AsyncGenerator[pb.ScoreResponse]:

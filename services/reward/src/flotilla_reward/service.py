@@ -25,6 +25,7 @@ from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
 from flotilla_core.errors import Unavailable
 from flotilla_core.rpc import RpcServer
+from flotilla_core.transfer import Files
 from flotilla_reward import catalog, scoring
 from flotilla_reward.pool import WorkerPool
 
@@ -39,8 +40,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     A call knows everything that it needs; calls are only counted, because a drain waits until none runs.
     """
 
-    def __init__(self, pool: WorkerPool) -> None:
+    def __init__(self, pool: WorkerPool, files: Files) -> None:
         self._pool = pool
+        self._files = files
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -62,7 +64,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         if self._draining:
             raise Unavailable("the replica is draining")
         with self._counted():
-            terms = scoring.resolve(request.rewards)
+            code = {
+                spec.reward: await self._files.here(spec.code, request.run_id)
+                for spec in request.rewards
+                if spec.HasField("code")
+            }
+            terms = scoring.resolve(request.rewards, code)
             async with aclosing(scoring.load(terms, self._pool, request.run_id)) as signs:
                 async for sign in signs:
                     yield sign
@@ -86,10 +93,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 class RewardHostService:
     """Owns the worker pool; calls come and go on the host's server."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, files: Files) -> None:
         self._workers = workers
         self._pool = WorkerPool(workers)
-        self._servicer = RewardServicer(self._pool)
+        self._servicer = RewardServicer(self._pool, files)
 
     def add_to(self, server: RpcServer) -> None:
         add = reward_pb2_grpc.add_RewardServiceServicer_to_server

@@ -23,8 +23,10 @@ from flotilla_core.roles import role_of_process
 from flotilla_core.service import Host
 from flotilla_trainer.front.model_shape import model_digest, model_shape
 from flotilla_trainer.front.servicer import TrainerServicer
+from flotilla_trainer.front.session_files import SessionFiles
 from flotilla_trainer.front.session_manager import SessionManager
 from flotilla_trainer.gang.fork_server import RankForkServer
+from flotilla_trainer.gang.hosts import AgentHost, GangHosts
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
 
@@ -47,11 +49,28 @@ class TrainerService:
             model_folder(model_of(host.stack, role_of_process(host.name))),
             host.state_dir / "logs",
             telemetry.endpoints(),
-            host.token,
+            str(host.token.path),
         )
         self._fork_server = RankForkServer(self._plan.environment(), self._plan.log_path(0))
-        self._gang = Gang(self._plan, self._fork_server, lost=self._lost, beyond_help=host.failed)
-        self._manager = SessionManager(self._gang, self._plan, host.stack, host.activities)
+        others = [
+            AgentHost(self._plan, name, ranks, host.files, host.activities)
+            for name, ranks in self._plan.places.items()
+            if name
+        ]
+        self._gang = Gang(
+            self._plan,
+            self._fork_server,
+            lost=self._lost,
+            beyond_help=host.failed,
+            hosts=GangHosts(self._plan, self._fork_server, others, host.registry.watch, host.connect),
+        )
+        self._manager = SessionManager(
+            self._gang,
+            self._plan,
+            host.stack,
+            host.activities,
+            SessionFiles(host.files, host.state_dir / "remote-runs" / host.name, self._gang.bring),
+        )
 
     def add_to(self, server: rpc.RpcServer) -> None:
         """Add TrainerService to the server."""
@@ -72,7 +91,9 @@ class TrainerService:
         registration.tokenizer_digest = tokenizer_digest(self._plan.model)
         registration.model_digest = model_digest(self._plan.model)
         registration.capacity["nproc"] = self._plan.nproc
-        registration.capacity["gpus"] = self._plan.nproc if facts["device"].startswith("cuda") else 0
+        registration.capacity["gpus"] = (
+            len(self._plan.ranks_here) if facts["device"].startswith("cuda") else 0
+        )
         registration.capacity["parameters"] = facts["parameters"]
         registration.capacity["max_sequence_tokens"] = facts["max_sequence_tokens"]
 

@@ -293,12 +293,12 @@ async def _pools(fleet: StackConfig) -> _Pools:
     from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
     from flotilla_client import Client
+    from flotilla_client.discovery import token_of_caller
     from flotilla_core import rpc
-    from flotilla_core.trust import read_token
     from flotilla_launch.paths import StackPaths
 
     directory = StackPaths.of(fleet.state_dir, fleet.name).directory
-    token = read_token(fleet.bind, directory)
+    token = token_of_caller(fleet.bind, directory)
     announced = json.loads((directory / "instances" / "coordinator.json").read_text("utf-8"))
     async with Client(announced["address"], token=token) as client:
         services = [service.registration for service in await client.list_services()]

@@ -1,10 +1,10 @@
-"""Implements `flotilla up`, `down`, `ps` and `scale`, for the processes of a stack on this host."""
+"""Implements `flotilla up`, `down`, `ps`, `scale` and `upgrade`, for the processes of a stack on any launcher."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -15,15 +15,33 @@ if TYPE_CHECKING:
     from flotilla.coordinator.v1.run_pb2 import Run
     from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
     from flotilla_client import Client
+    from flotilla_core.config import StackConfig
+    from flotilla_launch.launcher import Launcher
     from flotilla_launch.paths import StackPaths
 
+PLAN_COLUMNS = ("NODE", "SERVICE", "KIND", "CPUS", "GPUS", "MEMORY", "PORTS")
 Answer = TypeVar("Answer")
 
 _ANSWER_S = 2.0
 _RUNS_TO_LOOK_AT = 100
 
 
-def up(stack: Stack = None, as_json: Json = False) -> None:
+def up(
+    stack: Stack = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            metavar="LAUNCHER",
+            show_default="that of the running stack, or local",
+            help="local (this host), compose (containers of this host), slurm, ray or kubernetes.",
+        ),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print which service runs where, and start nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Start a stack and wait until every service is ready; a running stack is left unchanged."""
     import time
 
@@ -31,25 +49,25 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
     from flotilla_coordinator.cli.output import print_json, print_table, say
     from flotilla_coordinator.cli.processes import COLUMNS, boot_progress, process_json, process_row
     from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file, stack_paths
-    from flotilla_coordinator.plan.placement import placed, seats
-    from flotilla_launch import local
-    from flotilla_launch.client import find
+    from flotilla_launch.launcher import LOCAL, is_up, launcher_for
+    from flotilla_launch.state import PlacedFile
 
+    _require_launcher(on)
+    paths = stack_paths(stack)
     make_example(stack_file(stack))
-    config = placed(load_stack(stack))
-    if not as_json:
-        gpus, warnings = seats(config)
-        for gpu, who in gpus:
-            say(f"GPU {gpu}: {who}")
-        for warning in warnings:
-            say(f"warning: {warning}")
+    config = load_stack(stack)
+    launcher = _launcher(config, paths) if config.launcher.attach else launcher_for(on, paths)
+    config = _placeable(config, launcher.name, quiet=as_json)
+    if plan:
+        _show_plan(config, launcher.name, as_json=as_json)
+        return
     # A stack that runs already is left running, and its launcher completes the request by itself.
-    runs_already = find(stack_paths(stack)) is not None
+    runs_already = is_up(paths)
     stays = "the stack stays up, and its launcher finishes what it was asked for; see: flotilla ps"
     started = time.monotonic()
     with boot_progress() as show:
         result = wait(
-            local.up(config, on_progress=show, on_wait=say, on_tightened=say),
+            launcher.place(config, on_progress=show, on_wait=say),
             interrupted=f"interrupted: {stays if runs_already else 'everything that was started is stopped again'}",
         )
         if result.changed:
@@ -62,20 +80,23 @@ def up(stack: Stack = None, as_json: Json = False) -> None:
         say(f"stack {config.name!r} is already running; nothing changed")
         return
     print_table(COLUMNS[:-1], [process_row(process)[:-1] for process in result.processes])
-    say(f"stack {config.name!r} is up after {time.monotonic() - started:.0f} s")
-    say("next: flotilla run start FILE, flotilla ps, flotilla down")
+    where = "" if launcher.name == LOCAL else f" on {launcher.name}"
+    say(f"stack {config.name!r} is up{where} after {time.monotonic() - started:.0f} s")
+    placed = PlacedFile.read(paths.placed_file)
+    reach = placed.reach if placed is not None else ""
+    start = f"{reach} run start /dev/stdin < FILE" if reach else "flotilla run start FILE"
+    say(f"next: {start}, flotilla ps, flotilla down")
 
 
 def down(stack: Stack = None, as_json: Json = False) -> None:
     """Stop all processes of a stack; only its files in the state directory stay."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.cli.stack import stack_paths
-    from flotilla_launch import local
+    from flotilla_coordinator.cli.stack import load_stack, stack_paths
 
     paths = stack_paths(stack)
     cut = wait(_going_on(paths))
-    stopped = wait(local.down(paths, on_wait=say))
+    stopped = wait(_launcher(load_stack(stack), paths).down(on_wait=say))
     if as_json:
         print_json({"stack": paths.directory.name, "stopped": stopped})
     elif stopped:
@@ -92,10 +113,11 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, print_table, say
     from flotilla_coordinator.cli.processes import COLUMNS, process_json, process_row
-    from flotilla_coordinator.cli.stack import stack_paths
+    from flotilla_coordinator.cli.stack import load_stack, stack_paths
 
     paths = stack_paths(stack)
-    nats_url, processes, services, waiting = wait(_state_of(paths, coordinator))
+    launcher = _launcher(load_stack(stack), paths)
+    nats_url, processes, services, waiting = wait(_state_of(launcher, paths, coordinator))
     if as_json:
         rows = [process_json(process, services.get(process.name)) for process in processes]
         held = [{"run_id": run.run_id, "reason": run.reason} for run in waiting]
@@ -127,21 +149,19 @@ def scale(
     from flotilla_coordinator.cli.processes import process_json, state_of
     from flotilla_coordinator.cli.stack import load_stack, stack_paths
     from flotilla_core.errors import InvalidRequest
-    from flotilla_launch.client import LauncherClient, require
     from flotilla_launch.placement import SCALABLE, kind_name
 
     kinds = {kind_name(scalable): scalable for scalable in SCALABLE}
     if kind not in kinds:
         raise InvalidRequest(f"{kind!r} cannot be scaled", next_step=f"use one of: {', '.join(kinds)}")
-    paths = stack_paths(stack)
-    file = require(paths)
-    timeout_s = load_stack(stack).ready_timeout_s + 60
+    paths, config = stack_paths(stack), load_stack(stack)
+    launcher = _launcher(config, paths)
+    timeout_s = config.ready_timeout_s + 60
 
     async def ask() -> list[ProcessStatus]:
         if not yes:
             await _refuse_to_starve(paths, kind, replicas)
-        async with LauncherClient.open(file) as launcher:
-            return await launcher.scale(kinds[kind], replicas, timeout_s=timeout_s)
+        return await launcher.scale(kinds[kind], replicas, timeout_s=timeout_s)
 
     say(f"scaling {kind} to {replicas}")
     processes = wait(ask(), interrupted="interrupted; the launcher finishes the change: flotilla ps")
@@ -153,20 +173,146 @@ def scale(
         )
 
 
+def upgrade(
+    kind: Annotated[str, typer.Argument(help="generator or reward.")] = "generator",
+    grace: Annotated[
+        float,
+        typer.Option("--grace", min=0, max=86400, help="Seconds that a replica may finish what it has."),
+    ] = 600.0,
+    spare: Annotated[
+        bool,
+        typer.Option(
+            "--spare/--no-spare",
+            help="Start one more replica for each run first, so that no run has fewer meanwhile.",
+        ),
+    ] = True,
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Replace the replicas of a running stack one by one with processes of the release of this command."""
+    from flotilla_coordinator.cli.options import wait
+    from flotilla_coordinator.cli.output import print_json, say
+    from flotilla_coordinator.cli.processes import process_json
+    from flotilla_coordinator.cli.stack import client_of, load_stack, stack_paths
+    from flotilla_launch.launcher import launcher_of
+    from flotilla_launch.local import executables_directory
+    from flotilla_launch.upgrade import Upgrade, kind_of, upgradable
+
+    wanted = kind_of(kind)
+    launcher = upgradable(launcher_of(stack_paths(stack)), kind)
+    ready_timeout_s = load_stack(stack).ready_timeout_s
+
+    async def act() -> list[ProcessStatus]:
+        async with client_of(stack, coordinator) as client:
+            one_by_one = Upgrade(
+                launcher, client, wanted, executables_directory(), ready_timeout_s, grace, on_wait
+            )
+            return await one_by_one.run(spare=spare)
+
+    on_wait = (lambda _: None) if as_json else say
+    processes = wait(
+        act(), interrupted="interrupted; replicas that were not replaced work as before: flotilla ps"
+    )
+    if as_json:
+        print_json({"kind": kind, "processes": [process_json(process) for process in processes]})
+    else:
+        say(f"replaced: {', '.join(process.name for process in processes)}")
+
+
+def _launcher(stack: StackConfig, paths: StackPaths) -> Launcher:
+    """Return the launcher that has the stack: of another machine where its file says so."""
+    from flotilla_client.discovery import token_of_caller
+    from flotilla_launch.launcher import AttachedLauncher, launcher_of
+
+    if stack.launcher.attach is None:
+        return launcher_of(paths)
+    return AttachedLauncher(stack.launcher.attach, token_of_caller(stack.bind, paths.directory))
+
+
+def _require_launcher(name: str | None) -> None:
+    """Refuse a launcher that there is not, with the name that was probably meant."""
+    import difflib
+
+    from flotilla_core.errors import InvalidRequest
+    from flotilla_launch.launcher import LAUNCHERS
+
+    if name is not None and name not in LAUNCHERS:
+        near = difflib.get_close_matches(name, LAUNCHERS, n=1)
+        raise InvalidRequest(
+            f"there is no launcher {name!r}" + (f"; did you mean {near[0]}?" if near else ""),
+            where="--on",
+            next_step=f"use one of: {', '.join(LAUNCHERS)}",
+        )
+
+
+def _placeable(stack: StackConfig, launcher: str, *, quiet: bool) -> StackConfig:
+    """Return the stack with what its file leaves to the host; a launcher of other hosts cannot ask them."""
+    from flotilla_coordinator.cli.output import say
+    from flotilla_coordinator.cli.stack import with_models_here
+    from flotilla_coordinator.plan.placement import placed, seats
+    from flotilla_core.gangs import model_of, roles_of, with_model
+    from flotilla_launch.launcher import ON_THIS_HOST
+
+    if launcher not in ON_THIS_HOST:
+        return stack
+    here = with_models_here(stack)
+    decided = placed(here)
+    placeable = decided
+    for role in roles_of(stack):
+        if model_of(here, role) != model_of(stack, role):
+            placeable = with_model(placeable, role, model_of(stack, role))
+    if not quiet:
+        gpus, warnings = seats(decided)
+        for gpu, who in gpus:
+            say(f"GPU {gpu}: {who}")
+        for warning in warnings:
+            say(f"warning: {warning}")
+    return placeable
+
+
+def _show_plan(stack: StackConfig, launcher: str, *, as_json: bool) -> None:
+    """Print the table of the stack as this launcher would place it."""
+    from flotilla_coordinator.cli.output import print_json, print_line, print_table
+    from flotilla_launch.launcher import planned
+
+    rows = [row.as_dict() for row in planned(stack, launcher)]
+    if as_json:
+        print_json({"stack": stack.name, "launcher": launcher, "services": rows})
+        return
+    print_table(PLAN_COLUMNS, [_plan_cells(row) for row in rows])
+    for row in rows:
+        print_line(f"\n{row['name']}: {' '.join(row['command'])}")
+        for name, value in row["environment"].items():
+            print_line(f"  {name}={value}")
+
+
+def _plan_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        row["node"],
+        row["name"],
+        row["kind"],
+        str(row["cpus"] or ""),
+        ", ".join(row["gpus"]),
+        f"{row['memory_mib']} MiB" if row["memory_mib"] else "",
+        ", ".join(str(port or "any") for port in row["ports"]),
+    )
+
+
 async def _state_of(
-    paths: StackPaths, coordinator: str | None
+    launcher: Launcher, paths: StackPaths, coordinator: str | None
 ) -> tuple[str, list[ProcessStatus], dict[str, Service], list[Run]]:
     """Return the address of NATS, the processes, the coordinator's view of them, and the runs that wait."""
     from flotilla.coordinator.v1 import run_pb2
-    from flotilla_launch.client import LauncherClient, require
+    from flotilla_coordinator.cli.processes import as_the_coordinator_sees
 
-    async with LauncherClient.open(require(paths)) as launcher:
-        state = await launcher.state()
+    state = await launcher.state()
     services = await _services(paths, coordinator)
+    processes = as_the_coordinator_sees(list(state.processes), services)
     runs = await _ask(paths, coordinator, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
     # A pause that a user requested has no reason.
     waiting = [run for run in runs if run.state == run_pb2.RUN_STATE_PAUSED and run.reason]
-    return state.nats_url, list(state.processes), services, waiting
+    return state.nats_url, processes, services, waiting
 
 
 async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None:
@@ -190,9 +336,19 @@ async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None
 async def _going_on(paths: StackPaths) -> list[Run]:
     """Return runs that have not ended; a paused run keeps its services, because it may continue at any time."""
     from flotilla.coordinator.v1 import run_pb2
+    from flotilla_core.errors import FlotillaError
+    from flotilla_launch.kubernetes.launcher import KubernetesLauncher
+    from flotilla_launch.launcher import launcher_of
 
     working = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
-    runs = await _ask(paths, None, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
+    launcher = launcher_of(paths)
+    if isinstance(launcher, KubernetesLauncher):
+        try:
+            runs = await launcher.runs()
+        except FlotillaError:
+            runs = []  # The coordinator may be what is broken.
+    else:
+        runs = await _ask(paths, None, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
     return [run for run in runs if run.state in working]
 
 

@@ -1,4 +1,4 @@
-"""Implements `flotilla logs`, from files on this machine and from the services themselves on other machines.
+"""Implements `flotilla logs`, from files on this machine, from services on other machines, and from Kubernetes.
 
 Invariants: a service whose log is on this machine is never called, so the logs of a stopped or hanging stack can be
 read. Where one log cannot be read, the others are shown.
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from flotilla_coordinator.cli.services import ServiceAddress
     from flotilla_core.errors import FlotillaError
+    from flotilla_launch.kubernetes.launcher import PodLog
+
+    Source = ServiceAddress | PodLog
 
 _FIND_S = 4.0
 _FIRST_LINE_S = 5.0
@@ -59,13 +62,16 @@ async def _show(
     import json
     import sys
 
-    here = _files(stack)
-    elsewhere = {} if name in here else await _elsewhere(stack, coordinator, here)
+    elsewhere: dict[str, Source] = {**await _of_pods(stack)} if coordinator is None else {}
+    # Files of a stack that is in pods are those of an earlier start on this machine.
+    here = {} if elsewhere else _files(stack)
+    if not elsewhere and name not in here:
+        elsewhere = {**await _elsewhere(stack, coordinator, here)}
     names = _chosen(name, stack, here, elsewhere)
     width = max(map(len, names))
     files = {one: here[one] for one in names if one in here}
-    services = [elsewhere[one] for one in names if one in elsewhere]
-    async with aclosing(_read(files, services, lines, follow=follow)) as found:
+    sources = [elsewhere[one] for one in names if one in elsewhere]
+    async with aclosing(_read(files, sources, lines, follow=follow)) as found:
         async for source, line in found:
             if as_json:
                 text = json.dumps({"name": source, "line": line}, ensure_ascii=False)
@@ -86,6 +92,16 @@ def _files(stack: str | None) -> dict[str, Path]:
     return found | {"nats": nats} if nats.exists() else found
 
 
+async def _of_pods(stack: str | None) -> dict[str, PodLog]:
+    """Return the logs of the pods of a stack on Kubernetes; none for one that is elsewhere."""
+    from flotilla_coordinator.cli.stack import stack_paths
+    from flotilla_launch.kubernetes.launcher import KubernetesLauncher
+    from flotilla_launch.launcher import launcher_of
+
+    launcher = launcher_of(stack_paths(stack))
+    return await launcher.logs() if isinstance(launcher, KubernetesLauncher) else {}
+
+
 async def _elsewhere(
     stack: str | None, coordinator: str | None, here: dict[str, Path]
 ) -> dict[str, ServiceAddress]:
@@ -104,7 +120,7 @@ async def _elsewhere(
 
 
 def _chosen(
-    name: str | None, stack: str | None, here: dict[str, Path], elsewhere: dict[str, ServiceAddress]
+    name: str | None, stack: str | None, here: dict[str, Path], elsewhere: dict[str, Source]
 ) -> list[str]:
     """Return the names of all logs, or the one that was named."""
     from flotilla_coordinator.cli.stack import stack_paths
@@ -132,7 +148,7 @@ def _chosen(
 
 
 async def _read(
-    files: dict[str, Path], services: list[ServiceAddress], lines: int, *, follow: bool
+    files: dict[str, Path], sources: list[Source], lines: int, *, follow: bool
 ) -> AsyncGenerator[Line]:
     """Yield the last lines of all logs merged by time, then new ones as they arrive."""
     from flotilla_launch.logs import read_logs
@@ -144,9 +160,9 @@ async def _read(
             await came.put(line)
         await came.put(None)
 
-    tasks = [asyncio.create_task(_tail(service, lines, came, follow=follow)) for service in services]
+    tasks = [asyncio.create_task(_tail(source, lines, came, follow=follow)) for source in sources]
     try:
-        past, open_logs = await _past(came, len(services), alone=not files and len(services) == 1)
+        past, open_logs = await _past(came, len(sources), alone=not files and len(sources) == 1)
         tasks.append(asyncio.create_task(read_files(past)))
         open_logs += 1
         while open_logs:
@@ -184,21 +200,33 @@ async def _past(came: Came, open_logs: int, *, alone: bool) -> tuple[dict[str, l
     return past, open_logs
 
 
-async def _tail(service: ServiceAddress, lines: int, came: Came, *, follow: bool) -> None:
-    """Put each line of the service's log into `came`; at the end None, or why it ended."""
-    from flotilla.common.v1.operate_pb2 import TailLogRequest
-    from flotilla_core import rpc
+async def _tail(source: Source, lines: int, came: Came, *, follow: bool) -> None:
+    """Put each line of a log into `came`; at the end None, or why it ended."""
+    from flotilla_coordinator.cli.services import ServiceAddress
     from flotilla_core.errors import FlotillaError
 
-    request = TailLogRequest(lines=lines, follow=follow)
-    silence_s = _FOLLOW_S if follow else _FIRST_LINE_S
+    if isinstance(source, ServiceAddress):
+        found = _lines_of(source, lines, follow=follow)
+    else:
+        found = source.tail(lines, follow=follow)
     try:
-        async with service.operated() as stub:
-            stream = rpc.server_stream(stub.TailLog, request, idle_timeout_s=silence_s)
-            async with aclosing(stream):
-                async for answer in stream:
-                    await came.put((service.name, answer.line))
+        async with aclosing(found):
+            async for line in found:
+                await came.put((source.name, line))
     except FlotillaError as error:
         await came.put(error)
     else:
         await came.put(None)
+
+
+async def _lines_of(service: ServiceAddress, lines: int, *, follow: bool) -> AsyncGenerator[str]:
+    """Yield the lines of a log that the service itself reads."""
+    from flotilla.common.v1.operate_pb2 import TailLogRequest
+    from flotilla_core import rpc
+
+    request = TailLogRequest(lines=lines, follow=follow)
+    async with service.operated() as stub:
+        silence_s = _FOLLOW_S if follow else _FIRST_LINE_S
+        async with aclosing(rpc.server_stream(stub.TailLog, request, idle_timeout_s=silence_s)) as stream:
+            async for answer in stream:
+                yield answer.line

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -50,12 +52,24 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def flotilla(
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            envvar="FLOTILLA_TOKEN_FILE",
+            metavar="FILE",
+            show_default="the stack's own",
+            help="File (mode 0600) with the token that signs calls.",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option("--version", is_eager=True, callback=print_version, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""
+    if token_file is not None:
+        os.environ["FLOTILLA_TOKEN_FILE"] = str(token_file.absolute())
 
 
 app.command()(init.init)
@@ -67,6 +81,7 @@ app.command()(stacks.stacks)
 app.command()(stacks.profile)
 app.command()(stacks.drain)
 app.command()(fleet.scale)
+app.command()(fleet.upgrade)
 app.add_typer(replicas.app, name="replicas")
 app.add_typer(replicas.weights_app, name="weights")
 app.add_typer(reward.app, name="reward")
@@ -79,6 +94,8 @@ app.command("eval")(evaluate.evaluate)
 app.command()(timeline.timeline)
 app.command()(doctor.doctor)
 app.add_typer(config.app, name="config")
+app.add_typer(config.token_app, name="token")
+app.add_typer(config.certs_app, name="certs")
 
 
 def main() -> None:
@@ -106,7 +123,6 @@ def _fail(error: Exception) -> NoReturn:
 def _named(error: Exception) -> FlotillaError | None:
     """Return a Flotilla error as is, an error of the file system or SQLite as one of ours, and None for a defect."""
     import sqlite3
-    from pathlib import Path
 
     from flotilla_core.disk import disk_full
     from flotilla_core.errors import FailedPrecondition, FlotillaError

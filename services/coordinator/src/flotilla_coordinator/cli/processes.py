@@ -30,6 +30,7 @@ _WORK = {
     "nats": "opens its store",
     "generator": "loads the model into its engine",
     "trainer": "starts its ranks, which load the model",
+    "ranks": "opens its port",
     "reward": "starts its workers",
     "coordinator": "opens the ledger and the timeline",
 }
@@ -43,6 +44,14 @@ _ENGINE_PHASES = {
 }
 """What an engine does after a line of vLLM's log, by a part of that line."""
 _LINES_OF_A_START = 400
+_STARTING = 1
+_STATES = {
+    _STARTING: "PROCESS_STATE_STARTING",
+    2: "PROCESS_STATE_READY",
+    3: "PROCESS_STATE_DRAINING",
+    4: "PROCESS_STATE_FAILED",
+}
+"""States of a process by those of a registration; what the protos say, without loading them for every command."""
 
 
 def process_json(process: ProcessStatus, service: Service | None = None) -> dict[str, Any]:
@@ -79,12 +88,36 @@ def process_row(process: ProcessStatus, service: Service | None = None) -> tuple
     )
 
 
+def as_the_coordinator_sees(
+    processes: list[ProcessStatus], services: dict[str, Service]
+) -> list[ProcessStatus]:
+    """Add the services that were started elsewhere, and say why one that says READY is not admitted."""
+    from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+
+    known = {process.name for process in processes}
+    seen = list(processes)
+    for name in sorted(services.keys() - known):
+        one = services[name].registration
+        state = _STATES.get(one.state, "PROCESS_STATE_UNSPECIFIED")
+        status = ProcessStatus(name=name, kind=one.kind, state=ProcessState.Value(state), address=one.address)
+        status.pid, status.instance_id = one.pid, one.instance_id
+        status.since.CopyFrom(one.started_at)
+        seen.append(status)
+    for process in seen:
+        service = services.get(process.name)
+        if service is not None and service.work_state_reason and service.registration.state == _STARTING:
+            process.state = ProcessState.PROCESS_STATE_STARTING
+            process.error = service.work_state_reason
+    return seen
+
+
 def kind_of(process: ProcessStatus) -> str:
     """Return the kind of a process: `generator`, `trainer`, ..., or `nats`."""
     from flotilla_launch.placement import kind_name
+    from flotilla_launch.table import NATS
 
-    # Of all processes, only NATS is not a service of Flotilla.
-    return kind_name(process.kind) if process.kind else process.name
+    # Of all processes, only servers of NATS are no services of Flotilla.
+    return kind_name(process.kind) if process.kind else NATS
 
 
 def state_of(process: ProcessStatus) -> str:
@@ -122,6 +155,8 @@ def doing(process: ProcessStatus) -> str:
     from flotilla.launcher.v1.launcher_pb2 import ProcessState
 
     if process.state == ProcessState.PROCESS_STATE_STARTING:
+        if process.error:
+            return process.error.splitlines()[0]
         # The address is known as soon as the port is open; the slow work comes after that.
         if process.kind and not process.address:
             return "its process starts"

@@ -430,13 +430,13 @@ def ask_or_else(
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_core.errors import Unavailable
-    from flotilla_launch.client import find
+    from flotilla_launch.launcher import is_up
 
     try:
         return wait(ask)
     except Unavailable:
         paths = stack_paths(stack)
-        if coordinator is not None or find(paths) is not None:
+        if coordinator is not None or is_up(paths):
             raise
         return otherwise(paths)
 

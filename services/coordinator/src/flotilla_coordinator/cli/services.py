@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flotilla.common.v1.registration_pb2 import ServiceKind
     from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
     from flotilla_core.config import StackConfig
+    from flotilla_core.trust import Token
     from flotilla_launch.paths import StackPaths
 
 _ANSWER_S = 2.0
@@ -31,7 +32,7 @@ class ServiceAddress:
     name: str
     kind: ServiceKind.ValueType
     address: str
-    token: str = field(repr=False)
+    token: Token = field(repr=False)
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
@@ -89,27 +90,28 @@ async def find_service(name: str, stack: str | None, coordinator: str | None) ->
     return services[name]
 
 
-async def is_kept_up(service: ServiceAddress, stack: str | None) -> bool:
-    """Return whether the launcher of this machine starts the service again when it ends."""
+async def is_kept_up(stack: str | None, *, name: str = "", address: str = "") -> bool:
+    """Return whether the launcher of this machine starts the service of this name, or address, again when it ends."""
     from flotilla.launcher.v1.launcher_pb2 import ProcessState
     from flotilla_coordinator.cli.stack import stack_paths
 
     return any(
-        process.address == service.address and process.state != ProcessState.PROCESS_STATE_ATTACHED
+        (process.address == address if address else process.name == name)
+        and process.state != ProcessState.PROCESS_STATE_ATTACHED
         for process in await _processes(stack_paths(stack))
     )
 
 
 async def _of_launcher(config: StackConfig, paths: StackPaths) -> list[ServiceAddress]:
     """List those that the launcher of this machine started or attached; none where no launcher answers."""
+    from flotilla_client.discovery import token_of_caller
     from flotilla_core.errors import Unavailable
-    from flotilla_core.trust import read_token
 
     try:
         processes = await _processes(paths)
     except Unavailable:
         return []
-    token = read_token(config.bind, paths.directory)
+    token = token_of_caller(config.bind, paths.directory)
     return [
         ServiceAddress(process.name, process.kind, process.address, token)
         for process in processes
@@ -118,25 +120,21 @@ async def _of_launcher(config: StackConfig, paths: StackPaths) -> list[ServiceAd
 
 
 async def _processes(paths: StackPaths) -> list[ProcessStatus]:
-    """List what the launcher of this machine keeps or watches; nothing where no launcher runs."""
-    from flotilla_launch.client import LauncherClient, find
+    """List what the launcher of the stack keeps or watches; nothing where no launcher has it."""
+    from flotilla_launch.launcher import is_up, launcher_of
 
-    file = find(paths)
-    if file is None:
-        return []
-    async with LauncherClient.open(file) as launcher:
-        return list((await launcher.state()).processes)
+    return list((await launcher_of(paths).state()).processes) if is_up(paths) else []
 
 
 async def _of_coordinator(config: StackConfig, coordinator: str | None) -> list[ServiceAddress]:
     from flotilla_client import Client
     from flotilla_client.discovery import find_coordinator
 
-    token = find_coordinator(config.name, config.state_dir, coordinator).token
-    async with Client.find(config.name, config.state_dir, coordinator) as client:
+    found = find_coordinator(config.name, config.state_dir, coordinator, bind=config.bind)
+    async with Client(found.address, token=found.token) as client:
         services = await client.list_services()
     return [
-        ServiceAddress(one.registration.name, one.registration.kind, one.registration.address, token)
+        ServiceAddress(one.registration.name, one.registration.kind, one.registration.address, found.token)
         for one in services
         if one.registration.address
     ]

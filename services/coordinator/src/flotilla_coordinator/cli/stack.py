@@ -58,9 +58,11 @@ def stack_paths(given: str | None) -> StackPaths:
 def client_of(given: str | None, coordinator: str | None) -> Client:
     """Return a client of the stack's coordinator, or of the one that was named."""
     from flotilla_client import Client
+    from flotilla_client.discovery import find_coordinator
 
     stack = load_stack(given)
-    return Client.find(stack.name, stack.state_dir, coordinator)
+    found = find_coordinator(stack.name, stack.state_dir, coordinator, bind=stack.bind)
+    return Client(found.address, token=found.token)
 
 
 def make_example(file: Path | None) -> None:
@@ -89,3 +91,28 @@ def _make(script: Path) -> None:
             why=f"the script exited with code {done.returncode}\n{last}\n",
             next_step=f"run it by hand: {sys.executable} {script}",
         )
+
+
+def with_models_here(stack: StackConfig) -> StackConfig:
+    """Return the stack with copies on this host in place of models in object storage, fetched where needed."""
+    from flotilla_core.config.model import is_url
+    from flotilla_core.gangs import model_of, roles_of
+
+    places = {str(model) for role in roles_of(stack) if is_url(model := model_of(stack, role))}
+    if not places:
+        return stack
+    from flotilla_coordinator.cli.options import wait
+    from flotilla_core import rpc
+    from flotilla_core.activities import Activities
+    from flotilla_core.errors import Unavailable
+    from flotilla_core.service.model import with_copies
+    from flotilla_core.transfer import FileCache, Files
+    from flotilla_launch.paths import StackPaths
+
+    async def nobody() -> str:
+        raise Unavailable("a command asks no coordinator for files")
+
+    say(f"using a copy of {', '.join(sorted(places))} on this host")
+    cache = FileCache(StackPaths.of(stack.state_dir, stack.name).directory / "files", stack.file_cache_gib)
+    files = Files(cache, rpc.connect, nobody, Activities())
+    return wait(with_copies(stack, files))

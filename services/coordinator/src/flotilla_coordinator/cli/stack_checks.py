@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -10,15 +11,22 @@ from typing import TYPE_CHECKING, Literal
 from flotilla_coordinator.cli.stack import load_stack, stack_file
 
 if TYPE_CHECKING:
-    from flotilla.common.v1.operate_pb2 import CheckResult
+    from flotilla.common.v1.operate_pb2 import CheckResult, DescribeResponse
+    from flotilla.coordinator.v1.coordinator_pb2 import Service
     from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
     from flotilla_core.config import StackConfig
+    from flotilla_core.trust import Token
+    from flotilla_launch.paths import StackPaths
 
 _LEAST_BYTES = 32 << 20
 """The space for ledger, samples, spans and logs of a short run."""
 
 _DESCRIBE_S = 5.0
 _CHECK_S = 30.0
+_SERVING_S = 10.0
+"""A busy host may need this long for the first encrypted call."""
+_CLOCK_S = 2.0
+"""The difference between two clocks that nobody need look at."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,8 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
         *_dtypes(config),
         _token(config),
         _bind(config),
+        *_interface(config),
+        *_certificate(config),
     ]
 
 
@@ -116,18 +126,23 @@ def _models(config: StackConfig) -> list[Finding]:
     from flotilla_core.gangs import model_of, roles_of, started
     from flotilla_core.roles import POLICY, section_of
 
-    findings = _model("model", config.model)
+    # Services by this file may be on another host than the coordinator, which then gives them the model.
+    fetched = config.nats.url is not None
+    findings = _model("model", config.model, fetched=fetched)
     for role in (role for role in roles_of(config) if role != POLICY):
         model = model_of(config, role)
         if started(config, role) and model != config.model:
-            findings += _model(f"{section_of(role)}.model", model)
+            findings += _model(f"{section_of(role)}.model", model, fetched=fetched)
     return findings
 
 
-def _model(key: str, model: Path | str) -> list[Finding]:
+def _model(key: str, model: Path | str, *, fetched: bool) -> list[Finding]:
+    from flotilla_core.config.model import is_url
     from flotilla_core.errors import FlotillaError
     from flotilla_core.model_folder import model_folder
 
+    if is_url(model):
+        return [_stored_model(key, str(model))]
     if isinstance(model, str) and _is_hub_name(model):
         found = f"{model} is a hub name: it is fetched at the first start, unless it is in the cache"
         return [warning(key, found, f"fetch it beforehand: hf download {model}")]
@@ -135,13 +150,33 @@ def _model(key: str, model: Path | str) -> list[Finding]:
         folder = model_folder(model)
     except FlotillaError as error:
         found = f"{error.what}: {error.why or error.where}"
+        if fetched:
+            here = "services of this host fetch it from the coordinator; on the coordinator's host it must be there"
+            return [warning(key, found, here)]
         return [failed(key, found, error.next_step or f"set {key} in the stack file to a folder")]
+    return _folder(key, folder)
+
+
+def _folder(key: str, folder: Path) -> list[Finding]:
     if not (folder / "config.json").exists():
         return [failed(key, f"{folder} has no config.json", f"set {key} to a Hugging Face model folder")]
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not weights:
         return [failed(key, f"{folder} has no *.safetensors", "save the model with safe_serialization=True")]
     return [passed(key, f"{folder} ({weights / 1e6:,.1f} MB of weights)"), _tokenizer(folder)]
+
+
+def _stored_model(key: str, model: str) -> Finding:
+    """Check whether a model in object storage can be seen from here."""
+    from flotilla_core.errors import FlotillaError
+    from flotilla_core.transfer.object_store import ObjectFolder
+
+    try:
+        there = ObjectFolder(model).manifest()
+    except FlotillaError as error:
+        return failed(key, f"{error.what} ({error.where}): {error.why}", error.next_step)
+    size = f"{len(there.files)} files, {there.nbytes / 1e6:,.1f} MB"
+    return passed(key, f"{model} ({size}); each host fetches it once")
 
 
 def _dtypes(config: StackConfig) -> list[Finding]:
@@ -190,18 +225,64 @@ def _token(config: StackConfig) -> Finding:
 def _bind(config: StackConfig) -> Finding:
     from flotilla_core.rpc import is_loopback
 
-    if not is_loopback(config.bind.host):
-        remedy = "use a private network: calls are signed, and nothing is encrypted"
-        return warning("bind", f"{config.bind.host}: other hosts can reach the services", remedy)
-    return passed("bind", f"{config.bind.host}: this host only")
+    bind = config.bind
+    if is_loopback(bind.host):
+        return passed("bind", f"{bind.host}: this host only")
+    if bind.tls is not None or bind.plaintext:
+        how = "by TLS" if bind.tls is not None else "on a private network, as bind.plaintext says"
+        return passed("bind", f"{bind.host}: other hosts can reach the services, {how}")
+    remedy = (
+        "make certificates (flotilla certs init --hosts HOST,...) and name them in bind.tls, or say that the network "
+        "is private: bind.plaintext: true"
+    )
+    return warning(
+        "bind", f"{bind.host}: other hosts can reach the services, and nothing is encrypted", remedy
+    )
+
+
+def _interface(config: StackConfig) -> list[Finding]:
+    """Check the interface of this host, in a stack that names one."""
+    from flotilla_core.errors import FlotillaError
+    from flotilla_core.rpc.interface import check_interface
+
+    if config.bind.interface is None:
+        return []
+    try:
+        address = check_interface(config.bind)
+    except FlotillaError as error:
+        return [failed("interface", f"{error.what}: {error.why}", error.next_step)]
+    return [passed("interface", f"{config.bind.interface} is up, with {address}")]
+
+
+def _certificate(config: StackConfig) -> list[Finding]:
+    """Check the certificate of this host, in a stack that has one."""
+    from flotilla_core.errors import FlotillaError
+    from flotilla_core.trust import certificates
+
+    if config.bind.tls is None:
+        return []
+    try:
+        certificates.TlsFiles(config.bind.tls).read()
+        one = certificates.read_certificates(config.bind.tls.certificate_file)[0]
+    except FlotillaError as error:
+        return [failed("certificate", str(error), error.next_step or "flotilla certs init")]
+    found = f"{certificates.who(one)}, good for {certificates.days_left(one):.0f} more days"
+    if certificates.days_left(one) < certificates.WARN_DAYS:
+        renew = (
+            "renew it: flotilla certs init --hosts HOST,... and copy the files; nothing has to be restarted"
+        )
+        return [warning("certificate", found, renew)]
+    return [passed("certificate", found)]
 
 
 async def service_checks(config: StackConfig) -> list[Finding]:
     """Return one finding for each service, and one for each of its own checks; a stopped stack is no fault."""
+    from flotilla_client.discovery import token_of_caller
+    from flotilla_coordinator.cli.processes import as_the_coordinator_sees
     from flotilla_core.errors import FlotillaError
-    from flotilla_core.trust import read_token
-    from flotilla_launch.client import LauncherClient, find
+    from flotilla_launch.client import find
     from flotilla_launch.guardian import starts_launcher_again, why_it_ended
+    from flotilla_launch.launcher import is_up, launcher_of
     from flotilla_launch.paths import StackPaths
 
     paths = StackPaths.of(config.state_dir, config.name)
@@ -210,36 +291,53 @@ async def service_checks(config: StackConfig) -> list[Finding]:
         return [warning("launcher", "it was killed and is being restarted", "flotilla logs launcher")]
     if file is None and (why := why_it_ended(paths)):
         return [failed("launcher", why, f"read {paths.log_file('launcher')}, then flotilla up")]
-    if file is None:
+    if not is_up(paths):
         return [passed("services", f"stack {config.name!r} is not running")]
     try:
-        async with LauncherClient.open(file) as launcher:
-            processes = (await launcher.state()).processes
-        token = read_token(config.bind, paths.directory)
+        processes = list((await launcher_of(paths).state()).processes)
+        token = token_of_caller(config.bind, paths.directory)
+        processes = as_the_coordinator_sees(processes, await _registered(paths))
     except FlotillaError as error:
-        return [failed("launcher", str(error), f"kill -9 {file.pid}; its guardian starts another one")]
+        remedy = f"kill -9 {file.pid}; its guardian starts another one" if file else "see squeue"
+        return [failed("launcher", str(error), remedy)]
     services = [process for process in processes if process.kind]
     answers = await asyncio.gather(*(_service(process, token) for process in services))
     return [finding for answer in answers for finding in answer]
 
 
-async def _service(process: ProcessStatus, token: str | None) -> list[Finding]:
+async def _registered(paths: StackPaths) -> dict[str, Service]:
+    """Return the services that the coordinator sees, by name; none where it does not answer, which is a finding."""
+    from flotilla_client import Client
+    from flotilla_core.errors import FlotillaError
+
+    try:
+        async with Client.find(paths.directory.name, paths.directory.parent) as client:
+            services = await asyncio.wait_for(client.list_services(), _DESCRIBE_S)
+    except (FlotillaError, TimeoutError):
+        return {}
+    return {one.registration.name: one for one in services}
+
+
+async def _service(process: ProcessStatus, token: Token) -> list[Finding]:
     from flotilla.common.v1.operate_pb2 import CheckRequest, DescribeRequest
     from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
     from flotilla_core import rpc
     from flotilla_core.errors import FlotillaError, Mismatch
-    from flotilla_core.protocol import check_protocol
+    from flotilla_core.protocol import check_protocol, limits
     from flotilla_launch.health import is_serving
 
     name = process.name
     logs = f"flotilla logs {name}"
-    if not process.address or not await is_serving(process.address, token):
-        why = process.error.splitlines()[0] if process.error else "its health does not say SERVING"
+    if not process.address or not await is_serving(process.address, token, _SERVING_S):
+        silent = f"its address {process.address} does not say SERVING to this host"
+        why = process.error.splitlines()[0] if process.error else silent
         return [failed(name, why, f"read its log: {logs}")]
     channel = rpc.connect(process.address, token=token)
     stub = OperateServiceStub(channel)
     try:
+        asked = time.time()
         described = await rpc.unary(stub.Describe, DescribeRequest(), timeout_s=_DESCRIBE_S)
+        answered = time.time()
         check_protocol(described.registration)
         results = (await rpc.unary(stub.Check, CheckRequest(), timeout_s=_CHECK_S)).results
     except Mismatch as error:
@@ -251,7 +349,40 @@ async def _service(process: ProcessStatus, token: str | None) -> list[Finding]:
     registration = described.registration
     versions = ", ".join(f"{key} {value}" for key, value in sorted(registration.versions.items()))
     found = f"serving, protocol {registration.protocol_version}, {versions}, {described.source_path}"
-    return [passed(name, found), *(_own(name, result) for result in results)]
+    clock = _clock(name, described, asked, answered)
+    serves = passed(name, found)
+    if less := limits(registration):
+        serves = warning(name, f"{found}; it {less}", "replace it: flotilla upgrade")
+    return [_admitted(process) or serves, *clock, *(_own(name, result) for result in results)]
+
+
+def _admitted(process: ProcessStatus) -> Finding | None:
+    """Return why the coordinator does not admit a service that serves; None where it does."""
+    from flotilla.launcher.v1.launcher_pb2 import ProcessState
+
+    if process.state != ProcessState.PROCESS_STATE_STARTING or not process.error:
+        return None
+    return failed(
+        process.name, f"it serves, but {process.error}", "see flotilla ps: it is dialled every second"
+    )
+
+
+def _clock(name: str, described: DescribeResponse, asked: float, answered: float) -> list[Finding]:
+    """Compare the clock of a service with ours; half of the round trip lies before its answer."""
+    if not described.HasField("now"):
+        return []
+    off = described.now.ToNanoseconds() / 1e9 - (asked + answered) / 2
+    if abs(off) <= _CLOCK_S + (answered - asked) / 2:
+        return []
+    sign = "ahead of" if off > 0 else "behind"
+    found = f"its clock is {abs(off):.1f} s {sign} the clock of this host"
+    return [
+        failed(
+            f"{name}: clock",
+            found,
+            f"set the clock of {described.registration.host} by NTP: chronyc tracking",
+        )
+    ]
 
 
 def _own(name: str, result: CheckResult) -> Finding:

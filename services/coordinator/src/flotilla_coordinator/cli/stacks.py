@@ -121,13 +121,17 @@ async def _drain(name: str, grace_s: float, stack: str | None, coordinator: str 
     from flotilla_core import rpc
     from flotilla_core.errors import FailedPrecondition
 
+    kept = FailedPrecondition(
+        f"{name} would not stay away",
+        why="the launcher of this machine started it, and starts it again when it ends",
+        next_step="end replicas with flotilla scale, and the whole stack with flotilla down",
+    )
+    # By name first: this machine need not reach what its launcher has placed elsewhere.
+    if coordinator is None and await is_kept_up(stack, name=name):
+        raise kept
     service = await find_service(name, stack, coordinator)
-    if await is_kept_up(service, stack):
-        raise FailedPrecondition(
-            f"{name} would not stay away",
-            why="the launcher of this machine started it, and starts it again when it ends",
-            next_step="end replicas with flotilla scale, and the whole stack with flotilla down",
-        )
+    if await is_kept_up(stack, address=service.address):
+        raise kept
     request = DrainRequest()
     request.grace.FromMilliseconds(int(grace_s * 1000))
     async with service.operated() as stub:

@@ -12,6 +12,7 @@ it. Any other replica has the state in which a run gives it no work, if there is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +32,10 @@ from flotilla_coordinator.fleet.leases import (
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_core.errors import FailedPrecondition, NotFound
-from flotilla_core.protocol import refusal
+from flotilla_core.protocol import limits, refusal
 from flotilla_core.roles import POLICY, process_name, section_of
 from flotilla_core.rpc import Fence, Replica
+from flotilla_core.rpc.dial_back import DialBack
 from flotilla_core.rpc.replica_set import ReplicaState
 from flotilla_core.service import Host
 from flotilla_core.tasks import both
@@ -131,10 +133,14 @@ class Fleet:
         self._drained: set[str] = set()
         """Instances that a user took out of service."""
         self.registrations: dict[str, reg.Registration] = {}
+        self._unreached: dict[str, str] = {}
 
-    async def see(self, snapshot: Mapping[str, reg.Registration]) -> None:
-        """Take in the services that exist now."""
+    async def see(
+        self, snapshot: Mapping[str, reg.Registration], unreached: Mapping[str, str] | None = None
+    ) -> None:
+        """Take in the services that exist now, and why some are not ready though they say so, by instance."""
         self.registrations = dict(snapshot)
+        self._unreached = dict(unreached or {})
         await self.settle()
 
     @property
@@ -208,7 +214,12 @@ class Fleet:
         return self._gangs.held.get(registration.name, "")
 
     def describe(self, registration: reg.Registration) -> ReplicaStatus | None:
-        """Return how the runs see a generator or a reward replica; None for others and before it has started."""
+        """Return how the runs see a generator or a reward replica; None for others and before it has started.
+
+        A service of any kind whose address does not answer has a status as well: it says why.
+        """
+        if why := self._unreached.get(registration.instance_id):
+            return ReplicaStatus("ejected", why)
         if not is_working_replica(registration):
             return None
         seen = [
@@ -325,8 +336,10 @@ async def keep_in_view(fleet: Fleet, host: Host) -> None:
 
 
 async def _follow(fleet: Fleet, host: Host) -> None:
-    async for snapshot in host.registry.watch():
-        await fleet.see(snapshot)
+    dial_back = DialBack(host.instance_id, host.connect)
+    async with contextlib.aclosing(dial_back.follow(host.registry.watch())) as admitted:
+        async for snapshot, unreached in admitted:
+            await fleet.see(snapshot, unreached)
 
 
 async def _look_again(fleet: Fleet) -> None:
@@ -361,7 +374,8 @@ def describe(registration: reg.Registration, seen: Sequence[Replica[Any]], *, dr
     if registration.state == reg.INSTANCE_STATE_DRAINING:
         return ReplicaStatus("draining", "draining", outstanding)
     worst = next((replica for replica in seen if replica.state != "ready"), None)
-    return ReplicaStatus("ready" if worst is None else worst.state, worst.why if worst else "", outstanding)
+    why = limits(registration) if worst is None else worst.why
+    return ReplicaStatus("ready" if worst is None else worst.state, why, outstanding)
 
 
 def working_replica(registrations: Iterable[reg.Registration], reference: str) -> reg.Registration:

@@ -120,9 +120,7 @@ def sync_bytes(model: ModelFacts, stack: StackConfig) -> int:
 
 def share_beside_standby(model: ModelFacts, stack: StackConfig, total: int) -> float:
     """Return the most of a GPU of so many bytes that an engine may take, beside the second copy of its weights."""
-    generator = stack.generator
-    standby = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
-    return share_beside(standby, sync_bytes(model, stack), total)
+    return share_beside(standby_bytes(model, stack.generator), sync_bytes(model, stack), total)
 
 
 def longest_sample_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
@@ -140,8 +138,8 @@ def kv_cache_bytes(model: ModelFacts, stack: StackConfig, gpu: int | None) -> in
         return int(CPU_KV_CACHE_GIB * GIB)
     if stack.placement == "colocated":
         return SharedGpu.of(model, stack, gpu).kv_cache
-    staged = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
-    return max(0, int(gpu * generator.memory_fraction) - (generator_bytes(model, generator) - staged))
+    engine = generator_bytes(model, generator) - standby_bytes(model, generator)
+    return max(0, int(gpu * generator.memory_fraction) - engine)
 
 
 def gpu_of_this_host() -> int | None:
@@ -231,4 +229,11 @@ def generator_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
     weights = model.parameters * size // generator.tensor_parallel_size
     computed = STEP_TOKENS * (4 * model.hidden_size + 3 * model.intermediate_size) * size
     sampled = generator.max_running_samples * model.vocabulary_size * 4 * SAMPLED_COPIES
-    return 2 * weights + computed + sampled
+    return weights + standby_bytes(model, generator) + computed + sampled
+
+
+def standby_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
+    """Return the memory of the second copy of one worker's weights; none where they arrive in the live ones."""
+    if generator.apply_weights == "direct":
+        return 0
+    return model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size

@@ -102,7 +102,8 @@ def _half(section: Any) -> Any:
 def _spread(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> StackConfig:
     """Give ranks and generators all GPUs that other gangs leave, where the file names neither."""
     trainer, generator = stack.trainer, stack.generator
-    by_hand = trainer.sets("nproc") or generator.sets("replicas") or len({*gpus.names}) < len(gpus.names)
+    by_hand = trainer.sets("nproc") or trainer.hosts or generator.sets("replicas")
+    by_hand = by_hand or len({*gpus.names}) < len(gpus.names)
     elsewhere = trainer.attach is not None or trainer.backend == "gloo" or not trainer.replicas
     if by_hand or elsewhere or stack.autoscale is not None:
         return stack

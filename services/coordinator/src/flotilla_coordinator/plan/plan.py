@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from pathlib import Path
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.data.prompts import PromptFile
@@ -49,7 +50,9 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     try:
         folder = model_folder(stack.model)
         model = ModelFacts.read(folder)
-        start = ModelFacts.read(config.initial_weights) if config.initial_weights else model
+        start = model  # weights in object storage are here when the run has its gangs
+        if isinstance(config.initial_weights, Path):
+            start = ModelFacts.read(config.initial_weights)
         tokenizer = Tokenizer.load(folder)
         plan.errors.extend(checks.model_errors(config, model, start, tokenizer.vocabulary_size))
         plan.errors.extend(update_lines.mesh_errors(config.algorithm, stack))

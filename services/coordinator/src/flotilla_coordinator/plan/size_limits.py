@@ -152,11 +152,12 @@ def memory_errors(
 
 def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, memory: int) -> Iterator[str]:
     """Refuse ranks that share the host's memory where twice that memory could not hold them; GPUs have their own."""
-    need = rank_bytes * trainer.nproc
+    ranks = trainer.ranks_here
+    need = rank_bytes * ranks
     if trainer.attach is None and not has_gpus() and need > ESTIMATE_MAY_BE_WRONG_BY * memory:
         lower = _settings(config, "batching.tokens_per_microbatch", "batching.logprob_chunk_tokens")
         yield (
-            f"{trainer.nproc} trainer {'rank needs' if trainer.nproc == 1 else 'ranks need'} about "
+            f"{ranks} trainer {'rank needs' if ranks == 1 else 'ranks need'} about "
             f"{shown_bytes(need)}, and the host has {shown_bytes(memory)} "
             f"and no GPU: lower {lower}, or the length of sequences"
         )

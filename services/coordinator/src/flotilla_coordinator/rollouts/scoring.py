@@ -11,9 +11,12 @@ call once. A call that fails fails for all groups that still wait, and a call th
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -26,7 +29,8 @@ from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.records import FinishedSample
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import LARGEST_REWARD, RewardTermConfig
-from flotilla_core.errors import DeadlineExceeded, Unavailable
+from flotilla_core.config.model import file_of_function
+from flotilla_core.errors import DeadlineExceeded, FlotillaError, Unavailable
 from flotilla_core.rpc import Load, ReplicaPool
 from flotilla_core.telemetry import names
 from flotilla_core.tensors import to_tensor
@@ -34,6 +38,7 @@ from flotilla_core.tensors import to_tensor
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
+    from flotilla.common.v1.files_pb2 import FolderReference
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
 
 RIGHT_AT = 1.0
@@ -41,6 +46,9 @@ RIGHT_AT = 1.0
 MAX_CALLS = 5
 SILENT_S = 40.0
 """The time of several reports of a reward replica, and the time for which a connection may be silent."""
+
+LOOK_EVERY_S = 5.0
+"""How long the files of the user's are taken to be as they were."""
 
 GATHER_S = 0.005
 """A call costs both sides about a millisecond, so many small calls cost more than this wait."""
@@ -155,13 +163,18 @@ class Scorer:
         terms: tuple[RewardTermConfig, ...],
         pool: ReplicaPool[RewardServiceAsyncStub],
         wait_limit_s: float,
+        offer: Callable[[Path], FolderReference] | None = None,
     ) -> None:
         self._run_id = run_id
+        self._offer = offer
+        """Offers a file of the user's to replicas on other hosts; None where all are on this one."""
         self._pool = pool
         self._wait_limit_s = wait_limit_s
         self._names = [term.reward for term in terms]
         self._specs = [reward_spec(term) for term in terms]
         self._gathering = ScoreGathering(self._scored)
+        self._looked_at = -math.inf
+        """When the files of the user's were looked at."""
 
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
         """Return one outcome for every item; without reward terms there is no call, and every total is 0."""
@@ -172,6 +185,27 @@ class Scorer:
     def parts(self, outcome: Outcome) -> tuple[tuple[str, float], ...]:
         """Return the value of each reward with its name."""
         return tuple(zip(self._names, outcome.terms, strict=False))
+
+    async def _rewards(self) -> list[pb.RewardSpec]:
+        """Return the terms, with references to the files of the user's as they were a few seconds ago."""
+        if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            files = {spec.reward: file for spec in self._specs if (file := file_of_function(spec.reward))}
+            references = await asyncio.to_thread(self._references, files)
+            for spec in self._specs:
+                spec.ClearField("code")
+                if spec.reward in references:
+                    spec.code.CopyFrom(references[spec.reward])
+        return self._specs
+
+    def _references(self, files: dict[str, Path]) -> dict[str, FolderReference]:
+        """Offer these files; to list the modules beside them takes a while on a shared disk."""
+        found = {}
+        for reward, file in files.items():
+            if self._offer is not None:
+                with suppress(FlotillaError):  # a replica that needs the file says what is wrong with it
+                    found[reward] = self._offer(file)
+        return found
 
     async def _scored(
         self, items: list[pb.ScoreItem], askers: list[SpanContext], take: Take[Outcome]
@@ -205,7 +239,7 @@ class Scorer:
             run_id=self._run_id,
             request_id=ids.new_request_id(),
             items=missing.values(),
-            rewards=self._specs,
+            rewards=await self._rewards(),
         )
         # This side cannot tell how long the items wait behind those of other calls.
         stream = rpc.server_stream(stub.Score, request, idle_timeout_s=SILENT_S)

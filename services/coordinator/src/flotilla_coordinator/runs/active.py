@@ -34,6 +34,8 @@ class RunHandle:
     """True once the run is being closed and recorded, which nothing interrupts."""
     abandoned: bool = False
     """True once the coordinator stops: the record of the end no longer waits for room on the disk."""
+    left: bool = False
+    """True once the coordinator stops and leaves the run, as it stands, to the next one."""
 
     @property
     def config(self) -> RunConfig:

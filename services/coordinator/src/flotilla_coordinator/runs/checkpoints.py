@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.records.directory import RunDirectory
@@ -24,11 +27,16 @@ from flotilla_core import telemetry
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import CheckpointConfig
 from flotilla_core.disk import free_bytes
-from flotilla_core.errors import Damaged, DiskFull, FlotillaError, Mismatch, NotFound
+from flotilla_core.errors import Cancelled, Damaged, DiskFull, FlotillaError, Mismatch, NotFound
 from flotilla_core.telemetry import names
+from flotilla_core.transfer.object_store import ObjectFolder
 from flotilla_core.version import Version
 
+log = structlog.get_logger(__name__)
+
 FILE_NAME = "coordinator.json"
+CONFIGURATION = "run.yaml"
+"""Beside the copies of checkpoints: the configuration of their run."""
 BEST = "best"
 """What users call the best checkpoint by."""
 
@@ -112,6 +120,7 @@ class RunCheckpoints:
         warn: Callable[[str], None],
         evaluated: Callable[[str], Mapping[int, float]] = lambda _: {},
         awaited: Callable[[], int | None] = lambda: None,
+        configuration: Callable[[], str] = lambda: "",
     ) -> None:
         self._run_id = run_id
         self._config = config
@@ -119,6 +128,7 @@ class RunCheckpoints:
         self._ledger = ledger
         self._warn = warn
         self._evaluated = evaluated
+        self._copies = CheckpointCopies(run_id, config.copy_to, shelf, configuration, warn)
         self._awaited = awaited
         """The steps done at the evaluation whose result is not there yet."""
         self._writing: asyncio.Task[None] | None = None
@@ -197,8 +207,18 @@ class RunCheckpoints:
             finally:
                 writing.cancel()
 
+    @property
+    def copying(self) -> bool:
+        """Return whether a checkpoint is still being copied to object storage."""
+        return self._copies.step is not None
+
+    async def copied(self) -> None:
+        """Wait until what is durable is copied to object storage, where the run wants that."""
+        await self._copies.settle()
+
     async def close(self) -> None:
-        """Stop following a save; the trainer completes it by itself."""
+        """Stop following a save, which the trainer completes by itself, and end a copy."""
+        await self._copies.close()
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.wait({self._writing})
@@ -220,6 +240,7 @@ class RunCheckpoints:
         self._measured["checkpoint/write_s"] = durable.elapsed.ToNanoseconds() / 1e9
         self._measured["checkpoint/bytes"] = float(durable.bytes)
         self._nbytes = durable.bytes
+        self._copies.take(progress.steps_done)
         try:
             await asyncio.to_thread(self._prune)
             oldest = await asyncio.to_thread(self._oldest)
@@ -234,7 +255,8 @@ class RunCheckpoints:
         best_by = self._config.best_by
         best = best_step(self._evaluated(best_by), self._steps()) if best_by else None
         awaited = self._awaited() if best_by else None
-        self.shelf.prune(self._config.keep, [step for step in (best, awaited) if step is not None])
+        besides = (best, awaited, self._copies.step)
+        self.shelf.prune(self._config.keep, [step for step in besides if step is not None])
 
     def _oldest(self) -> Progress:
         return Progress.of(self.shelf.path / self.shelf.names()[0])
@@ -244,3 +266,62 @@ class RunCheckpoints:
             self.full = error
             return
         self._warn(f"the checkpoint after step {progress.steps_done} failed, and the run continues: {error}")
+
+
+class CheckpointCopies:
+    """Copies checkpoints of a run to object storage in the background: the newest, when it is durable."""
+
+    def __init__(
+        self,
+        run_id: str,
+        copy_to: str,
+        shelf: CheckpointShelf,
+        configuration: Callable[[], str],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._place = f"{copy_to}/{run_id}" if copy_to else ""
+        self._shelf = shelf
+        self._configuration = configuration
+        self._warn = warn
+        self._owed: int | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopped = threading.Event()
+        self.step: int | None = None
+        """The steps done at the checkpoint that is being copied, which must stay meanwhile."""
+
+    def take(self, steps_done: int) -> None:
+        """Copy this checkpoint when the one that is being copied is done; one that still waits is left out."""
+        if self._place:
+            self._owed = steps_done
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._copy_all(), name="copy checkpoints")
+
+    async def settle(self) -> None:
+        """Wait until nothing is left to copy."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def close(self) -> None:
+        """End the copy that is under way; without its manifest it counts for nothing."""
+        self._owed = None
+        self._stopped.set()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _copy_all(self) -> None:
+        while self._owed is not None:
+            self.step, self._owed = self._owed, None
+            name = self._shelf.name_of(self.step)
+            try:
+                await asyncio.to_thread(self._copy, name)
+            except Cancelled:
+                log.info("a copy was ended", checkpoint=name, place=self._place)
+            except (FlotillaError, OSError) as error:
+                self._warn(f"checkpoint {name} was not copied, and the run continues: {error}")
+            else:
+                log.info("copied", checkpoint=name, place=self._place)
+            self.step = None
+
+    def _copy(self, name: str) -> None:
+        ObjectFolder(self._place).write(CONFIGURATION, self._configuration().encode())
+        ObjectFolder(f"{self._place}/{name}").take_copy(self._shelf.folder(name), self._stopped)

@@ -91,7 +91,7 @@ class RunExecutor:
             log.exception("run failed", run_id=active.run_id)
         finally:
             active.ending = True
-            ours = await self._is_ours()
+            ours = not active.left and await self._is_ours()
             if active.context is not None:
                 await _close(active.context, ours=ours)
             await self.fleet.close()
@@ -217,12 +217,13 @@ async def serve_client(loop: ClientLoop, start_point: StartPoint, active: RunHan
             await loop.close()
         if silence:
             active.request_stop(silence)
+        await run.checkpoints.copied()
         if run.config.export_final:
             await run.export()
 
 
 class Recovery:
-    """Decides whether a run that lost gangs can restart, and counts the losses without a step in between."""
+    """Decides whether a run that lost gangs can restart, and counts the losses since it last got further."""
 
     def __init__(self, fleet: RunFleet, ledger: Ledger) -> None:
         self._fleet = fleet
@@ -246,7 +247,7 @@ class Recovery:
         self._in_row += 1
         if self._in_row > MOST_IN_A_ROW:
             raise Exhausted(
-                f"a gang was lost {self._in_row} times without a step in between",
+                f"a gang was lost {self._in_row} times, and the run got no further in between",
                 where=f"run {run.run_id}, step {run.steps_done}",
                 why=str(error),
                 next_step=f"see `flotilla logs {lost[0].slot}`, then `flotilla run resume {run.run_id}`",

@@ -115,6 +115,9 @@ async def _save_last_checkpoint(run: RunContext) -> None:
         await _save_checkpoint(run, run.steps_done)
         await _wait_for_checkpoint(run)
     await _retry_refused_checkpoint(run)
+    if run.checkpoints.copying:
+        with run.phase("copy checkpoint"):
+            await run.checkpoints.copied()
 
 
 async def _retry_refused_checkpoint(run: RunContext) -> None:

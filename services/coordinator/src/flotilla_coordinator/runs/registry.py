@@ -30,6 +30,7 @@ from flotilla_coordinator.runs.start import RunStarter
 from flotilla_coordinator.runs.status import stored_run
 from flotilla_core.bus import EventStream
 from flotilla_core.config import RunConfig, dump_yaml, load_text
+from flotilla_core.config.model import is_url
 from flotilla_core.errors import DiskFull, FailedPrecondition, FlotillaError
 from flotilla_core.service import Host
 from flotilla_core.tasks import BackgroundTasks
@@ -54,6 +55,7 @@ class Runs:
         self._started: dict[str, str] = {}
         self.change_lock = asyncio.Lock()
         """No run starts, is resumed or changes while another task holds this lock."""
+        self._adopting = asyncio.Lock()
         self._calls = BackgroundTasks()
         self._recovered = asyncio.Event()
 
@@ -85,8 +87,14 @@ class Runs:
         return await self._calls.shielded(act())
 
     async def resume(self, run_id: str, checkpoint: str, request_id: str) -> run_pb2.Run:
-        """Continue a run that ended early, or raise the reason against it; a repeated request acts once."""
+        """Continue a run that ended early, or raise the reason against it; a repeated request acts once.
+
+        A place in object storage stands for a run of another host, which is brought here first.
+        """
         await self._recovered.wait()
+
+        if is_url(run_id):
+            return await self._calls.shielded(self._resume_from(run_id, request_id))
 
         async def act() -> run_pb2.Run:
             async with self.change_lock:
@@ -107,6 +115,12 @@ class Runs:
                 return run
 
         return await self._calls.shielded(act())
+
+    async def _resume_from(self, place: str, request_id: str) -> run_pb2.Run:
+        async with self._adopting:
+            if request_id and request_id in self._started:
+                return await self.find(self._started[request_id])
+            return await self.resume(await self._starter.adopt(place), "", request_id)
 
     async def pause(self, run_id: str) -> run_pb2.Run:
         """Let an active run begin no further step."""
@@ -270,13 +284,16 @@ class Runs:
         return [active for active in self._active.values() if not active.status.ended]
 
     async def close(self) -> None:
-        """End every run now, recorded, because the coordinator stops."""
+        """End every run now, because the coordinator stops: recorded, or left to the next coordinator."""
         self._ledger.give_up_waiting()
         await self._calls.settle()  # runs that are being started or resumed are then active
         tasks = []
         for active in self._active.values():
             if active.task is not None and not active.task.done():
-                active.control.stop_requested, active.stop_reason = True, "the coordinator was stopped"
+                if self._host.stack.coordinator.keep_runs and not active.control.stop_requested:
+                    active.left = True
+                else:
+                    active.control.stop_requested, active.stop_reason = True, "the coordinator was stopped"
                 active.abandoned = True
                 active.cancel()
                 tasks.append(active.task)

@@ -24,7 +24,7 @@ from flotilla_coordinator.ledger.records import DropReason, RunRecord, RunState
 from flotilla_coordinator.plan import plan_run, remarks
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs.active import RunHandle
-from flotilla_coordinator.runs.checkpoints import BEST, named_best
+from flotilla_coordinator.runs.checkpoints import BEST, CONFIGURATION, Progress, named_best
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.executor import RunExecutor
@@ -38,14 +38,29 @@ from flotilla_coordinator.runs.status import (
 )
 from flotilla_core import ids
 from flotilla_core.bus import EventStream
-from flotilla_core.checkpoint import CheckpointShelf
+from flotilla_core.checkpoint import CheckpointShelf, on_disk
+from flotilla_core.checkpoint.manifest import FILE_NAME as MANIFEST
 from flotilla_core.config import RunConfig, dump_yaml, load_text
-from flotilla_core.errors import DiskFull, FailedPrecondition, FlotillaError, InvalidConfig
+from flotilla_core.config.model import checked_url
+from flotilla_core.errors import (
+    AlreadyExists,
+    DiskFull,
+    FailedPrecondition,
+    FlotillaError,
+    InvalidConfig,
+    InvalidRequest,
+    Mismatch,
+    NotFound,
+)
+from flotilla_core.files import make_private_folder
 from flotilla_core.service import Host
+from flotilla_core.transfer import own_folder
+from flotilla_core.transfer.object_store import ObjectFolder
 from flotilla_trackers.follow import Trackers
 
 log = structlog.get_logger(__name__)
 
+EVERY_RUN = -1
 MOST_IN_A_ROW = 2
 AGAIN_AND_AGAIN = (
     "the run was taken over {times} times after its coordinator had died, without a step in between, and is not taken "
@@ -110,6 +125,55 @@ class RunStarter:
         active = await self._reopened(record, config, directory, start_point)
         fleet = await self._fleet.admit(run_id, ResourceRequest.of(active.config))
         return self._execute(active, directory, start_point, fleet)
+
+    async def adopt(self, place: str) -> str:
+        """Bring a run here whose checkpoints were copied to object storage, with the newest or the named one.
+
+        Return its id. The ledger then has the run as a stopped one, with the steps of the checkpoint and no sample of
+        them.
+        """
+        where, name, config_yaml = await asyncio.to_thread(_copied_run, place)
+        config = load_text(RunConfig, config_yaml, source=f"{where}/{CONFIGURATION}")
+        run_id = where.rpartition("/")[2]
+        if run_id in {record.run_id for record in await self._ledger.list_runs(EVERY_RUN)}:
+            raise AlreadyExists(
+                f"run {run_id} is on this stack already",
+                where=str(self._host.state_dir / "runs" / run_id),
+                next_step=f"flotilla run resume {run_id}",
+            )
+        directory = RunDirectory(own_folder(self._host.state_dir, "runs", run_id))
+        shelf = CheckpointShelf(directory.checkpoints_path)
+        shelf.step_of(name)
+        if name not in shelf.names():
+            make_private_folder(shelf.path)
+            fetched = shelf.path / f".{name}.fetched"
+            await self._host.files.fetch_checkpoint(f"{where}/{name}", fetched, run_id=run_id)
+            await asyncio.to_thread(on_disk, shelf.path, shelf.publish, name, fetched)
+        progress = await asyncio.to_thread(Progress.of, shelf.folder(name))
+        if progress.run_id != run_id:
+            raise Mismatch(
+                f"the checkpoint is of run {progress.run_id}",
+                where=f"{where}/{name}",
+                next_step="copy the folder of a run under its own name",
+            )
+        directory.write_configuration(config_yaml, {})
+        now = time.time()
+        await self._ledger.save_run(
+            RunRecord(
+                run_id,
+                config.name,
+                RunState.STOPPED,
+                config_yaml,
+                str(directory.path),
+                now,
+                ended_at=now,
+                reason=f"it was brought here from {where}",
+                step=progress.steps_done,
+                version=progress.version,
+                cursor=progress.cursor,
+            )
+        )
+        return run_id
 
     async def take_over(self, records: Sequence[RunRecord]) -> list[RunHandle]:
         """Continue or close the runs that an earlier coordinator left; return those that continue."""
@@ -252,3 +316,27 @@ def reason_not_to_resume(record: RunRecord, takeovers: int) -> str:
     if config.resume == "by_user" or config.loop == "client":
         return INTERRUPTED
     return ""
+
+
+def _copied_run(place: str) -> tuple[str, str, str]:
+    """Return where a run's copies are, the name of the wanted or newest whole one, and the run's configuration."""
+    try:
+        where, name = checked_url(place), ""
+    except ValueError as error:
+        raise InvalidRequest("this is no place of a run in object storage", why=str(error)) from None
+    if where.rpartition("/")[2].startswith("step-"):
+        where, _, name = where.rpartition("/")
+    store = ObjectFolder(where)
+    config_yaml = store.read_text(CONFIGURATION)
+    found = [one for one in store.folders() if one.startswith("step-")] if not name else [name]
+    whole = [one for one in found if ObjectFolder(f"{where}/{one}").read_text(MANIFEST) is not None]
+    if config_yaml is None or not whole:
+        raise NotFound(
+            "there is no run with a whole checkpoint",
+            where=where,
+            why=f"it has no {CONFIGURATION}"
+            if config_yaml is None
+            else f"whole are none of {', '.join(found) or '(none)'}",
+            next_step="name the folder of a run below its checkpoint.copy_to",
+        )
+    return where, max(whole, key=CheckpointShelf.step_of), config_yaml

@@ -32,6 +32,9 @@ from flotilla_core.errors import InvalidConfig
 from flotilla_core.version import Version
 
 RECENT_STEPS = 20
+PROGRESS_EVENT_S = 10.0
+PROGRESS_NOTICE_S = 60.0
+"""Who follows a run reads so often how far the service is that the run waits for; each is an event that is kept."""
 OCCASIONS = ("evaluate", "checkpoint")
 """The phases that come at some steps only, and may take longer than a step."""
 WAITS_FOR_DISK = "wait for disk space"
@@ -87,6 +90,10 @@ class RunStatus:
         self.remaining = RemainingTime()
         self._signal = LearningSignal() if learns_by_rewards else None
         self._state, self._reason, self._phase = run.state, run.reason, run.phase
+        self._progress: dict[str, str] = {}
+        """What services do that the run waits for in its present phase, by their names."""
+        self._told_at = self._noticed_at = 0.0
+        self._shown = (self._state, self._phase)
         self._full: dict[str, str] = {}
         """The writes for which a disk has no room, and the reason of each."""
 
@@ -96,6 +103,24 @@ class RunStatus:
         self._show()
         # Thousands of phases are kept as events, and the steps' own events have the metrics.
         self._announce(metrics=False)
+
+    def progress(self, who: str, what: str) -> None:
+        """Show what a service does while the run waits for it; nothing where the wait is over."""
+        now = time.monotonic()
+        if not what:
+            self._progress.pop(who, None)
+            self._show()
+            return
+        if not self._progress:
+            self._told_at = self._noticed_at = now
+        self._progress[who] = what
+        self._show()
+        if now - self._told_at >= PROGRESS_EVENT_S:
+            self._told_at = now
+            self._announce(metrics=False)
+        if now - self._noticed_at >= PROGRESS_NOTICE_S:
+            self._noticed_at = now
+            self.notice(run_pb2.NOTICE_LEVEL_INFO, self.run.phase)
 
     def set_state(self, state: run_pb2.RunState.ValueType, reason: str = "") -> None:
         """Change the state of the run."""
@@ -187,8 +212,11 @@ class RunStatus:
         state, reason, phase = self._state, self._reason, self._phase
         if self.waits_for_disk:
             state, reason, phase = run_pb2.RUN_STATE_PAUSED, next(iter(self._full.values())), WAITS_FOR_DISK
-        if phase != self.run.phase or state != self.run.state:
+        if (state, phase) != self._shown:
             self.run.phase_since.FromNanoseconds(time.time_ns())
+            self._shown = state, phase
+        if self._progress and not self.waits_for_disk:
+            phase = f"{phase}: " + "; ".join(f"{who} is {what}" for who, what in self._progress.items())
         self.run.state, self.run.reason, self.run.phase = state, reason, phase
 
     def _announce(self, *, metrics: bool = True) -> None:

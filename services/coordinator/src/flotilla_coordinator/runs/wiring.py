@@ -41,7 +41,7 @@ from flotilla_coordinator.weights.members import Candidates
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.config import PolicyConfig, RewardTermConfig
+from flotilla_core.config import PolicyConfig, RewardTermConfig, dump_yaml
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
@@ -79,14 +79,22 @@ class RunWiring:
             PromptSource, config.data, tokenizer, config.seed, training_data(config, copies)
         )
         held_out = await asyncio.to_thread(read_held_out, config, tokenizer, copies)
-        sessions = SessionFactory(self._run_id, self._host.stack, self._fleet, self._ledger, lineage)
+        sessions = SessionFactory(
+            self._run_id,
+            self._host.stack,
+            self._fleet,
+            self._ledger,
+            lineage,
+            self._host.files,
+            self._status.progress,
+        )
         batching = await asyncio.to_thread(batching_of_run, config, self._host.stack, prompts.file, tokenizer)
         settled = config.model_copy(update={"batching": batching})
-        learners = await sessions.learners(settled, tokenizer, directory.path / "dumps")
+        learners = await sessions.learners(settled, tokenizer, directory.path)
         policy = learners.policy
         sync = self._sync(policy, prompts, tokenizer, fence)
         generation = self._generation(sync, tokenizer)
-        scorer = Scorer(self._run_id, config.rewards, self._fleet.rewards, self._wait_limit_s)
+        scorer = self._scorer(config.rewards)
         evaluator = self._evaluator(held_out, policy, generation, scorer)
         if isinstance(evaluator, Evaluator) and config.evaluation is not None and config.evaluation.pinned:
             self._pinned = PinnedEvaluation(evaluator, self._fleet.generators.replicas, sync.serving.serves)
@@ -110,6 +118,7 @@ class RunWiring:
                 self._warn,
                 directory.evaluated,
                 lambda: None if self._pinned is None else self._pinned.awaited_step,
+                lambda: dump_yaml(self._control.config),
             ),
             ledger=self._ledger,
             directory=directory,
@@ -252,6 +261,10 @@ class RunWiring:
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 
+    def _scorer(self, rewards: tuple[RewardTermConfig, ...]) -> Scorer:
+        offer = self._host.files.offer
+        return Scorer(self._run_id, rewards, self._fleet.rewards, self._wait_limit_s, offer)
+
     def _evaluator(
         self,
         held_out: list[tuple[HeldOut, PromptFile]],
@@ -269,7 +282,7 @@ class RunWiring:
             # The rewards of the run share calls with its rollouts.
             if rewards == self._config.rewards:
                 return scorer
-            return Scorer(self._run_id, rewards, self._fleet.rewards, self._wait_limit_s)
+            return self._scorer(rewards)
 
         sets = held_out_prompts(self._config, held_out, scorer_of)
         return Evaluator(self._run_id, sets, generation, self._config.rollout.sample_timeout_s)

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from flotilla.common.v1.files_pb2 import SharedFolder
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.data.tokenizer import Tokenizer, require_same_tokenizer
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.rollouts.batch import Batch
 from flotilla_coordinator.trainers.roles import Critic, PolicyTrainer, ScoringSession, Teachers
-from flotilla_coordinator.trainers.session import Gang, GangSession, LearningSession
+from flotilla_coordinator.trainers.session import COORDINATOR, Gang, GangSession, LearningSession
 from flotilla_coordinator.trainers.spec import (
     FROZEN_ROLES,
     critic_needs_start,
@@ -32,13 +33,16 @@ from flotilla_coordinator.trainers.spec import (
     frozen_spec,
     policy_updates,
     session_spec,
+    with_references,
 )
 from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
 from flotilla_core.config import CriticConfig, PolicyConfig, RunConfig, StackConfig
+from flotilla_core.config.model import is_url
 from flotilla_core.errors import Unavailable
 from flotilla_core.gangs import gang_of, model_of
 from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER, kind_of_role
 from flotilla_core.tasks import all_settled, gather_or_cancel
+from flotilla_core.transfer import Files, shared_folder
 
 Judge = Callable[[Batch], Awaitable[None]]
 
@@ -198,20 +202,32 @@ class SessionFactory:
     """Opens the sessions that a run needs: waits for the gangs of its stack and checks them."""
 
     def __init__(
-        self, run_id: str, stack: StackConfig, fleet: RunFleet, ledger: Ledger, lineage: int
+        self,
+        run_id: str,
+        stack: StackConfig,
+        fleet: RunFleet,
+        ledger: Ledger,
+        lineage: int,
+        files: Files,
+        tell: Callable[[str, str], None],
     ) -> None:
         self._run_id = run_id
         self._stack = stack
         self._fleet = fleet
         self._ledger = ledger
         self._lineage = lineage
+        self._files = files
+        self._tell = tell
+        """Called with the name of a service and what it does, while the run waits for it."""
 
-    async def learners(self, config: RunConfig, tokenizer: Tokenizer, dump_dir: Path) -> Learners:
+    async def learners(self, config: RunConfig, tokenizer: Tokenizer, directory: Path) -> Learners:
         """Prepare the policy, the critic where the run has one, and the models that only score."""
+        config = await self._with_copies(config)
         gang = await self._gang(POLICY, tokenizer)
-        spec = session_spec(config, dump_dir)
+        dumps, place = directory / "dumps", shared_folder(directory)
+        spec = with_references(session_spec(config, dumps), self._files.offer, place)
         policy = PolicyTrainer(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
-        frozen = [await self._frozen(role, config, tokenizer) for role in frozen_roles_of(config)]
+        frozen = [await self._frozen(role, config, tokenizer, place) for role in frozen_roles_of(config)]
         judges = _judges(config, frozen)
         critic = critic_of(config)
         if critic is None:
@@ -219,22 +235,51 @@ class SessionFactory:
         if critic_needs_start(config):
             temperature = config.rollout.sampling.temperature
             judges[REFERENCE] = partial(policy.score_by_start, temperature=temperature)
-        session = await self._critic(config, critic, tokenizer, dump_dir / CRITIC)
+        session = await self._critic(config, critic, tokenizer, dumps / CRITIC, place)
         judges[CRITIC] = session.value
         return Learners(policy, session, critic.warmup_steps, frozen=frozen, judges=judges)
 
+    async def _with_copies(self, config: RunConfig) -> RunConfig:
+        """Return the run with copies on this host in place of weights that lie in object storage."""
+        if is_url(config.initial_weights):
+            folder = await self._copy_of(str(config.initial_weights))
+            config = config.model_copy(update={"initial_weights": folder})
+        critic = critic_of(config)
+        if critic is not None and is_url(critic.initial_weights):
+            folder = await self._copy_of(str(critic.initial_weights))
+            critic = critic.model_copy(update={"initial_weights": folder})
+            algorithm = config.algorithm.model_copy(update={"critic": critic})
+            config = config.model_copy(update={"algorithm": algorithm})
+        return config
+
+    async def _copy_of(self, url: str) -> Path:
+        tell = partial(self._tell, COORDINATOR)
+        try:
+            return await self._files.fetch_url(url, run_id=self._run_id, tell=tell)
+        finally:
+            tell("")
+
     async def _critic(
-        self, config: RunConfig, critic: CriticConfig, tokenizer: Tokenizer, dump_dir: Path
+        self,
+        config: RunConfig,
+        critic: CriticConfig,
+        tokenizer: Tokenizer,
+        dumps: Path,
+        place: SharedFolder,
     ) -> Critic:
         gang = await self._gang(CRITIC, tokenizer)
         has_own_model = self._stack.critic.model is not None
-        spec = critic_spec(config, critic, dump_dir, has_own_model=has_own_model)
+        spec = critic_spec(config, critic, dumps, has_own_model=has_own_model)
+        spec = with_references(spec, self._files.offer, place)
         return Critic(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
 
-    async def _frozen(self, role: str, config: RunConfig, tokenizer: Tokenizer) -> ScoringSession:
+    async def _frozen(
+        self, role: str, config: RunConfig, tokenizer: Tokenizer, place: SharedFolder
+    ) -> ScoringSession:
         gang = await self._gang(role, tokenizer)
         start = config.initial_weights if role == REFERENCE and self._stack.reference.model is None else None
         spec = frozen_spec(config, FROZEN_ROLES[kind_of_role(role)], str(start or ""))
+        spec = with_references(spec, self._files.offer, place)
         temperature, top_k = config.rollout.sampling.temperature, _top_k(config, role)
         return ScoringSession(
             self._run_id, spec, gang, self._ledger.run_ids, self._lineage, temperature, top_k
@@ -245,7 +290,16 @@ class SessionFactory:
         replica = await self._fleet.gang(role, self._stack.ready_timeout_s)
         require_same_tokenizer(replica, tokenizer, model_of(self._stack, role))
         longest_s = self._stack.longest_command_s(section)
-        return Gang(role, replica.stub, replica.instance_id, longest_s, replica.name)
+        return Gang(
+            role,
+            replica.stub,
+            replica.instance_id,
+            longest_s,
+            replica.name,
+            self._files,
+            replica.channel,
+            self._tell,
+        )
 
 
 def _top_k(config: RunConfig, role: str) -> int:

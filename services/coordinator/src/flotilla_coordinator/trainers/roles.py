@@ -8,9 +8,11 @@ alone. The mean of several teachers is computed in float64 from their answers, a
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -21,6 +23,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup
 from flotilla_coordinator.trainers.messages import fill, scored_parts
 from flotilla_coordinator.trainers.session import (
+    COORDINATOR,
     SESSION_TIMEOUT_S,
     TRAIN_TIMEOUT_S,
     Gang,
@@ -30,6 +33,7 @@ from flotilla_coordinator.trainers.session import (
 from flotilla_core import ids, rpc
 from flotilla_core.agreement import AgreementLimits
 from flotilla_core.config.training import TOP_BYTES, AskedTeachers
+from flotilla_core.errors import FailedPrecondition
 from flotilla_core.roles import TEACHER, kind_of_role, teacher_name
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.tensors import from_tensor, to_tensor
@@ -86,7 +90,7 @@ class PolicyTrainer(LearningSession):
 
     async def export(self, path: Path, dtype: str = "auto") -> None:
         """Write the current policy as a Hugging Face folder, with its weights in a type of `export_dtype`."""
-        await rpc.unary(
+        call = rpc.unary(
             self.stub.ExportModel,
             pb.ExportModelRequest(
                 run_id=self._run_id,
@@ -95,8 +99,19 @@ class PolicyTrainer(LearningSession):
                 policy_version=self.version.to_proto(),
                 dtype="" if dtype == "auto" else dtype,
             ),
-            timeout_s=SESSION_TIMEOUT_S,
+            timeout_s=rpc.UNLIMITED_S,
         )
+        reply = await self._in_patience(call, self._close_timeout_s + SESSION_TIMEOUT_S)
+        if not reply.HasField("folder"):
+            return
+        if path.exists() and not (path / "config.json").is_file():
+            raise FailedPrecondition("the export would replace what is no model", where=f"path {path}")
+        await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+        tell = partial(self.gang.tell, COORDINATOR)
+        try:
+            await self.gang.files.fetch_into(reply.folder, path, self._run_id, tell=tell)
+        finally:
+            tell("")
 
 
 class Critic(LearningSession):

@@ -3,29 +3,47 @@
 Invariants: `version` is the gang's own answer, never a guess. A gang that is leased to this run is taken back from
 every run of the same ledger, and from no other. Policy and critic learn, are saved and are loaded in the same way.
 One batch has one `update_id` for ever: a skipped update changes no version, but the next batch is another update. So
-a broken stream is resolved by GetUpdate, or sent again, and never trained twice.
+a broken stream is resolved by GetUpdate, or sent again, and never trained twice. A gang that opens a session, loads a
+checkpoint or exports may fetch or write hundreds of GB: it is waited for while it makes progress, without a limit in
+total.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.rollouts.batch import Batch
 from flotilla_coordinator.trainers.messages import fill, parts
 from flotilla_core import ids, rpc, telemetry
-from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Mismatch, NotFound, Unavailable
+from flotilla_core.checkpoint import CheckpointShelf, on_disk
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    FlotillaError,
+    Mismatch,
+    NotFound,
+    Unavailable,
+)
 from flotilla_core.roles import process_name
 from flotilla_core.telemetry import names
+from flotilla_core.transfer import Files
 from flotilla_core.version import Version
 
 if TYPE_CHECKING:
+    from flotilla.common.v1.files_pb2 import FolderReference
     from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
+
+T = TypeVar("T")
 
 SESSION_TIMEOUT_S = 300.0
 CLOSE_SLACK_S = 30.0
@@ -33,6 +51,8 @@ CLOSE_SLACK_S = 30.0
 PROBE_TIMEOUT_S = 10.0
 LOST_PROBES = 5
 PROBE_EVERY_S = 0.5
+COORDINATOR = "coordinator"
+"""Who fetches for a run where no gang does."""
 NOT_THERE = (FailedPrecondition, Unavailable, DeadlineExceeded)
 
 TRAIN_TIMEOUT_S = 3600.0
@@ -53,6 +73,12 @@ class Gang:
     longest_command_s: float
     slot: str
     """The name of its slot, which its logs have as well, also where a role has several gangs."""
+    files: Files
+    """Fetches what the gang wrote on another host, and offers it what it shall read there."""
+    channel: grpc.aio.Channel | None
+    """Where the gang says what it does, while it is waited for; None where it cannot be asked."""
+    tell: Callable[[str, str], None]
+    """Called with the name of a service and what it does, while the run waits for it; with "" when that is over."""
 
     @property
     def name(self) -> str:
@@ -119,7 +145,7 @@ class GangSession:
         await self._close(self._run_id)
 
     async def _open(self) -> None:
-        reply = await rpc.unary(
+        call = rpc.unary(
             self.stub.OpenSession,
             pb.OpenSessionRequest(
                 run_id=self._run_id,
@@ -127,9 +153,15 @@ class GangSession:
                 spec=self._spec,
                 lineage=self.version.lineage,
             ),
-            timeout_s=self._close_timeout_s + SESSION_TIMEOUT_S,
+            timeout_s=rpc.UNLIMITED_S,
         )
+        reply = await self._in_patience(call, self._close_timeout_s + SESSION_TIMEOUT_S)
         self.version = Version.from_proto(reply.policy_version)
+
+    async def _in_patience(self, call: Awaitable[T], idle_timeout_s: float) -> T:
+        """Return the answer of the gang, however long it takes, unless it makes no progress for too long."""
+        patience = rpc.Patience(self.gang.channel, self._run_id, partial(self.gang.tell, self.gang.slot))
+        return await patience.answer(call, idle_timeout_s=idle_timeout_s, where=self.gang.slot)
 
     async def _close(self, run_id: str) -> None:
         request = pb.CloseSessionRequest(run_id=run_id, request_id=ids.new_request_id())
@@ -169,14 +201,18 @@ class LearningSession(GangSession):
             policy_version=self.version.to_proto(),
             coordinator_state=state,
         )
-        return rpc.server_stream(self.stub.SaveCheckpoint, request, idle_timeout_s=SAVE_TIMEOUT_S)
+        return self._saved(folder, request)
 
     async def load(self, folder: Path) -> bytes:
         """Load a checkpoint into the session; return the state that it was saved with."""
         request = pb.LoadCheckpointRequest(
             run_id=self._run_id, request_id=ids.new_request_id(), path=str(folder)
         )
-        reply = await rpc.unary(self.stub.LoadCheckpoint, request, timeout_s=SAVE_TIMEOUT_S)
+        with suppress(FlotillaError):  # the gang says what is wrong with a checkpoint that it cannot load
+            offered = await asyncio.to_thread(self.gang.files.offer, folder, sealed=True)
+            request.folder.CopyFrom(offered)
+        call = rpc.unary(self.stub.LoadCheckpoint, request, timeout_s=rpc.UNLIMITED_S)
+        reply = await self._in_patience(call, SAVE_TIMEOUT_S)
         self.version = Version.from_proto(reply.policy_version)
         return reply.coordinator_state
 
@@ -195,6 +231,27 @@ class LearningSession(GangSession):
                 next_step=f"see `flotilla logs {self.gang.slot}`",
             ) from error
         return reply.result
+
+    async def _saved(
+        self, folder: Path, request: pb.SaveCheckpointRequest
+    ) -> AsyncGenerator[pb.SaveCheckpointResponse]:
+        """Yield the stages of a save; what the gang wrote on another host is here before it counts as durable."""
+        stages = rpc.server_stream(self.stub.SaveCheckpoint, request, idle_timeout_s=SAVE_TIMEOUT_S)
+        async with aclosing(stages):
+            async for stage in stages:
+                if stage.durable.HasField("folder"):
+                    await self._copy(stage.durable.folder, folder)
+                yield stage
+
+    async def _copy(self, reference: FolderReference, folder: Path) -> None:
+        """Bring a checkpoint of the gang to its place in the run's directory."""
+        shelf, name = CheckpointShelf(folder.parent), folder.name
+        aside = await asyncio.to_thread(on_disk, folder, shelf.begin, name)
+        try:
+            await self.gang.files.fetch_into(reference, aside, self._run_id)
+            await asyncio.to_thread(on_disk, folder, shelf.publish, name)
+        finally:
+            await asyncio.to_thread(shelf.discard, name)
 
     async def _trained(self, update_id: str, batch: Batch) -> pb.UpdateResult:
         """Send the batch; after a broken stream, ask for the update's result before sending it again."""

@@ -155,6 +155,7 @@ class WeightEpochs:
                 request_id=ids.new_request_id(),
                 epoch=group.epoch,
                 policy_version=version.to_proto(),
+                kv_policy=self._kv_policy,
             )
             calls[member.name] = self._once(member.replica.stub.StageWeights, request)
         answers = await self._together(group, calls)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flotilla.common.v1 import weights_pb2
-from flotilla_core.errors import WeightsMismatch
+from flotilla_core.errors import WeightGroupFailed, WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_weights.manifest import Manifest
 
@@ -124,6 +124,8 @@ class Received:
     """The content of staging: one digest per tensor, in manifest order, for each worker."""
 
     worker_digests: tuple[tuple[int, ...], ...]
+    in_place: bool = False
+    """Whether it was written to the live weights, so that nothing may decode before its commit."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,10 @@ class Verified:
 
 class WeightsNotLive(WeightsMismatch):
     """Applying failed half-way: the live weights are unknown and nothing may decode with them."""
+
+
+class WeightsHalfWritten(WeightGroupFailed):
+    """A transfer into the live weights broke off: nothing may decode with them until a whole version is live."""
 
 
 class Engine(ABC):
@@ -191,8 +197,11 @@ class Engine(ABC):
         """Enter a weight group with all workers. Cancelling leaves it."""
 
     @abstractmethod
-    async def receive(self, progress: Callable[[int], None]) -> Received:
-        """Stage one publication; `progress` receives the count of buckets. Cancelling drops the publication."""
+    async def receive(self, progress: Callable[[int], None], kv_policy: KvPolicy) -> Received:
+        """Stage one publication; `progress` receives the count of buckets. Cancelling drops the publication.
+
+        An engine that receives in place pauses by the policy of the commit to come, and stays so until that commit.
+        """
 
     @abstractmethod
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
@@ -213,5 +222,5 @@ class Engine(ABC):
         """Record which version the live weights are; None where another run took the replica over."""
 
     @abstractmethod
-    async def drop(self) -> None:
-        """Forget staged tensors and leave the group."""
+    async def drop(self) -> bool:
+        """Forget staged tensors and leave the group; return whether the live weights are no version any more."""

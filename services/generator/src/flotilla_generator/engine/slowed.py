@@ -107,8 +107,8 @@ class SlowedEngine(Engine):
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
         await self._engine.join(group, rank_offset, manifest)
 
-    async def receive(self, progress: Callable[[int], None]) -> Received:
-        return await self._engine.receive(progress)
+    async def receive(self, progress: Callable[[int], None], kv_policy: KvPolicy) -> Received:
+        return await self._engine.receive(progress, kv_policy)
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         return await self._engine.apply(version, kv_policy)
@@ -119,5 +119,5 @@ class SlowedEngine(Engine):
     async def tag(self, version: Version | None) -> None:
         await self._engine.tag(version)
 
-    async def drop(self) -> None:
-        await self._engine.drop()
+    async def drop(self) -> bool:
+        return await self._engine.drop()

@@ -20,6 +20,7 @@ import structlog
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
+from flotilla_core.disk import folder_bytes
 from flotilla_core.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -31,6 +32,7 @@ from flotilla_core.service import Activities
 from flotilla_core.version import Version
 from flotilla_trainer.front.model_shape import check_shape, model_shape
 from flotilla_trainer.front.session import Session
+from flotilla_trainer.front.session_files import SessionFiles
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Frame
 
@@ -54,7 +56,8 @@ class Save:
 class Checkpoints:
     """Saves and loads checkpoints for the open session."""
 
-    def __init__(self, gang: Gang, booted: Path, activities: Activities) -> None:
+    def __init__(self, gang: Gang, booted: Path, activities: Activities, files: SessionFiles) -> None:
+        self._files = files
         self._gang = gang
         self._booted = booted
         self._activities = activities
@@ -70,7 +73,9 @@ class Checkpoints:
                 f"checkpoint {self._busy} is still being written", next_step="save again when it is durable"
             )
         self._busy = name
+        shelf = self._files.shelf(shelf)
         try:
+            await asyncio.to_thread(self._files.forget_older, shelf, name)
             folder = await asyncio.to_thread(on_disk, shelf.path / name, shelf.begin, name)
             started = time.monotonic()
             async with session.holding(Version.from_proto(request.policy_version), "the checkpoint"):
@@ -90,10 +95,12 @@ class Checkpoints:
                 shelf.discard(name)
                 self._busy = ""
 
-    async def load(self, session: Session, path: str) -> pb.LoadCheckpointResponse:
+    async def load(self, session: Session, request: pb.LoadCheckpointRequest) -> pb.LoadCheckpointResponse:
         """Return the session to a sealed checkpoint; nothing changes unless all of it is intact and fits."""
-        folder = Path(path)
-        async with session.holding(session.version, "the load"):
+        async with (
+            session.holding(session.version, "the load"),
+            self._files.checkpoint(request) as folder,
+        ):
             with self._activities.doing(f"verifying checkpoint {folder.name}", run_id=session.run_id):
                 await asyncio.to_thread(Manifest.verified, folder)
                 facts = json.loads(await asyncio.to_thread((folder / TRAINER_FILE).read_bytes))
@@ -150,13 +157,15 @@ class Checkpoints:
         try:
             with self._activities.doing(f"writing checkpoint {name}", run_id=session.run_id):
                 await self._written(reports, folder)
+                await self._gang.collect(folder)
                 manifest = await asyncio.to_thread(on_disk, folder, _seal, folder, contents)
                 self._publishing = True
                 path = await asyncio.to_thread(on_disk, folder, shelf.publish, name)
         finally:
             _forget(reports)
             await asyncio.to_thread(shelf.discard, name)
-        durable = pb.CheckpointDurable(path=str(path), bytes=manifest.nbytes)
+        offered = await self._files.offered(path, sealed=True)
+        durable = pb.CheckpointDurable(path=str(path), bytes=manifest.nbytes, folder=offered)
         durable.elapsed.FromNanoseconds(int((time.monotonic() - started) * 1e9))
         return durable
 
@@ -168,7 +177,7 @@ class Checkpoints:
         pending = set(reports)
         while pending:
             _, pending = await asyncio.wait(pending, timeout=limit_s)
-            before, nbytes = nbytes, await asyncio.to_thread(_size, folder)
+            before, nbytes = nbytes, await asyncio.to_thread(folder_bytes, folder)
             if pending and nbytes == before:
                 raise DeadlineExceeded(
                     "the checkpoint cannot be written",
@@ -197,17 +206,6 @@ def _seal(folder: Path, contents: dict[str, bytes]) -> Manifest:
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     return Manifest.seal(folder)
-
-
-def _size(folder: Path) -> int:
-    """Count the bytes below a folder that ranks write to; a file that vanishes meanwhile does not count."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
 
 
 def _forget(reports: Reports) -> None:

@@ -128,7 +128,7 @@ class TrainerServicer(TrainerServiceServicer):
     ) -> pb.LoadCheckpointResponse:
         session = self._manager.learner(request.run_id)
         return await self._idempotent(
-            "load", request, lambda: self._manager.checkpoints.load(session, request.path)
+            "load", request, lambda: self._manager.checkpoints.load(session, request)
         )
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:

@@ -2,12 +2,14 @@
 
 Invariants: a session that is lost with its gang stays lost, and later calls say why; a new session starts from exactly
 the weights that it names, whatever was trained before it; after a close, also one during the opening, a session sends
-the ranks nothing any more.
+the ranks nothing any more, and fetches nothing. What takes long shows what a rank does, so who waits sees progress.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from flotilla_trainer.front.checkpoints import Checkpoints
 from flotilla_trainer.front.model_shape import check_same_shape, model_digest
 from flotilla_trainer.front.scoring import ScoringSession
 from flotilla_trainer.front.session import Session
+from flotilla_trainer.front.session_files import SessionFiles
 from flotilla_trainer.front.session_settings import scoring_batching, session_settings
 from flotilla_trainer.front.weight_groups import WeightGroups
 from flotilla_trainer.gang.plan import GangPlan
@@ -39,15 +42,25 @@ from flotilla_trainer.wire.settings import VOCABULARY_HEAD, SessionSettings, fir
 
 logger = structlog.get_logger()
 
+SHOW_EVERY_S = 1.0
+
 
 class SessionManager:
     """Opens and closes sessions on one gang."""
 
-    def __init__(self, gang: Gang, plan: GangPlan, stack: StackConfig, activities: Activities) -> None:
+    def __init__(
+        self,
+        gang: Gang,
+        plan: GangPlan,
+        stack: StackConfig,
+        activities: Activities,
+        files: SessionFiles,
+    ) -> None:
         self._gang = gang
         self._plan = plan
         self._stack = stack
         self._activities = activities
+        self._files = files
         self._session: Session | ScoringSession | None = None
         self._closing: asyncio.Task[None] | None = None
         self._opening = ""
@@ -57,7 +70,7 @@ class SessionManager:
         self._new = plan.model, first_head(plan.role), False
         """The weights and the head that a new gang holds, and whether they are frozen."""
         self._pristine: tuple[Path, str, bool] | None = self._new
-        self.checkpoints = Checkpoints(gang, plan.model, activities)
+        self.checkpoints = Checkpoints(gang, plan.model, activities, files)
         self.weights = WeightGroups(gang, stack.bind, plan.rank_timeout_s, activities)
 
     def session(self, run_id: str) -> Session | ScoringSession:
@@ -100,12 +113,6 @@ class SessionManager:
         """Start a run's session from the weights that it names."""
         if not request.run_id:
             raise InvalidRequest("run_id is empty", where="OpenSession")
-        asked = self._asked(request.spec)
-        folder = (
-            model_folder(request.spec.initial_weights) if request.spec.initial_weights else self._plan.model
-        )
-        head = head_for(self._plan.role, request.spec.objective.kind)
-        check_same_shape(folder, self._plan.model, with_head=head == VOCABULARY_HEAD)
         if self._closing is not None:
             await asyncio.wait({self._closing})
         holder = self._session.run_id if self._session else self._opening
@@ -118,8 +125,8 @@ class SessionManager:
         self._opening, self._unwanted = request.run_id, False
         over = self._opening_over = asyncio.Event()
         try:
-            with self._activities.doing("opening a session", run_id=request.run_id):
-                session = await self._opened(request, asked, folder, head)
+            async with self._doing("opening a session", request.run_id):
+                session = await self._opened(await self._files.open(request))
         finally:
             self._opening = ""
             over.set()
@@ -130,7 +137,7 @@ class SessionManager:
             policy_version=session.version.to_proto(),
             parameters=self._gang.facts["parameters"],
             ranks=self._gang.size,
-            model_digest=model_digest(folder),
+            model_digest=model_digest(session.folder),
             max_sequence_tokens=self._gang.facts["max_sequence_tokens"],
         )
 
@@ -139,6 +146,7 @@ class SessionManager:
         opening = self._opening_over if self._opening == run_id else None
         if opening is not None:
             self._unwanted = True
+            self._files.give_up()
         if self._session is not None and self._session.run_id == run_id:
             # A caller that goes away must not leave the session half closed: closing continues, a repeat waits for it.
             if self._closing is None or self._closing.done():
@@ -152,11 +160,13 @@ class SessionManager:
 
     async def export(self, request: pb.ExportModelRequest) -> pb.ExportModelResponse:
         """Write the current policy as a Hugging Face folder."""
-        with self._activities.doing(f"exporting the model to {request.path}", run_id=request.run_id):
+        path = self._files.export_path(request.path)
+        async with self._doing(f"exporting the model to {path}", request.run_id):
             answers = await self._gang.command(
-                "export", {"path": request.path, "dtype": request.dtype}, limit_s=self._gang.slow_timeout_s
+                "export", {"path": str(path), "dtype": request.dtype}, limit_s=self._gang.slow_timeout_s
             )
-        return pb.ExportModelResponse(path=request.path, **answers[0].fields)
+            offered = await self._files.offered(path)
+        return pb.ExportModelResponse(path=request.path, folder=offered, **answers[0].fields)
 
     def gang_lost(self, error: FlotillaError) -> None:
         """End the session, whose weights were lost with the ranks."""
@@ -171,12 +181,29 @@ class SessionManager:
 
     async def _close(self, session: Session | ScoringSession) -> None:
         session.end(Cancelled(f"run {session.run_id} closed its session"))
+        self._files.give_up()
         await session.settled()
         await self.checkpoints.abandon()
         if self._session is session:
             await self.weights.close_any()
             self._session = None
             self._why_none = f"run {session.run_id} closed it"
+
+    @asynccontextmanager
+    async def _doing(self, title: str, run_id: str) -> AsyncIterator[None]:
+        """List an activity that has what the first rank does as well."""
+        with self._activities.doing(title, run_id=run_id) as activity:
+
+            async def show() -> None:
+                while True:
+                    await asyncio.sleep(SHOW_EVERY_S)
+                    activity.what = "; ".join([title, *self._gang.phases()[:1]])
+
+            showing = asyncio.create_task(show(), name=title)
+            try:
+                yield
+            finally:
+                showing.cancel()
 
     async def _wait_for_opening(self, run_id: str, over: asyncio.Event) -> None:
         """Wait until an opening has ended: its coordinator may be dead, and the next open must find the ranks free."""
@@ -200,13 +227,13 @@ class SessionManager:
             return replace(settings, refuse_above=limit)
         return scoring_batching(spec, self._plan.role)
 
-    async def _opened(
-        self,
-        request: pb.OpenSessionRequest,
-        asked: SessionSettings | BatchingConfig,
-        folder: Path,
-        head: str,
-    ) -> Session | ScoringSession:
+    async def _opened(self, request: pb.OpenSessionRequest) -> Session | ScoringSession:
+        asked = self._asked(request.spec)
+        folder = (
+            model_folder(request.spec.initial_weights) if request.spec.initial_weights else self._plan.model
+        )
+        head = head_for(self._plan.role, request.spec.objective.kind)
+        check_same_shape(folder, self._plan.model, with_head=head == VOCABULARY_HEAD)
         await self._gang.wait_ready()
         frozen = request.spec.HasField("lora")
         if (folder, head, frozen) != self._pristine:

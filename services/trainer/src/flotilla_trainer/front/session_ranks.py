@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import structlog
 
+from flotilla.common.v1.operate_pb2 import Activity
 from flotilla_core.config import BatchingConfig
 from flotilla_core.errors import DeadlineExceeded, Exhausted, FlotillaError
 from flotilla_core.service import Activities
@@ -79,7 +80,7 @@ class SessionRanks:
         refusal: str = self._gang.facts["packing_refusal"]
         return refusal
 
-    def doing(self, what: str) -> AbstractContextManager[None]:
+    def doing(self, what: str) -> AbstractContextManager[Activity]:
         """Show `what` as an activity of this run inside the block."""
         return self._activities.doing(what, run_id=self.run_id)
 

@@ -4,12 +4,12 @@ Where weights travel between GPUs, every rank takes part, after the receivers: i
 
 Invariants: at most one group is open, the one of the newest epoch; an older epoch is refused; a group can be closed
 while a broadcast hangs in it, which costs neither the session nor the ranks; weights count as published when all ranks
-that sent them sent the same.
+that sent them sent the same; each group has a secret of its own, which only its members are told.
 """
 
 from __future__ import annotations
 
-import socket
+import secrets
 import time
 from typing import Any
 
@@ -20,10 +20,11 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import FailedPrecondition, Internal, InvalidRequest, StaleVersion
 from flotilla_core.service import Activities
+from flotilla_trainer.gang.plan import listening_host
 from flotilla_trainer.gang.ranks import Gang
 
 BACKENDS = {weights_pb2.WEIGHT_BACKEND_GLOO: "gloo", weights_pb2.WEIGHT_BACKEND_NCCL: "nccl"}
-EVERY_ADDRESS = ("0.0.0.0", "::")
+SECRET_BYTES = 32
 
 
 class WeightGroups:
@@ -60,10 +61,12 @@ class WeightGroups:
         others = self._gang.size - 1 if request.backend == weights_pb2.WEIGHT_BACKEND_NCCL else 0
         world_size = request.world_size + others
         senders = [0, *range(request.world_size, world_size)]
+        secret = secrets.token_bytes(SECRET_BYTES)
         answers = await self._gang.command(
             "open_group",
             {
-                "host": self._listening_host(),
+                "secret": secret.hex(),
+                "host": listening_host(self._bind),
                 "epoch": request.epoch,
                 "world_size": world_size,
                 "senders": senders,
@@ -83,6 +86,7 @@ class WeightGroups:
             world_size=world_size,
             sender_ranks=senders,
             timeout=request.timeout,
+            secret=secret,
         )
         manifest = weights_pb2.WeightManifest.FromString(bytes.fromhex(opened["manifest"]))
         return pb.OpenWeightGroupResponse(group=group, manifest=manifest)
@@ -139,15 +143,6 @@ class WeightGroups:
             )
         return self._open
 
-    def _listening_host(self) -> str:
-        """Return an address of this host, where rank 0 runs; it also decides the interface that the weights take."""
-        if self._bind.host not in EVERY_ADDRESS:
-            return self._bind.host
-        advertised = self._bind.advertise_host
-        if advertised and _is_local(advertised):
-            return advertised
-        return socket.gethostbyname(socket.gethostname())
-
 
 def _agreed(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the ranks that sent say, if that is the same."""
@@ -162,12 +157,3 @@ def _agreed(answers: list[dict[str, Any]]) -> dict[str, Any]:
                 next_step="restart the trainer; if it happens again, look for faults of a GPU or of a link",
             )
     return sent
-
-
-def _is_local(host: str) -> bool:
-    """Return whether this host can listen at `host`: an advertised address may be that of a NAT."""
-    try:
-        socket.create_server((host, 0)).close()
-    except OSError:
-        return False
-    return True

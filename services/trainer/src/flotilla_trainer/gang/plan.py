@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flotilla_core.config import StackConfig
+from flotilla_core.config.stack import BindConfig, HostRanks
 from flotilla_core.gangs import gang_of
 from flotilla_core.roles import role_of_process
+from flotilla_core.rpc.auth import dialable
+from flotilla_core.rpc.interface import interface_address
+
+EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,14 @@ class GangPlan:
     slow_timeout_s: float
     """The longest time without progress where a rank reads or writes whole models."""
     otlp: tuple[str, ...] = ()
-    token: str | None = field(default=None, repr=False)
-    """The stack's secret, which signs the spans of the ranks."""
+    token_file: str | None = None
+    """The file of the stack's secret, which signs the spans of the ranks."""
+    bind: BindConfig = field(default_factory=BindConfig)
+    """The addresses of this host, and how the spans of the ranks are sent."""
+    hosts: tuple[HostRanks, ...] = ()
+    """The hosts of the ranks, that of the front first; none where all ranks are on it."""
+    host: str = ""
+    """The host that this process runs ranks on; empty on that of the front."""
 
     @classmethod
     def of_stack(
@@ -48,9 +60,11 @@ class GangPlan:
         model: Path,
         log_dir: Path,
         otlp: tuple[str, ...] = (),
-        token: str | None = None,
+        token_file: str | None = None,
+        *,
+        host: str = "",
     ) -> GangPlan:
-        """Return the plan of the gang of a stack that has this name."""
+        """Return the plan of the gang of a stack that has this name, for the front or for the agent on `host`."""
         role = role_of_process(name)
         trainer = gang_of(stack, role)
         return cls(
@@ -68,8 +82,26 @@ class GangPlan:
             rank_timeout_s=trainer.rank_timeout_s,
             slow_timeout_s=stack.longest_command_s(trainer),
             otlp=otlp,
-            token=token,
+            token_file=token_file,
+            bind=stack.bind,
+            hosts=trainer.hosts,
+            host=host,
         )
+
+    @property
+    def places(self) -> dict[str, range]:
+        """The ranks of each host by its name, which is empty for that of the front."""
+        found: dict[str, range] = {}
+        first = 0
+        for place in self.hosts:
+            found[place.name if found else ""] = range(first, first + place.ranks)
+            first += place.ranks
+        return found or {"": range(self.nproc)}
+
+    @property
+    def ranks_here(self) -> range:
+        """The ranks of the host that this process runs ranks on."""
+        return self.places[self.host]
 
     def log_path(self, rank: int) -> Path:
         """Return the log file of a rank."""
@@ -88,9 +120,14 @@ class GangPlan:
         return list(self.log_dir.glob(f"{self.name}.rendezvous-*"))
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of every rank: its share of the threads, a cache for compiled code, and the loopback."""
-        threads = max(1, len(os.sched_getaffinity(0)) // self.nproc)
+        """Return the variables of every rank: its share of the threads, and a cache for compiled code.
+
+        On one host the ranks talk over the loopback; on several each finds its interface when they meet.
+        """
+        threads = max(1, len(os.sched_getaffinity(0)) // len(self.ranks_here))
+        loopback = {} if len(self.places) > 1 else {"GLOO_SOCKET_IFNAME": "lo"}
         return {
+            **loopback,
             **os.environ,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             # A thread that waits soon gives its core away. By default it spins for milliseconds, and two gangs on the
@@ -101,7 +138,6 @@ class GangPlan:
                 "TORCHINDUCTOR_CACHE_DIR", str(self.log_dir.parent / "compiled")
             ),
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(threads)),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             # Asking the driver instead would keep processes that are forked later from using their GPU.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "TRANSFORMERS_VERBOSITY": "error",
@@ -117,3 +153,27 @@ def _backend(configured: str) -> str:
         return configured
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return "nccl" if Path("/dev/nvidiactl").exists() and not hidden else "gloo"
+
+
+def listening_host(bind: BindConfig) -> str:
+    """Return an address of this host, for ranks of other hosts and for generators.
+
+    It also decides the interface that weights and gradients take.
+    """
+    if bind.host not in EVERY_ADDRESS:
+        return bind.host
+    if bind.advertise_host and _is_local(bind.advertise_host):
+        return bind.advertise_host
+    if own := interface_address():
+        return own
+    # Not what the host's own name resolves to: on many hosts that is the loopback.
+    return dialable(bind.host)
+
+
+def _is_local(host: str) -> bool:
+    """Return whether this host can listen at `host`: an advertised address may be that of a NAT."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True

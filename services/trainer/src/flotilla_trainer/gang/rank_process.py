@@ -1,69 +1,43 @@
-"""One rank as the front sees it: its process, its connection and its last beat.
+"""One rank as the front sees it, on this host or on another one: its commands, its answers and its last beat.
 
-Invariants: the process leads a process group of its own and is killed with it; an answer that will never come fails
-when the rank ends; nothing here waits for a rank without a limit.
+Invariants: an answer that will never come fails when the rank ends; nothing here waits for a rank without a limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import signal
-import socket
 import time
 from typing import Any
 
 from flotilla_core.errors import BY_REASON, FlotillaError, Internal
-from flotilla_trainer.gang.fork_server import RankChild, RankForkServer, RankOrder
-from flotilla_trainer.gang.plan import GangPlan
+from flotilla_trainer.gang.local_rank import LocalRank
+from flotilla_trainer.gang.remote_rank import RemoteRank
 from flotilla_trainer.wire.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
-
-STACK_DUMP_TIMEOUT_S = 5.0
-STACK_DUMP_QUIET_S = 0.25
-POLL_S = 0.05
-LINE_BREAKS_WITHIN_S = 2.0
 
 
 class RankProcess:
-    """A rank, forked by the fork server."""
+    """A rank with its connection."""
 
-    def __init__(self, plan: GangPlan, rank: int) -> None:
-        self._plan = plan
+    def __init__(self, rank: int, process: LocalRank | RemoteRank) -> None:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Frame]] = {}
         self._reports: dict[int, asyncio.Future[Frame]] = {}
-        self._log_start = 0
         self.rank = rank
+        self.process = process
         self.last_beat = time.monotonic()
         self.progress = 0
         self.phase = "starting"
         self.ended_at = float("inf")
         self._judged = False
-        self.process: RankChild
+        self._reading = asyncio.create_task(self._read(process.reader), name=f"rank-{rank}-reader")
+        self._ending = asyncio.create_task(self._note_end(), name=f"rank-{rank}-end")
 
     @property
     def name(self) -> str:
         """The name of the rank in messages to users."""
-        return f"rank {self.rank} (pid {self.process.pid})"
-
-    async def start(self, fork_server: RankForkServer) -> None:
-        """Fork the process and open the connection."""
-        ours, theirs = socket.socketpair()
-        log_path = self._plan.log_path(self.rank)
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, log_path.open("ab") as log:
-            self._log_start = log.tell()
-            order = RankOrder(
-                f"rank-{self.rank} {self._plan.name}",
-                str(self._plan.stacks_path(self.rank)),
-                self._plan.environment(),
-            )
-            self.process = await fork_server.rank(order, theirs, log, self._plan.slow_timeout_s)
-        self.last_beat = time.monotonic()
-        ours.setblocking(False)
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        self._reading = asyncio.create_task(self._read(reader), name=f"rank-{self.rank}-reader")
-        self._ending = asyncio.create_task(self._note_end(), name=f"rank-{self.rank}-end")
+        host = f", host {self.process.where}" if self.process.where else ""
+        return f"rank {self.rank} (pid {self.process.pid}{host})"
 
     async def command(self, kind: str, fields: dict[str, Any], arrays: dict[str, Array]) -> Frame:
         """Send one command and return its answer; a refusal is raised."""
@@ -72,7 +46,7 @@ class RankProcess:
         self._answers[number] = answer
         try:
             self._send(Frame(kind, number, fields, arrays))
-            await self._writer.drain()
+            await self.process.writer.drain()
             return await answer
         except ConnectionError:
             return await answer
@@ -103,55 +77,19 @@ class RankProcess:
 
     def ended(self) -> str:
         """Describe how the process ended; empty while it lives."""
-        code = self.process.returncode
-        if code is None:
-            return ""
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with status {code}"
-
-    def is_stopped(self) -> bool:
-        """Return whether the process is stopped by SIGSTOP or a debugger."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat", encoding="ascii", errors="replace") as stat:
-                return stat.read().rpartition(")")[2].split()[0] in ("T", "t")
-        except OSError:
-            return False
+        return self.process.ended()
 
     def last_log_line(self) -> str:
-        """Return the last line that this process wrote, which names the error of a rank that failed."""
-        try:
-            with self._plan.log_path(self.rank).open("rb") as log:
-                log.seek(self._log_start)
-                lines = log.read().decode(errors="replace").rstrip().splitlines()
-        except OSError:
-            return ""
-        return lines[-1] if lines else ""
+        """Return the last line that the process wrote, which names the error of a rank that failed."""
+        return self.process.last_log_line()
+
+    async def is_stopped(self) -> bool:
+        """Return whether the process is stopped by SIGSTOP or a debugger."""
+        return await self.process.is_stopped()
 
     async def stacks(self, *, wake: bool = False) -> str:
         """Return the stacks of all its threads; `wake` continues a stopped process so that it can write them."""
-        if self.is_stopped() and not wake:
-            return ""
-        path = self._plan.stacks_path(self.rank)
-        before = path.stat().st_size if path.exists() else 0
-        try:
-            self.process.send_signal(signal.SIGUSR1)
-            if wake:
-                self.process.send_signal(signal.SIGCONT)
-        except ProcessLookupError:
-            return ""
-        # The dump has no end mark: it is complete when the file has grown and then stayed unchanged for a short time.
-        size, quiet_s, waited_s = before, 0.0, 0.0
-        while waited_s < STACK_DUMP_TIMEOUT_S and (size == before or quiet_s < STACK_DUMP_QUIET_S):
-            await asyncio.sleep(POLL_S)
-            now = path.stat().st_size if path.exists() else 0
-            waited_s, quiet_s = waited_s + POLL_S, quiet_s + POLL_S if now == size else 0.0
-            size = now
-        if size == before:
-            return ""
-        with path.open("rb") as dump:
-            dump.seek(before)
-            return dump.read().decode(errors="replace")
+        return await self.process.stacks(wake=wake)
 
     async def leave(self) -> None:
         """Ask the process to end by itself, and wait until it has."""
@@ -165,19 +103,16 @@ class RankProcess:
     async def reaped(self) -> None:
         """Wait until the killed process has ended."""
         await asyncio.wait({self._ending})  # A cancelled caller does not cancel this task.
-        # The connection breaks when the process is gone, also if only the end of the fork server says that it is.
-        await asyncio.wait({self._reading}, timeout=LINE_BREAKS_WITHIN_S)
-        self._reading.cancel()
-        self._writer.close()
+        await self.process.close(self._reading)
 
     def _send(self, frame: Frame) -> None:
         """Write a frame; one to a process that is gone is dropped, and the watch finds out why it is."""
         # A writer of Python 3.12 raises TypeError once its connection is lost.
-        if not self._writer.is_closing():
-            self._writer.writelines(encode(frame))
+        if not self.process.writer.is_closing():
+            self.process.writer.writelines(encode(frame))
 
     async def _note_end(self) -> None:
-        await self.process.wait()
+        await self.process.gone()
         self.ended_at = time.monotonic()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:

@@ -19,16 +19,19 @@ from flotilla.common.v1 import operate_pb2
 from flotilla_core import telemetry
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Internal, Unavailable
 from flotilla_trainer.gang.fork_server import RankForkServer
-from flotilla_trainer.gang.plan import GangPlan
+from flotilla_trainer.gang.hosts import GangHosts, RankHost
+from flotilla_trainer.gang.plan import GangPlan, listening_host
 from flotilla_trainer.gang.rank_process import RankProcess
 from flotilla_trainer.gang.watch import GangWatch
 from flotilla_trainer.wire.frames import Array, Frame
-from flotilla_trainer.wire.settings import RankSetup, first_head
+from flotilla_trainer.wire.settings import OPEN_STORE, RankSetup, first_head
 
 MAX_RESTARTS_IN_A_ROW = 3
 URGENT_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 3.0
 REAP_TIMEOUT_S = 3.0
+AGENTS_SHARE = 0.8
+"""Share of the time for the start in which the agents of other hosts have to answer."""
 
 T = TypeVar("T")
 Arrays = dict[str, Array]
@@ -43,11 +46,14 @@ class Gang:
         fork_server: RankForkServer,
         lost: Callable[[FlotillaError], None],
         beyond_help: Callable[[FlotillaError], None],
+        hosts: GangHosts | None = None,
     ) -> None:
+        """Take `hosts` where some of the ranks are on other hosts than the front's."""
         self._plan = plan
         self._lost = lost
         self._beyond_help = beyond_help
         self._fork_server = fork_server
+        self._hosts = hosts or GangHosts(plan, fork_server)
         self._ranks: list[RankProcess] = []
         """The current processes of the gang; empty before the first start."""
         self._watch = GangWatch(plan, [])
@@ -85,6 +91,7 @@ class Gang:
 
     async def start(self) -> None:
         """Start the ranks and load the model; raise the reason if they cannot."""
+        await self._hosts.reached(AGENTS_SHARE * self._plan.slow_timeout_s)
         await self._boot()
         self._keeper = asyncio.create_task(self._keep(), name="gang-keeper")
         self._keeper.add_done_callback(self._kept)
@@ -96,6 +103,7 @@ class Gang:
             await asyncio.wait({self._keeper})
         await self._leave()
         await self._kill(Unavailable("the trainer is stopping"))
+        await self._hosts.close()
 
     async def wait_ready(self) -> None:
         """Wait until a gang that is being replaced is ready."""
@@ -108,6 +116,14 @@ class Gang:
                 why=f"waited {self._plan.slow_timeout_s:g} s for their restart",
                 next_step=f"see {self._plan.log_path(0)}",
             ) from None
+
+    async def collect(self, folder: Path) -> None:
+        """Bring into a checkpoint what the ranks of other hosts wrote of it, once all have reported."""
+        await self._hosts.collect(folder)
+
+    async def bring(self, path: Path, *, sealed: bool, run_id: str) -> None:
+        """Bring a folder of the front's host to every other host, so that a command which names it need not wait."""
+        await self._hosts.bring(path, sealed=sealed, run_id=run_id)
 
     async def idle(self) -> None:
         """Wait until no command runs."""
@@ -171,14 +187,14 @@ class Gang:
         """Return the stacks of every rank, also of one that hangs."""
         ranks = [rank for rank in self._ranks if not rank.ended()]
         texts = await asyncio.gather(*(rank.stacks() for rank in ranks))
+        stopped = await asyncio.gather(*(rank.is_stopped() for rank in ranks))
         return [
             operate_pb2.ProcessStacks(
-                process=f"rank {rank.rank}",
+                process=f"rank {rank.rank}" + (f" on {rank.process.where}" if rank.process.where else ""),
                 pid=rank.process.pid,
-                text=text
-                or f"{'stopped by a signal' if rank.is_stopped() else 'no answer'}; last seen: {rank.phase}",
+                text=text or f"{'stopped by a signal' if stop else 'no answer'}; last seen: {rank.phase}",
             )
-            for rank, text in zip(ranks, texts, strict=True)
+            for rank, text, stop in zip(ranks, texts, stopped, strict=True)
         ]
 
     def pids(self) -> list[int]:
@@ -200,7 +216,18 @@ class Gang:
         async with self._turn:
             if not self._ready.is_set():
                 raise Unavailable(f"the trainer's ranks are being restarted ({kind})")
-            return await self._ask(kind, fields, arrays, limit_s)
+            return await self._ask(kind, await self._on_their_hosts(kind, fields), arrays, limit_s)
+
+    async def _on_their_hosts(self, kind: str, fields: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the fields of each rank with the files of its host in place of the front's."""
+        if not self._hosts.several:
+            return fields
+        for host in self._hosts.all:
+            # What differs between two ranks of a host names no file.
+            told = await host.told(kind, fields[host.ranks[0]])
+            for rank in host.ranks:
+                fields[rank] = fields[rank] | told
+        return fields
 
     def _kept(self, keeper: asyncio.Task[None]) -> None:
         """Report a failure of the keeper: without it, a lost gang would never be replaced."""
@@ -221,6 +248,8 @@ class Gang:
 
     async def _restart(self) -> None:
         for attempt in range(1, MAX_RESTARTS_IN_A_ROW + 1):
+            # A host may be away for as long as it takes: that is no failed attempt.
+            await self._hosts.reached()
             try:
                 await self._boot()
             except FlotillaError as error:
@@ -240,41 +269,72 @@ class Gang:
         self._ranks = []
         self._forget_meetings()
         try:
-            for index in range(self._plan.nproc):
-                rank = RankProcess(self._plan, index)
-                await rank.start(self._fork_server)
-                self._ranks.append(rank)
+            await self._start_on_all_hosts()
             self._watch = GangWatch(self._plan, self._ranks)
-            return await self._watched(self._introduce(self._plan.new_rendezvous()))
+            return await self._watched(self._introduce())
         except FlotillaError as error:
             await self._kill(error)
             raise
 
-    async def _introduce(self, rendezvous: Path) -> dict[str, Any]:
+    async def _start_on_all_hosts(self) -> None:
+        """Start the ranks, on all hosts at once; what was started is in `_ranks` also where another one fails."""
+
+        async def start_on(host: RankHost) -> None:
+            for rank in host.ranks:
+                self._ranks.append(RankProcess(rank, await host.start(rank)))
+
+        outcomes = await asyncio.gather(*map(start_on, self._hosts.all), return_exceptions=True)
+        self._ranks.sort(key=lambda rank: rank.rank)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def _introduce(self) -> dict[str, Any]:
         plan, head = self._plan, first_head(self._plan.role)
-        setups = [
-            RankSetup(
-                rank=rank,
-                head=head,
-                ranks=plan.nproc,
-                rendezvous=str(rendezvous),
-                backend=plan.backend,
-                dtype=plan.dtype,
-                replicate=plan.replicate,
-                sequence_parallel=plan.sequence_parallel,
-                compile=plan.compile,
-                model=str(plan.model),
-                instance_id=plan.instance_id,
-                otlp=plan.otlp,
-                token=plan.token,
-            )
-            for rank in range(plan.nproc)
-        ]
+        meet_host, rendezvous = await self._meeting()
+        setups = []
+        for host in self._hosts.all:
+            told = await host.settings()
+            setups += [
+                RankSetup(
+                    rank=rank,
+                    head=head,
+                    ranks=plan.nproc,
+                    rendezvous=rendezvous,
+                    meet_host=meet_host,
+                    place=place,
+                    ranks_here=len(host.ranks),
+                    backend=plan.backend,
+                    dtype=plan.dtype,
+                    replicate=plan.replicate,
+                    sequence_parallel=plan.sequence_parallel,
+                    compile=plan.compile,
+                    model=told.model,
+                    instance_id=plan.instance_id,
+                    otlp=told.otlp,
+                    token_file=told.token_file,
+                    tls=None if told.tls is None else told.tls.model_dump(mode="json"),
+                )
+                for place, rank in enumerate(host.ranks)
+            ]
         nothing: list[Arrays] = [{}] * plan.nproc
         await self._ask("setup", [asdict(setup) for setup in setups], nothing, plan.slow_timeout_s)
-        load = load_fields(plan.model, head, frozen=False) | {"carrier": telemetry.current_carrier()}
-        answers = await self._ask("load", [load] * plan.nproc, nothing, plan.slow_timeout_s)
+        loads = [
+            load_fields(Path(setup.model), head, frozen=False) | {"carrier": telemetry.current_carrier()}
+            for setup in setups
+        ]
+        answers = await self._ask("load", loads, nothing, plan.slow_timeout_s)
         return answers[0].fields
+
+    async def _meeting(self) -> tuple[str, str]:
+        """Return where the ranks meet: a new file, or the host of rank 0 with the port and secret of its store."""
+        if not self._hosts.several:
+            return "", str(self._plan.new_rendezvous())
+        bind = self._plan.bind
+        host = listening_host(bind)
+        with self._watch.command(OPEN_STORE, self._plan.slow_timeout_s):
+            opened = await self._ranks[0].command(OPEN_STORE, {"host": host}, {})
+        return bind.advertise_host or host, str(opened.fields["rendezvous"])
 
     async def _ask(
         self, kind: str, fields: list[dict[str, Any]], arrays: Sequence[Arrays], limit_s: float

@@ -72,7 +72,7 @@ class GangWatch:
         return RankFailed(
             f"{first.name} {first.ended()}",
             where=self._where(first),
-            why=f"its log ends with {first.last_log_line()!r}; all of it is in {self._plan.log_path(first.rank)}",
+            why=f"its log ends with {first.last_log_line()!r}; all of it is in {first.process.log}",
             next_step="The ranks are being restarted; a run continues from its last checkpoint.",
         )
 
@@ -93,13 +93,13 @@ class GangWatch:
             rank.judge()
         limit_s = self._plan.rank_timeout_s if how == "does not answer" else self._limit_s
         key = " (rank_timeout_s)" if limit_s == self._plan.rank_timeout_s else ""
-        stopped = [rank for rank in ranks if rank.is_stopped()]
-        evidence = ["it was stopped by a signal (SIGSTOP) or a debugger"] if stopped else []
-        for rank in ranks:
-            wrote = await rank.stacks(wake=rank in stopped)
-            stacks = (
-                f"are in {self._plan.stacks_path(rank.rank)}" if wrote else "are not known: it wrote none"
-            )
+        stopped = await asyncio.gather(*(rank.is_stopped() for rank in ranks))
+        evidence = ["it was stopped by a signal (SIGSTOP) or a debugger"] if any(stopped) else []
+        wrote = await asyncio.gather(
+            *(rank.stacks(wake=wake) for rank, wake in zip(ranks, stopped, strict=True))
+        )
+        for rank, text in zip(ranks, wrote, strict=True):
+            stacks = f"are in {rank.process.stacks_file}" if text else "are not known: it wrote none"
             evidence.append(f"the stacks of {rank.name} {stacks}")
         return RankFailed(
             f"{' and '.join(rank.name for rank in ranks)} {how} for {limit_s:g} s{key}",

@@ -19,11 +19,15 @@ from typing import NoReturn
 import torch
 
 from flotilla_core import telemetry
+from flotilla_core.config.stack import TlsConfig
+from flotilla_core.errors import FlotillaError
 from flotilla_core.logs import tolerate_lost_lines
+from flotilla_core.trust import TokenFile
 from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.meeting import Meeting
 from flotilla_trainer.rank.worker import RankWorker
 from flotilla_trainer.wire.frames import Frame
-from flotilla_trainer.wire.settings import RankSetup
+from flotilla_trainer.wire.settings import OPEN_STORE, RankSetup
 
 
 def serve(descriptor: int, stacks_path: Path) -> NoReturn:
@@ -39,13 +43,26 @@ def serve(descriptor: int, stacks_path: Path) -> NoReturn:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
     link = FrontLink(descriptor)
-    command = link.next_command()
+    meeting = Meeting()
+    command = _setup_command(link, meeting)
     setup = RankSetup.from_fields(command.fields)
-    telemetry.start("trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp, token=setup.token)
+    tls = TlsConfig.model_validate(setup.tls) if setup.tls is not None else None
+    token = TokenFile(Path(setup.token_file), tls=tls) if setup.token_file else None
+    telemetry.start("trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp, token=token)
     link.urgent("leave", _leave)
-    worker = RankWorker(setup, link)
+    worker = RankWorker(setup, link, meeting)
     link.answer(command, {})
     worker.serve()
+
+
+def _setup_command(link: FrontLink, meeting: Meeting) -> Frame:
+    """Open the store of the gang where the front asks this rank to; return the command that says what it is."""
+    while (command := link.next_command()).kind == OPEN_STORE:
+        try:
+            link.answer(command, {"rendezvous": meeting.open(command.fields["host"])})
+        except FlotillaError as error:
+            link.refuse(command, error)
+    return command
 
 
 def _leave(frame: Frame) -> None:

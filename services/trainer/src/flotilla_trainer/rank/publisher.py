@@ -60,17 +60,18 @@ class Publisher:
         senders, rank = fields["senders"], dist.get_rank()
         manifest = self._manifest(fields["bucket_bytes"])
         described = fields["epoch"], fields["world_size"], fields["backend"], fields["timeout_s"], senders
+        secret = bytes.fromhex(fields["secret"])
         sender: Sender | None = None
         try:
             if rank == 0:
-                sender = Sender.listen(fields["host"], *described)
+                sender = Sender.listen(fields["host"], *described, secret)
         finally:
             # The other ranks wait for the port, also where there is none.
             port = self._told(0 if sender is None else sender.port) if len(senders) > 1 else 0
         if rank > 0:
             if rank >= len(senders) or port == 0:
                 return {}
-            sender = Sender.beside(fields["host"], port, senders[rank], *described)
+            sender = Sender.beside(fields["host"], port, senders[rank], *described, secret)
         assert sender is not None, "rank 0 listens"
         group = _OpenGroup(fields["epoch"], sender, threading.current_thread())
         group.joining = threading.Thread(

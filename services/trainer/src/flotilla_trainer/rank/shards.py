@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 
 from flotilla_core.checkpoint import not_written
 from flotilla_core.errors import Damaged, Mismatch
+from flotilla_trainer.wire.settings import SHARDS
 
-FOLDER = "shards"
+FOLDER = SHARDS
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from opentelemetry import context
 from transformers import AutoConfig
 
@@ -25,6 +24,7 @@ from flotilla_trainer.rank.compilation import Compilation, one_pass
 from flotilla_trainer.rank.device_memory import PROBE_SEQUENCE, MicroBatchMemory
 from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.link import FrontLink
+from flotilla_trainer.rank.meeting import Meeting
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.model_checks import check_sequence_parallel
 from flotilla_trainer.rank.objective import RankObjective, rank_objective
@@ -57,14 +57,13 @@ Answer = tuple[dict[str, Any], dict[str, Array]]
 class RankWorker:
     """One rank with its model, session and weight group."""
 
-    def __init__(self, setup: RankSetup, link: FrontLink) -> None:
+    def __init__(self, setup: RankSetup, link: FrontLink, meeting: Meeting) -> None:
         self._setup = setup
         self._link = link
         self._folder = Path(setup.model)
         self._device = _device(setup)
         link.progress("meeting the other ranks")
-        store = dist.FileStore(setup.rendezvous, setup.ranks)  # type: ignore[attr-defined]  # its documented place
-        dist.init_process_group(setup.backend, store=store, rank=setup.rank, world_size=setup.ranks)
+        meeting.join(setup)
         link.progress("building the model")
         self._compilation = Compilation(setup.compile, self._device, link.progress)
         self._mesh = RankMesh.form(
@@ -320,12 +319,12 @@ class RankWorker:
 def _device(setup: RankSetup) -> torch.device:
     if setup.backend != "nccl":
         return torch.device("cpu")
-    if torch.cuda.device_count() < setup.ranks:
+    if torch.cuda.device_count() < setup.ranks_here:
         raise FailedPrecondition(
-            f"{setup.ranks} ranks need {setup.ranks} GPUs",
+            f"{setup.ranks_here} ranks need {setup.ranks_here} GPUs",
             why=f"this process sees {torch.cuda.device_count()}, and nccl takes one rank a GPU",
             next_step="lower trainer.nproc, or set trainer.backend to gloo to train on the CPU",
         )
-    device = torch.device("cuda", setup.rank)
+    device = torch.device("cuda", setup.place)
     torch.cuda.set_device(device)
     return device

@@ -8,7 +8,7 @@ model; the ranks build the model again where a session needs another head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from flotilla_core.config import BatchingConfig, LoraConfig, OptimizerConfig
@@ -18,6 +18,10 @@ from flotilla_trainer.wire.objective import REWARD_MODEL, ObjectiveSettings
 VOCABULARY_HEAD = "vocabulary"
 VALUE_HEAD = "values"
 REWARD_HEAD = "reward"
+SHARDS = "shards"
+"""The folder inside a checkpoint that ranks write to, each a file."""
+OPEN_STORE = "open_store"
+"""The command before a setup by which rank 0 opens a store for ranks of other hosts."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,13 @@ class RankSetup:
     head: str
     """The last layer of the model: one of the `*_HEAD` constants."""
     rendezvous: str
-    """File through which the ranks of this gang find each other; new for every gang."""
+    """File through which the ranks of this gang find each other, new for every gang; or the port of rank 0."""
+    meet_host: str
+    """The host that ranks of other hosts dial; empty where all are on one host and meet by a file."""
+    place: int
+    """Number of this rank among those of its host, which is the number of its GPU there."""
+    ranks_here: int
+    """Number of the ranks on its host."""
     backend: str
     dtype: str
     replicate: int
@@ -38,8 +48,10 @@ class RankSetup:
     model: str
     instance_id: str
     otlp: tuple[str, ...]
-    token: str | None = field(repr=False)
-    """The stack's secret, which signs the spans of the rank."""
+    token_file: str | None
+    """The file of the stack's secret, which signs the spans of the rank."""
+    tls: dict[str, Any] | None
+    """The section `bind.tls`, by which the spans are sent."""
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> RankSetup:

@@ -123,7 +123,7 @@ class SimEngine(Engine):
         self._inbox = Inbox(receiver, manifest)
         await self._on_a_thread(receiver, receiver.connect)
 
-    async def receive(self, progress: Callable[[int], None]) -> Received:
+    async def receive(self, progress: Callable[[int], None], kv_policy: KvPolicy) -> Received:
         receiver, inbox = self._receiver, self._inbox
         if receiver is None or inbox is None:
             raise FailedPrecondition("no weight group was joined")
@@ -150,10 +150,11 @@ class SimEngine(Engine):
     async def tag(self, version: Version | None) -> None:
         self._live = version
 
-    async def drop(self) -> None:
+    async def drop(self) -> bool:
         receiver, self._receiver, self._inbox = self._receiver, None, None
         if receiver is not None:
             await asyncio.to_thread(receiver.abort)
+        return False
 
     @asynccontextmanager
     async def _standing_still(self, kv_policy: KvPolicy) -> AsyncIterator[None]:

@@ -53,6 +53,10 @@ QUANTIZATIONS = {"fp8": "fp8_per_channel"}
 """vLLM's names: one scale for each output of a matrix and one for each token, both from what is multiplied."""
 FP8_CAPABILITY = (8, 9)
 
+WHOLE_LOGITS = {"head_dtype": "float32"}
+"""The product of the head keeps what it was summed in. Rounded to bfloat16, logits of 20 would be wrong by 0.06, which
+is most of what sets a generator apart from its trainer. On a GPU this costs nothing: the sampler wants float32."""
+
 LEAST_BESIDE_WEIGHTS = 0.1
 """Share of a GPU that an engine needs for its cache and its steps."""
 
@@ -151,6 +155,8 @@ def engine_arguments(
         if config.quantization is None:
             # It measures kernels that only quantized layers have.
             arguments["enable_flashinfer_autotune"] = False
+            if config.dtype == "bfloat16":
+                arguments["hf_overrides"] = WHOLE_LOGITS
         else:
             arguments["quantization"] = QUANTIZATIONS[config.quantization]
     else:
@@ -168,7 +174,13 @@ def engine_arguments(
             from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
             arguments["distributed_executor_backend"] = UniProcExecutor
-    return arguments | config.engine_options
+    return arguments | _with_overrides(config.engine_options, arguments.get("hf_overrides", {}))
+
+
+def _with_overrides(options: dict[str, Any], ours: dict[str, str]) -> dict[str, Any]:
+    """Return the options of a user, whose overrides of the model's configuration do not end ours for other keys."""
+    given = options.get("hf_overrides")
+    return options | {"hf_overrides": ours | given} if ours and isinstance(given, dict) else options
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -205,8 +217,8 @@ def require_quantization(config: GeneratorConfig) -> None:
 def engine_share(config: GeneratorConfig, checkpoint: Checkpoint, total: int) -> float:
     """Return the share of a GPU of so many bytes that the engine takes.
 
-    If the stack does not say it, the engine leaves room for the standby and for weights on their way. A stack that was
-    placed says it. A standby that has no room beside the weights at all lies in host memory.
+    If the stack does not say it, the engine leaves room for the standby, if it has one, and for weights on their way. A
+    stack that was placed says it. A standby that has no room beside the weights at all lies in host memory.
     """
     import torch
 
@@ -216,7 +228,8 @@ def engine_share(config: GeneratorConfig, checkpoint: Checkpoint, total: int) ->
     tensors = [math.prod(shape) * size for shape in checkpoint.tensors.values()]
     weights = sum(tensors) // config.tensor_parallel_size
     rings = ring_bytes(sum(tensors), tensors, bucket_size_mib("auto", "nccl") << 20)
-    share = min(config.memory_fraction, share_beside(weights, rings, total))
+    standby = weights if config.apply_weights == "prefetch" else 0
+    share = min(config.memory_fraction, share_beside(standby, rings, total))
     return share if share * total - weights >= LEAST_BESIDE_WEIGHTS * total else config.memory_fraction
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from flotilla_generator.engine.vllm.boot import (
     require_quantization,
 )
 from flotilla_generator.engine.vllm.decoding import Decoding
+from flotilla_generator.engine.vllm.engine_process import import_ahead, use_forks
 from flotilla_generator.engine.vllm.stop_texts import TOKENIZER_FILE
 from flotilla_generator.engine.vllm.weight_commit import Commits
 from flotilla_generator.engine.vllm.worker_calls import HEALTH_POLL_S, WorkerCalls
@@ -133,11 +135,13 @@ class VllmEngine(Engine):
         arguments = (group.SerializeToString(), rank_offset, manifest.to_proto().SerializeToString())
         await self.workers.transfer("flotilla_join", arguments, lambda _: None)
 
-    async def receive(self, progress: Callable[[int], None]) -> Received:
-        answers = proofs = await self.workers.transfer("flotilla_stage", (), progress)
+    async def receive(self, progress: Callable[[int], None], kv_policy: KvPolicy) -> Received:
+        in_place = self._config.apply_weights == "direct"
+        async with self.commits.standing_still(kv_policy) if in_place else nullcontext():
+            answers = proofs = await self.workers.transfer("flotilla_stage", (in_place,), progress)
         while not all(answer["proved"] for answer in proofs):
             proofs = await self.workers.require("flotilla_prove")  # a piece between two steps of decoding
-        return Received(tuple(tuple(answer["digests"]) for answer in answers))
+        return Received(tuple(tuple(answer["digests"]) for answer in answers), in_place)
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         return await self.commits.apply(version, kv_policy)
@@ -148,11 +152,13 @@ class VllmEngine(Engine):
     async def tag(self, version: Version | None) -> None:
         await self.commits.tag(version)
 
-    async def drop(self) -> None:
+    async def drop(self) -> bool:
         await self.workers.drop()
+        return await self.commits.give_up()
 
     def _boot(self) -> tuple[Any, dict[str, str]]:
         prepare_environment(self._config, self._cache)
+        import_ahead()
         import torch
         import vllm
         from vllm import AsyncEngineArgs
@@ -160,6 +166,7 @@ class VllmEngine(Engine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         require_quantization(self._config)
+        use_forks()
         check_options(self._config.engine_options, {field.name for field in fields(AsyncEngineArgs)})
 
         share = None

@@ -6,7 +6,8 @@ work, a twin of the model is loaded and packed during decoding, proved between i
 references: vLLM's packed kernels share scratch memory, so whatever multiplies runs on the thread that decodes. On GPUs,
 and for models without a twin, the first `replace` loads and proves while decoding is paused. It also learns where each
 tensor lies in the live model. Where a copy is all that vLLM does, later versions are copied into a standby as they
-arrive, and `replace` only queues copies of that; what is live then is compared by `check`, beside decoding. Memory that
+arrive, and `replace` only queues copies of that; what is live then is compared by `check`, beside decoding. Where they
+are expected in place, there is neither twin nor standby: decoding is paused before they arrive. Memory that
 changed later is loaded and learned anew with the next version; copies that were wrong at once are not tried again. Sums
 with adapters are made while they are copied or loaded, a few tensors at a time.
 """
@@ -86,6 +87,7 @@ class LiveModel:
         self._found_right = False
         self._ring_bytes = 0
         self._may_learn = True
+        self._in_place = False
         self._committed: Digests = {}
         self._unchecked = (
             "the matrices are packed for the kernels of this CPU; the canary sees what they compute"
@@ -98,6 +100,12 @@ class LiveModel:
         self._ring_bytes = manifest.ring_bytes
         if self._standby is not None:
             self._standby.forget_lent()
+
+    def expect_in_place(self, in_place: bool) -> None:
+        """Say whether the next publication finds decoding paused; called on the thread that decodes."""
+        self._in_place = in_place
+        if self._standby is not None:
+            self._standby.stand_still()
 
     def begin(self) -> Filling | None:
         """Return what takes the tensors of a publication as they arrive, or None where they are staged as a whole."""
@@ -116,7 +124,7 @@ class LiveModel:
         """Do all work that is possible during decoding; `seed` chooses the columns of the proof."""
         # The thread of a transfer that was given up may still load its twin, through the same lists inside vLLM.
         with self._one_twin:
-            if not self._has_twins:
+            if self._in_place or not self._has_twins:
                 return Unloaded(staged, seed)
             twin = ShadowModel(self._model())
             recorded, error = self._load_recorded(twin.model, staged, seed)
@@ -219,7 +227,8 @@ class LiveModel:
         answer = {"broken": False, "apply_s": 0.0, "verify_s": 0.0, "check": False}
         if filled.standby is not self._standby or not filled.standby.regions.stand():
             self._forget_places()
-            return answer | {"error": "the parameters of the live model moved; publish again"}
+            error = "the parameters of the live model moved; publish again"
+            return answer | {"error": error, "broken": filled.standby.in_place}
         try:
             filled.standby.commit()
         # The boundary of a worker call, which must not raise.
@@ -271,7 +280,9 @@ class LiveModel:
 
     def _make_standby(self, regions: LiveRegions) -> None:
         try:
-            self._standby = Standby.beside(regions, self._ring_bytes)
+            self._standby = (
+                Standby(regions, None) if self._in_place else Standby.beside(regions, self._ring_bytes)
+            )
         except (MemoryError, torch.OutOfMemoryError) as failure:
             self._give_up_copies(f"there is no memory for a second copy of the weights: {failure}")
 

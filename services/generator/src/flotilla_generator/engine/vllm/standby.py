@@ -1,7 +1,8 @@
 """The standby of a worker: a second copy of the memory that it decodes with, filled beside decoding.
 
 What arrives is copied there as it comes, so a worker keeps its own part of a version and nothing else, and a commit is
-copies of whole pieces of memory.
+copies of whole pieces of memory. A standby in place has no memory: what arrives is copied to where the worker decodes,
+which stands still meanwhile, and a commit copies nothing.
 
 Invariants: a publication fills every part of the standby, or it is not committed; one publication at a time fills it,
 and one that was given up fills it no more; copies into it, out of it and out of what arrived are ordered by events, so
@@ -39,25 +40,26 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 class Standby:
     """The twin of all memory that some regions are in."""
 
-    def __init__(self, regions: LiveRegions, on: torch.device) -> None:
-        """Begin with a copy of what is live, which has the padding that no tensor fills."""
+    def __init__(self, regions: LiveRegions, on: torch.device | None) -> None:
+        """Begin with a copy of what is live, which has the padding that no tensor fills; on None be in place."""
         self.regions = regions
-        pieces = regions.memory()
+        self.in_place = on is None
+        self._device = next(iter(regions.memory())).device
+        pieces = [] if on is None else regions.memory()
         starts, end = [], 0
         for piece in pieces:
             starts.append(end)
             end += -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
-        self._memory = _Memory(end, on)
-        self._device = pieces[0].device
+        self._memory = _Memory(end, self._device if on is None else on)
         self._pairs = [
             (piece, self._memory.bytes[start : start + piece.nbytes].view(piece.dtype))
             for piece, start in zip(pieces, starts, strict=True)
         ]
-        self._on_host = on.type != self._device.type
+        self._on_host = on is not None and on.type != self._device.type
         self._copies = _Copies.of(self._pairs, alone=self._on_host)
         twins = {piece.untyped_storage().data_ptr(): twin for piece, twin in self._pairs}
         self._places = {
-            name: [(region, _same_part(region, twins)) for region in found]
+            name: [(region, region.live if on is None else _same_part(region, twins)) for region in found]
             for name, found in regions.by_name.items()
         }
         self._plans: dict[int, _Plan] = {}
@@ -69,6 +71,7 @@ class Standby:
         self._filled = torch.cuda.Event() if cuda else None
         self._began = torch.cuda.Event(enable_timing=True) if cuda else None
         self._copied = torch.cuda.Event(enable_timing=True) if cuda else None
+        self._still = torch.cuda.Event() if cuda and self.in_place else None
         if self._stream is not None:
             # The new memory may have been another's, whose last work is still queued on the present stream.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -104,6 +107,10 @@ class Standby:
                 plan.used = False
             self._filling = Filling(self)
             return self._filling
+
+    def stand_still(self) -> None:
+        """Have what arrives in place wait for the steps that decode so far; called on the thread that decodes."""
+        self._record(self._still)
 
     def forget_lent(self) -> None:
         """Let go of tensors that a group lent which is no more: the buckets of the next one need their memory."""
@@ -143,6 +150,8 @@ class Standby:
             if self._filled is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._filled)
             self.wait_for_commit()
+            if self._still is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._still)
             known = self._plans.get(id(named))
             plan = known if known is not None and known.named is named else self._plan(named, computed)
             plan.used = True

@@ -1,19 +1,22 @@
 """The commit that turns staged weights into the live ones.
 
-Invariants: live weights change only between a pause that keeps running requests and the resume after it; what was only
-copied is compared after the resume, and no sample leaves before, nor any token that wrong weights wrote; after weights
-that not every worker confirmed nothing decodes until whole ones are live: what comes meanwhile waits for them.
+Invariants: live weights change only between a pause that keeps running requests and the resume after it (where they
+are received in place, the pause begins before the transfer); what was only copied is compared after the resume, and no
+sample leaves before, nor any token that wrong weights wrote; after weights that not every worker confirmed nothing
+decodes until whole ones are live: what comes meanwhile waits for them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from flotilla_core.errors import FlotillaError, WeightsMismatch
 from flotilla_core.version import Version
-from flotilla_generator.engine.base import Applied, KvPolicy, Verified, WeightsNotLive
+from flotilla_generator.engine.base import Applied, KvPolicy, Verified, WeightsHalfWritten, WeightsNotLive
 from flotilla_generator.engine.vllm.decoding import Decoding
 from flotilla_generator.engine.vllm.worker_calls import Answers, WorkerCalls
 
@@ -32,6 +35,40 @@ class Commits:
         self._workers = workers
         self._decoding = decoding
         self._broken = False
+        self._still_since: float | None = None
+        """When a pause began in which weights are received in place; it ends with their commit."""
+
+    @asynccontextmanager
+    async def standing_still(self, kv_policy: KvPolicy) -> AsyncIterator[None]:
+        """Pause for a transfer into the live weights, until `apply`; where it breaks off, nothing decodes."""
+        try:
+            await self._stand_still(KvPolicy.RECOMPUTE if self._broken else kv_policy)
+        except BaseException:
+            # Not one byte of the weights has changed: what was decoding goes on.
+            if not self._broken:
+                await self._llm().resume_generation()
+            raise
+        self._still_since = time.perf_counter()
+        try:
+            yield
+        # vLLM has no common base of its errors, and after any of them the live weights are no version.
+        except (Exception, asyncio.CancelledError) as error:
+            await self.give_up()
+            raise WeightsHalfWritten(
+                "the transfer into the live weights broke off",
+                why=str(error) or "the call was cancelled",
+                next_step="nothing decodes here until the next version is whole; that one repairs it",
+            ) from error
+
+    async def give_up(self) -> bool:
+        """Decode nothing after weights that were received in place and will not be committed, if there are any.
+
+        Return whether there are.
+        """
+        lost, self._still_since = self._still_since is not None, None
+        if lost:
+            await self._decode_nothing()
+        return lost
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         """Make what is staged live as `version`."""
@@ -43,7 +80,8 @@ class Commits:
             self._decoding.release()
 
     async def _apply(self, version: Version) -> Applied:
-        started, unproved = time.perf_counter(), False
+        still_since, self._still_since = self._still_since, None
+        started, unproved = still_since or time.perf_counter(), False
         try:
             answers = await self._replace(version)
             self._broken = False

@@ -70,11 +70,15 @@ class WorkerWeights:
         self._receiver, self._inbox = receiver, Inbox(receiver, described)
         self._run(receiver.connect, notify)
 
-    def stage(self, notify: bytes) -> None:
-        """Start to receive one publication, and to prepare what can be done before decoding is paused."""
+    def stage(self, notify: bytes, in_place: bool) -> None:
+        """Start to receive one publication, and to prepare what can be done before decoding is paused.
+
+        It arrives `in_place` where decoding is paused already, and the model takes its weights by copies.
+        """
         inbox = self._inbox
         if inbox is None:
             raise RuntimeError("no weight group was joined")
+        self._live.expect_in_place(in_place)
 
         def receive() -> None:
             filling = self._live.begin()
@@ -174,9 +178,9 @@ class WeightWorker:
         """Start to enter a weight group."""
         return self._flotilla_guarded(lambda weights: weights.join(notify, group, rank_offset, manifest))
 
-    def flotilla_stage(self, notify: bytes) -> Answer:
+    def flotilla_stage(self, notify: bytes, in_place: bool) -> Answer:
         """Start to receive one publication."""
-        return self._flotilla_guarded(lambda weights: weights.stage(notify))
+        return self._flotilla_guarded(lambda weights: weights.stage(notify, in_place))
 
     def flotilla_status(self) -> Answer:
         """Return the state of the transfer."""
