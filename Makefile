@@ -94,9 +94,25 @@ chaos-beside:
 	@$(BIN)/pytest -q -s tests/chaos --ignore=tests/chaos/test_fault_matrix.py
 
 .PHONY: $(SUITES:%=test-%)
-$(filter-out test-chaos test-trackers,$(SUITES:%=test-%)): test-%: setup
+$(filter-out test-chaos test-helm test-ray test-storage test-trackers,$(SUITES:%=test-%)): test-%: setup
 	@echo "==> $* tests"
 	@$(BIN)/pytest -q tests/$*
+
+test-helm:
+	@PYTHON=$(PYTHON) scripts/setup.sh .venv-helm requirements/helm.txt
+	@echo "==> helm: the chart by Helm's own engine, against the schemas of three versions of Kubernetes"
+	@.venv-helm/bin/pytest -q tests/helm
+
+test-ray:
+	@PYTHON=$(PYTHON) scripts/setup.sh .venv-ray requirements/ray.txt
+	@echo "==> ray: stacks on a real Ray cluster of several nodes on this host"
+	@.venv-ray/bin/pytest -q tests/ray
+
+test-storage: setup
+	@PYTHON=$(PYTHON) scripts/setup.sh .venv-storage requirements/storage.txt
+	@echo "==> storage: models and checkpoints in a real S3 server, and a run that goes on elsewhere"
+	@.venv-storage/bin/pytest -q tests/storage/test_real_s3.py
+	@$(BIN)/pytest -q tests/storage/test_resumed_elsewhere.py
 
 test-trackers:
 	@PYTHON=$(PYTHON) scripts/setup.sh .venv-trackers requirements/trackers.txt
@@ -166,6 +182,10 @@ wheels: setup  ## Build a wheel of every package, with the locks that an install
 	@cp requirements/{constraints,generator,generator-gpu}.txt $(DIST)
 	@cat requirements/dev-gpu.txt <(grep ^flotilla requirements/constraints.txt) > $(DIST)/constraints-gpu.txt
 	@echo "$$(ls $(DIST)/*.whl | wc -l) wheels of version $(VERSION) are in $(DIST)"
+
+.PHONY: images
+images: setup  ## Build an image of every service with Docker (FLAVOUR=gpu, BASE=image:tag)
+	@$(BIN)/python scripts/build_images.py --flavour $(or $(FLAVOUR),cpu) $(if $(BASE),--base $(BASE))
 
 .PHONY: lock
 lock: setup  ## Resolve requirements/*.in into locks (UPGRADE=1 takes newer releases)

@@ -23,13 +23,14 @@ class WeightSender:
         self._wire, theirs = spawning.Pipe()
         self._process = spawning.Process(target=_serve, args=(theirs, str(folder), bucket_bytes), daemon=True)
         self._process.start()
-        port, manifest = self._wire.recv()
+        port, secret, manifest = self._wire.recv()
         self.manifest = Manifest.from_proto(weights_pb2.WeightManifest.FromString(manifest))
         self.group = weights_pb2.WeightGroup(
             epoch=EPOCH,
             backend=weights_pb2.WEIGHT_BACKEND_GLOO,
             host="127.0.0.1",
             port=port,
+            secret=secret,
             world_size=2,
             sender_ranks=[0],
         )
@@ -61,7 +62,7 @@ def _serve(wire: Connection[Any, Any], folder: str, bucket_bytes: int) -> None:
     weights = load_file(Path(folder) / "model.safetensors")
     manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in weights.items()), bucket_bytes)
     sender = Sender.listen("127.0.0.1", EPOCH, 2, "gloo", TIMEOUT_S)
-    wire.send((sender.port, manifest.to_proto().SerializeToString()))
+    wire.send((sender.port, sender.secret, manifest.to_proto().SerializeToString()))
     sender.connect(manifest)
     while wire.recv() == "publish":
         for tensor in weights.values():

@@ -20,6 +20,7 @@ extensions = ["myst_parser"]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "*.md", "services/*/README.md", "bench/gpu/*.md"]
 include_patterns += ["examples/*/README.md", "recipes/*.md", "recipes/*/README.md"]
+include_patterns += ["deploy/README.md", "deploy/*/README.md"]
 exclude_patterns = ["docs/conf.py"]
 suppress_warnings = ["myst.header"]  # the reference goes as deep as the configuration does
 highlight_language = "none"

@@ -198,6 +198,7 @@ class Syncs:
             backend=weights_pb2.WEIGHT_BACKEND_GLOO,
             host="127.0.0.1",
             port=sender.port,
+            secret=sender.secret,
             world_size=2,
             sender_ranks=[0],
         )

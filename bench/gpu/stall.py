@@ -1,9 +1,10 @@
 """The time for which decoding stands still at a weight sync, in a real vLLM on one GPU, and the time of staging.
 
-    python bench/gpu/stall.py [--shape 0.6b|8b] [--standby gpu|host] [--rounds 8] [--limit-s 170] [--out DIR]
+    python bench/gpu/stall.py [--shape 0.6b|8b] [--standby gpu|host|none] [--rounds 8] [--limit-s 170] [--out DIR]
 
 vLLM makes random weights of a Qwen3 of this shape, so no checkpoint is written. A sender in another process, on the
 second GPU where there is one, publishes new numbers, as a trainer does; staging, commit and check are the generator's.
+With `--standby none` versions arrive in the live weights, as with `generator.apply_weights: direct`.
 Half of the syncs are made while nothing decodes, half beside samples that decode. Prints one JSON line a sync and one
 of medians. Ends with an error if a sync is refused, if commits after the first one are not copies, or if a tensor of
 live memory that is scaled by 1.01 is not found. Needs torch, vLLM and the sources of this repository.
@@ -52,7 +53,7 @@ RUN, EPOCH, TIMEOUT_S = "stall", 1, 120
 BUCKET_BYTES = 256 << 20
 STREAMS = 64
 LONGEST = 4096
-BARS_S = {"gpu": 0.025, "host": None}
+BARS_S = {"gpu": 0.025, "host": None, "none": 0.060}
 
 
 class StallWorker(WrongWorker):
@@ -64,9 +65,13 @@ class StallWorker(WrongWorker):
 
     def flotilla_standby(self) -> dict[str, Any]:
         """Return the kind of memory that the standby lies in."""
-        return self._flotilla_guarded(
-            lambda weights: {"memory": weights._live._standby._memory.bytes.device.type}
-        )
+
+        def found(weights: Any) -> dict[str, Any]:
+            standby = weights._live._standby
+            kinds = {"cuda": "gpu", "cpu": "host"}
+            return {"memory": "none" if standby.in_place else kinds[standby._memory.bytes.device.type]}
+
+        return self._flotilla_guarded(found)
 
 
 def write_folder(folder: Path, shape: str) -> None:
@@ -116,7 +121,7 @@ def send(wire: Connection, shape: str, device_name: str) -> None:
     manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in weights.items()), BUCKET_BYTES)
     backend = "nccl" if device.type == "cuda" else "gloo"
     sender = Sender.listen("127.0.0.1", EPOCH, 2, backend, TIMEOUT_S)
-    wire.send((sender.port, manifest.to_proto().SerializeToString()))
+    wire.send((sender.port, sender.secret, manifest.to_proto().SerializeToString()))
     sender.connect(manifest, device)
     while wire.recv() == "publish":
         for tensor in weights.values():
@@ -140,7 +145,7 @@ class Syncs:
 
     async def join(self) -> None:
         """Form the group."""
-        port, manifest = await asyncio.to_thread(self._wire.recv)
+        port, secret, manifest = await asyncio.to_thread(self._wire.recv)
         self.manifest = Manifest.from_proto(weights_pb2.WeightManifest.FromString(manifest))
         backend = "NCCL" if torch.cuda.is_available() else "GLOO"
         group = weights_pb2.WeightGroup(
@@ -148,6 +153,7 @@ class Syncs:
             backend=weights_pb2.WeightBackend.Value(f"WEIGHT_BACKEND_{backend}"),
             host="127.0.0.1",
             port=port,
+            secret=secret,
             world_size=2,
             sender_ranks=[0],
         )
@@ -162,14 +168,14 @@ class Syncs:
         await asyncio.to_thread(self._wire.recv)
         if streams is not None:
             await streams.tokens(4)
+        usual = await _step_s(streams)
         started = time.perf_counter()
         self._wire.send("go")
         digests, staged = await asyncio.gather(
             asyncio.to_thread(self._wire.recv), self._session.stage(RUN, EPOCH, version)
         )
         stage_s = time.perf_counter() - started
-        usual = await _step_s(streams)
-        since = time.perf_counter()
+        since = started if staged.in_place else time.perf_counter()
         expected = weights_pb2.WeightDigests(
             version=version.to_proto(), manifest_digest=self.manifest.digest, tensor_digests=digests
         )
@@ -231,6 +237,7 @@ async def measure(asked: argparse.Namespace, folder: Path, wire: Connection) -> 
         max_model_tokens=LONGEST,
         max_running_samples=STREAMS,
         enforce_eager=asked.eager,
+        apply_weights="direct" if asked.standby == "none" else "prefetch",
         engine_options=options,
     )
     engine = TimedEngine(config, Checkpoint.read(folder), "stall.StallWorker")
@@ -261,8 +268,7 @@ async def measure(asked: argparse.Namespace, folder: Path, wire: Connection) -> 
         if torch.cuda.is_available():
             assert all(one["tensors_compared"] for one in rounds), "live memory is not compared"
             (lies,) = await engine.workers.ask("flotilla_standby")
-            expected = "cuda" if asked.standby == "gpu" else "cpu"
-            assert lies["memory"] == expected, f"the standby is in memory of {lies['memory']}"
+            assert lies["memory"] == asked.standby, f"the standby is in memory of {lies['memory']}"
             await syncs.require_damage_is_found()
         return rounds
     finally:

@@ -2,9 +2,9 @@
 
 Each way starts twice, in a folder of its own for what is compiled: the second start is the one of every day.
 
-- `spawn`: as the service does it. The engine's process imports vLLM after the service has done so.
-- `ahead`: a fork server of `multiprocessing` imports vLLM while the service does, and the engine's process is its fork.
-- `plain-sampler`: `spawn` without the sampler of FlashInfer, which is compiled for top-p and top-k.
+- `ahead`: as the service does it: a server imports vLLM meanwhile, and the engine's process is a fork of it.
+- `spawn`: the engine's process imports vLLM after the service has done so.
+- `plain-sampler`: `ahead` without the sampler of FlashInfer, which is compiled for top-p and top-k.
 
 Prints a line for each start, and appends its figures to `starts.jsonl`; the log of each start lies beside it and says
 when its phases ended. A start that takes too long is ended with all of its processes.
@@ -17,65 +17,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.vllm.boot import prepare_environment
-from flotilla_generator.engine.vllm.engine import VllmEngine
+from flotilla_generator.engine.vllm import engine as engine_module
 
-WAYS = ("spawn", "ahead", "plain-sampler")
-IMPORTED = ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "flotilla_generator.engine.vllm.worker")
-
-
-class EngineProcess(ForkServerProcess):
-    """A process of the fork server with the environment of the process that starts it."""
-
-    def start(self) -> None:
-        """Start it, as a spawned process would start."""
-        self._environment = dict(os.environ)
-        super().start()
-
-    def run(self) -> None:
-        """Take the environment over; the import of torch has read the number of threads before."""
-        import torch
-
-        os.environ.clear()
-        os.environ.update(self._environment)
-        if (threads := os.environ.get("OMP_NUM_THREADS")) is not None:
-            torch.set_num_threads(int(threads))
-        super().run()
-
-
-class EngineContext(ForkServerContext):
-    """What vLLM takes processes and queues from."""
-
-    Process = EngineProcess
-
-
-class Engine(VllmEngine):
-    """The engine of the service, whose process may come from a fork server."""
-
-    ahead = False
-
-    def _boot(self) -> tuple[Any, dict[str, str]]:
-        if self.ahead:
-            prepare_environment(self._config, self._cache)
-            multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED))
-            forkserver.ensure_running()
-            from vllm.v1.engine import utils
-
-            utils.get_mp_context = EngineContext
-        return super()._boot()
+WAYS = ("ahead", "spawn", "plain-sampler")
 
 
 def main() -> int:
@@ -122,8 +76,10 @@ async def started(asked: argparse.Namespace) -> None:
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     began = time.perf_counter()
     config = GeneratorConfig(dtype=asked.dtype, max_model_tokens=64, kv_cache_gib=1)
-    engine = Engine(config, Checkpoint.read(asked.model), cache=asked.out.absolute() / f"cache-{asked.one}")
-    engine.ahead = asked.one == "ahead"
+    if asked.one == "spawn":
+        engine_module.import_ahead = engine_module.use_forks = lambda: None
+    cache = asked.out.absolute() / f"cache-{asked.one}"
+    engine = engine_module.VllmEngine(config, Checkpoint.read(asked.model), cache=cache)
     await engine.start()
     figures = {"way": asked.one, "ready_s": round(time.perf_counter() - began, 1), **engine.info.versions}
     with (asked.out / "starts.jsonl").open("a") as file:

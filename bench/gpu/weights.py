@@ -244,10 +244,10 @@ def send(pipe: Connection, gpu: int, shape: str) -> None:
     rank = TrainerRank(shape, device_of(gpu))
     while (order := pipe.recv())[0] != "end":
         match order:
-            case ("join", port, place, epoch, world_size, senders, bucket_bytes):
+            case ("join", port, secret, place, epoch, world_size, senders, bucket_bytes):
                 rank.cut(bucket_bytes)
                 rank.sender = Sender.beside(
-                    "127.0.0.1", port, place, epoch, world_size, BACKEND, TIMEOUT_S, senders
+                    "127.0.0.1", port, place, epoch, world_size, BACKEND, TIMEOUT_S, senders, secret
                 )
                 rank.sender.connect(rank.manifest, rank.device)
             case ("publish",):
@@ -370,6 +370,7 @@ def join(rank: TrainerRank, others: Processes, receivers: Processes, epoch: int)
         backend=BACKENDS[BACKEND],
         host=rank.sender.host,
         port=rank.sender.port,
+        secret=rank.sender.secret,
         world_size=world_size,
         sender_ranks=senders,
     )
@@ -378,7 +379,8 @@ def join(rank: TrainerRank, others: Processes, receivers: Processes, epoch: int)
     for place, pipe in enumerate(receivers.pipes, 1):
         pipe.send(("join", group.SerializeToString(), place, described))
     for place, pipe in enumerate(others.pipes, first):
-        pipe.send(("join", group.port, place, epoch, world_size, senders, rank.manifest.bucket_bytes))
+        told = (place, epoch, world_size, senders, rank.manifest.bucket_bytes)
+        pipe.send(("join", group.port, group.secret, *told))
     rank.sender.connect(rank.manifest, rank.device)
 
 

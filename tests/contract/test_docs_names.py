@@ -43,7 +43,7 @@ FIRST_CELL = re.compile(r"^\|[^|]*(?=\|)", re.MULTILINE)
 METRIC = re.compile(r"[a-z_]+(/[a-z0-9_@]+)+")
 KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
 SETTING = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)*): (.+)")
-NO_KEY = re.compile(r"telemetry\.start|.*\.(py|proto|yaml|md|jsonl?|log|txt|sqlite3?|toml|zst|sh)")
+NO_KEY = re.compile(r"telemetry\.start|.*\.(py|proto|yaml|md|jsonl?|log|txt|sqlite3?|toml|zst|sh|lock)")
 """A function and files, whose names look like keys."""
 RECIPES = ROOT / "docs" / "contributing.md"
 """Its recipes add keys and commands that do not exist yet."""

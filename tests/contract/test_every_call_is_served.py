@@ -13,19 +13,23 @@ import flotilla
 from flotilla_coordinator.api.coordinator_servicer import CoordinatorServicer
 from flotilla_coordinator.api.loop_servicer import LoopServicer
 from flotilla_core.service.operate import OperateServicer
+from flotilla_core.transfer import FileServicer
 from flotilla_generator.servicer import GeneratorServicer
 from flotilla_launch.servicer import LauncherServicer
 from flotilla_reward.service import RewardServicer
+from flotilla_trainer.agent import RankServicer
 from flotilla_trainer.front.servicer import TrainerServicer
 
 SERVICERS = (
     OperateServicer,
+    FileServicer,
     CoordinatorServicer,
     LoopServicer,
     GeneratorServicer,
     LauncherServicer,
     RewardServicer,
     TrainerServicer,
+    RankServicer,
 )
 ROOT = Path(flotilla.__path__[0])
 CONTRACTS = [

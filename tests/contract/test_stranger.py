@@ -76,7 +76,7 @@ def test_a_stranger_reads_calls_registers_and_stops_nothing(
         "sockets": [str(StackPaths(stack.directory).socket())],
     }
     assert len(paths) > 30 and any(path.endswith(".jsonl.zst") for path in paths)
-    # What else listens are the doors of weight groups: docs/known-limits.md says what they leave open.
+    # What else listens are the groups of weights: docs/known-limits.md says what they leave open.
     assert _listening(ours) == {"127.0.0.1"}
     done = subprocess.run(
         [*AS_NOBODY, *STRANGER],
@@ -102,7 +102,8 @@ def test_a_stranger_reads_calls_registers_and_stops_nothing(
 
 
 def test_what_everybody_can_see_of_a_process_names_no_secret(stack: Stack) -> None:
-    secrets = [stack.token, (stack.directory / "nats" / "credentials").read_text().strip().partition(":")[2]]
+    files = [stack.directory / "nats" / name for name in ("credentials", "coordinator-credentials")]
+    secrets = [stack.token, *(file.read_text().strip().partition(":")[2] for file in files)]
     for process in processes(stack):
         for name in ("cmdline", "environ"):
             content = Path(f"/proc/{process.pid}/{name}").read_bytes().decode(errors="replace")

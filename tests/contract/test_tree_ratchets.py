@@ -38,17 +38,19 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "services/coordinator/src/flotilla_coordinator/ledger/writer.py": 1,
     "services/coordinator/src/flotilla_coordinator/timeline/store.py": 1,
     # An exception inside a vLLM worker would shift its replies: it becomes state that is asked for.
-    "services/generator/src/flotilla_generator/engine/vllm/weight_commit.py": 1,
+    "services/generator/src/flotilla_generator/engine/vllm/weight_commit.py": 3,
+    "services/generator/src/flotilla_generator/weights.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/decoding.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/live_weights.py": 3,
     "services/generator/src/flotilla_generator/engine/vllm/token_logprobs.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/worker.py": 2,
     "services/generator/src/flotilla_generator/engine/vllm/worker_calls.py": 1,
-    # Foreign code may raise anything: a compiler, the start of vLLM, the tokenizers reader, trackers, what users wrote.
+    # Foreign code may raise anything: a compiler, the start of vLLM, the tokenizers reader, trackers, storage, users.
     "libs/weights/src/flotilla_weights/digest.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/boot.py": 1,
     "services/coordinator/src/flotilla_coordinator/data/tokenizer.py": 1,
     "libs/trackers/src/flotilla_trackers/feed.py": 1,
+    "libs/core/src/flotilla_core/transfer/object_store.py": 1,
     "services/reward/src/flotilla_reward/worker.py": 1,
     "services/trainer/src/flotilla_trainer/wire/user_functions.py": 1,
 }

@@ -1,6 +1,6 @@
 """A trainer's end of a weight group that stops half-way and waits to be killed.
 
-Arguments: checkpoint, bytes of a bucket, epoch. Says its port, then "halfway".
+Arguments: checkpoint, bytes of a bucket, epoch. Says its port and secret, then "halfway".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def send(checkpoint: str, bucket_bytes: int, epoch: int) -> None:
     weights = load_file(checkpoint)
     manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in weights.items()), bucket_bytes)
     sender = Sender.listen("127.0.0.1", epoch, 2, "gloo", 60.0)
-    say(str(sender.port))
+    say(f"{sender.port} {sender.secret.hex()}")
     sender.connect(manifest)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

@@ -29,6 +29,7 @@ from flotilla_core.rpc import Replica, ReplicaPool
 from flotilla_reward import scoring as reward_scoring
 from flotilla_reward.pool import WorkerPool
 from flotilla_reward.service import RewardServicer
+from flotilla_testing.files import NO_FILES
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RewardService"].full_name
 SILENT_S = 1.5
@@ -46,7 +47,7 @@ from flotilla_reward.service import RewardServicer
 
 async def main():
     server = RpcServer(BindConfig(), token="secret")
-    servicer = RewardServicer(WorkerPool(0))
+    servicer = RewardServicer(WorkerPool(0), None)
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, {SERVICE_NAME!r})
     print(await server.start(), flush=True)
     await asyncio.Event().wait()
@@ -82,7 +83,7 @@ class Fleet:
         workers = WorkerPool(1)
         self._stack.push_async_callback(workers.stop)
         await workers.start()
-        await self.serves(name, RewardServicer(workers))
+        await self.serves(name, RewardServicer(workers, NO_FILES))
         return workers
 
     async def serves(self, name: str, servicer: reward_pb2_grpc.RewardServiceServicer) -> None:

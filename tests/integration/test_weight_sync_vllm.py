@@ -283,10 +283,10 @@ async def test_a_sender_killed_mid_broadcast_leaves_vllm_serving_and_a_retry_wor
     )
     try:
         assert sender.stdout
-        port = int(await asyncio.to_thread(sender.stdout.readline))
+        port, secret = (await asyncio.to_thread(sender.stdout.readline)).split()
         stored = load_file(checkpoint)
         manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in stored.items()), BUCKET_BYTES)
-        await bench.weights.join(bench.run_id, bench.group(port), 1, manifest)
+        await bench.weights.join(bench.run_id, bench.group(int(port), bytes.fromhex(secret)), 1, manifest)
         staging = asyncio.create_task(
             bench.weights.stage(bench.run_id, bench.epoch, Version(0, bench.step + 1))
         )

@@ -43,7 +43,7 @@ class Bench:
         sender = Sender.listen("127.0.0.1", self.epoch, 2, "gloo", 20.0)
         connecting = asyncio.create_task(asyncio.to_thread(sender.connect, manifest))
         try:
-            await self.weights.join(self.run_id, self.group(sender.port), 1, manifest)
+            await self.weights.join(self.run_id, self.group(sender.port, sender.secret), 1, manifest)
         except WeightsMismatch:
             sender.abort()
             await asyncio.wait([connecting])
@@ -52,9 +52,15 @@ class Bench:
         await connecting
         return sender
 
-    def group(self, port: int) -> weights_pb2.WeightGroup:
+    def group(self, port: int, secret: bytes) -> weights_pb2.WeightGroup:
         group = weights_pb2.WeightGroup(
-            epoch=self.epoch, backend=1, host="127.0.0.1", port=port, world_size=2, sender_ranks=[0]
+            epoch=self.epoch,
+            backend=1,
+            host="127.0.0.1",
+            port=port,
+            secret=secret,
+            world_size=2,
+            sender_ranks=[0],
         )
         group.timeout.FromSeconds(20)
         return group

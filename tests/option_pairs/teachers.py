@@ -14,6 +14,7 @@ from flotilla_coordinator.trainers.session import Gang
 from flotilla_core.config.training import AskedTeachers
 from flotilla_core.roles import teacher_role
 from flotilla_testing.exact_update import Rollouts
+from flotilla_testing.files import NO_FILES, to_nobody
 from option_pairs.scenes import Drawn, whole_groups
 
 
@@ -23,7 +24,8 @@ class SceneTeacher(ScoringSession):
     def __init__(self, name: str, said: dict[str, np.ndarray]) -> None:
         stub: Any = None
         role = teacher_role(name)
-        super().__init__("run", session_pb2.SessionSpec(), Gang(role, stub, role, 1.0, role), nobody, 0, 1.0)
+        gang = Gang(role, stub, role, 1.0, role, NO_FILES, None, to_nobody)
+        super().__init__("run", session_pb2.SessionSpec(), gang, nobody, 0, 1.0)
         self._said = said
 
     async def logprobs(self, batch: Batch) -> dict[str, np.ndarray]:

@@ -34,8 +34,10 @@ from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.files import files_in
 from flotilla_testing.session_specs import as_struct, called, wire_objective
 from flotilla_trainer.front.servicer import TrainerServicer
+from flotilla_trainer.front.session_files import SessionFiles
 from flotilla_trainer.front.session_manager import SessionManager
 from flotilla_trainer.gang.fork_server import RankForkServer
 from flotilla_trainer.gang.plan import GangPlan
@@ -282,7 +284,9 @@ async def running_trainer(
 
     activities = Activities()
     gang = Gang(plan, fork_server, lost=on_lost, beyond_help=lost.append)
-    manager = SessionManager(gang, plan, stack, activities)
+    manager = SessionManager(
+        gang, plan, stack, activities, SessionFiles(files_in(logs), logs / "remote-runs", gang.bring)
+    )
     server = rpc.RpcServer(BindConfig(), token="secret")
     server.add(add_TrainerServiceServicer_to_server, TrainerServicer(manager), SERVICE_NAME)
     async with AsyncExitStack() as stack_of_exits:
