@@ -1,6 +1,7 @@
 """The time for which decoding stands still at a weight sync, in a real vLLM on one GPU, and the time of staging.
 
-    python bench/gpu/stall.py [--shape 0.6b|8b] [--standby gpu|host|none] [--rounds 8] [--limit-s 170] [--out DIR]
+    python bench/gpu/stall.py [--shape 0.6b|8b] [--standby gpu|host|none] [--rounds 8] [--bucket-mib 256]
+        [--limit-s 170] [--out DIR]
 
 vLLM makes random weights of a Qwen3 of this shape, so no checkpoint is written. A sender in another process, on the
 second GPU where there is one, publishes new numbers, as a trainer does; staging, commit and check are the generator's.
@@ -50,7 +51,6 @@ from flotilla_weights.group import Sender  # noqa: E402
 from flotilla_weights.manifest import Manifest  # noqa: E402
 
 RUN, EPOCH, TIMEOUT_S = "stall", 1, 120
-BUCKET_BYTES = 256 << 20
 STREAMS = 64
 LONGEST = 4096
 BARS_S = {"gpu": 0.025, "host": None, "none": 0.060}
@@ -107,7 +107,7 @@ def write_folder(folder: Path, shape: str) -> None:
         file.truncate(8 + len(described) + end)  # a hole, which takes no room
 
 
-def send(wire: Connection, shape: str, device_name: str) -> None:
+def send(wire: Connection, shape: str, device_name: str, bucket_bytes: int) -> None:
     """The trainer's process: publish whenever it is asked to."""
     device = torch.device(device_name)
     if device.type == "cuda":
@@ -118,7 +118,7 @@ def send(wire: Connection, shape: str, device_name: str) -> None:
         name: torch.randn(extent, device=device, dtype=dtype, generator=random).mul_(0.02)
         for name, extent in shapes_of(shape)
     }
-    manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in weights.items()), BUCKET_BYTES)
+    manifest = Manifest.from_named(((n, t.dtype, t.shape) for n, t in weights.items()), bucket_bytes)
     backend = "nccl" if device.type == "cuda" else "gloo"
     sender = Sender.listen("127.0.0.1", EPOCH, 2, backend, TIMEOUT_S)
     wire.send((sender.port, sender.secret, manifest.to_proto().SerializeToString()))
@@ -282,7 +282,12 @@ def _say(*found: dict[str, Any]) -> None:
 
 def summary(asked: argparse.Namespace, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians, and the ratios that have a bar."""
-    found: dict[str, Any] = {"shape": asked.shape, "standby": asked.standby, "eager": asked.eager}
+    found: dict[str, Any] = {
+        "shape": asked.shape,
+        "standby": asked.standby,
+        "bucket_mib": asked.bucket_mib,
+        "eager": asked.eager,
+    }
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(0), "gpus": torch.cuda.device_count()}
     found |= {"first_stall_s": rounds[0]["stall_s"], "first_stage_s": rounds[0]["stage_s"]}
@@ -309,6 +314,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--same-gpu", action="store_true", help="the sender shares the engine's GPU")
     parser.add_argument("--limit-s", type=float, default=170.0)
     parser.add_argument("--out", type=Path)
@@ -320,7 +326,9 @@ def main() -> None:
     device = "cpu" if not gpus else "cuda:1" if gpus > 1 and not asked.same_gpu else "cuda:0"
     spawning = multiprocessing.get_context("spawn")
     wire, theirs = spawning.Pipe()
-    sender = spawning.Process(target=send, args=(theirs, asked.shape, device), daemon=True)
+    sender = spawning.Process(
+        target=send, args=(theirs, asked.shape, device, asked.bucket_mib << 20), daemon=True
+    )
     sender.start()
     try:
         with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from flotilla_core.errors import Exhausted, FlotillaError, Internal, Unavailable, WeightGroupFailed
 from flotilla_generator.engine.vllm import worker, worker_calls
+from flotilla_generator.engine.vllm.end_notices import SECRET_BYTES, EndNotices, tell
 from flotilla_generator.engine.vllm.worker_calls import WorkerCalls
 
 LIMIT_S = 10.0
@@ -90,7 +90,7 @@ async def test_a_workers_own_fault_is_no_failure_of_the_group(
     def fails(_: object) -> None:
         raise raised
 
-    weights = worker.WorkerWeights(SimpleNamespace(device=torch.device("cpu")))
+    weights = worker.WorkerWeights(SimpleNamespace(device=torch.device("cpu"), rank=0))
     answering = worker.WeightWorker()
     monkeypatch.setattr(answering, "_flotilla_weights", weights, raising=False)
     if on_a_thread:
@@ -114,56 +114,100 @@ class Receiving(Workers):
     def __init__(self) -> None:
         super().__init__()
         self.busy = True
-        self.notify: bytes = b""
+        self.ticket: bytes = b""
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.asked.append(method)
         if method == "stage":
-            (self.notify,) = args
-        return [{"error": "", "busy": self.busy, "buckets": 3}]
+            (self.ticket,) = args
+        return [{"error": "", "busy": self.busy, "buckets": 3}] * 2
 
 
-def tell(address: bytes) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telling:
-        telling.sendto(b"ended", address)
+def ended(rank: int, **others: Any) -> dict[str, Any]:
+    return {"rank": rank, "error": "", "busy": False, "buckets": 5, **others}
 
 
-async def test_a_transfer_is_asked_about_again_when_a_worker_tells_its_end(
+async def test_a_transfer_ends_with_what_its_workers_tell_and_nobody_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 60.0)
     workers = Receiving()
     counts: list[int] = []
     transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), counts.append))
-    await asked(workers, "flotilla_status")
+    await asked(workers, "stage")
+    tell(workers.ticket, ended(1, digests=[2**64 - 1]))
+    tell(workers.ticket, ended(0, digests=[7]))
+    answers = await asyncio.wait_for(transfer, LIMIT_S)
+    assert [answer["digests"] for answer in answers] == [[7], [2**64 - 1]], "by rank"
+    assert workers.asked == ["stage"] and counts == [5]
+
+
+async def test_an_error_that_a_worker_tells_fails_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 60.0)
+    workers = Receiving()
+    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), lambda _: None))
+    await asked(workers, "stage")
+    tell(workers.ticket, ended(0))
+    tell(workers.ticket, ended(1, error="CUDA out of memory", reason=Exhausted.reason))
+    with pytest.raises(Exhausted, match="CUDA out of memory"):
+        await asyncio.wait_for(transfer, LIMIT_S)
+
+
+async def test_an_answer_that_no_datagram_holds_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 60.0)
+    workers = Receiving()
+    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), lambda _: None))
+    await asked(workers, "stage")
     workers.busy = False
-    tell(workers.notify)
+    tell(workers.ticket, ended(0, digests=[2**63] * 100_000))
     assert (await asyncio.wait_for(transfer, LIMIT_S))[0]["buckets"] == 3
-    assert workers.asked == ["stage", "flotilla_status", "flotilla_status"] and counts == [3, 3]
-    with pytest.raises(OSError, match="refused"):
-        tell(workers.notify)
+    assert workers.asked == ["stage", "flotilla_status"]
+
+
+async def test_a_notice_of_someone_who_does_not_know_the_secret_counts_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 60.0)
+    workers = Receiving()
+    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), lambda _: None))
+    await asked(workers, "stage")
+    forged = bytes(SECRET_BYTES) + workers.ticket[SECRET_BYTES:]
+    for rank in (0, 1):
+        tell(forged, ended(rank, digests=[666]))
+        tell(workers.ticket, ended(rank, digests=[7]))
+    answers = await asyncio.wait_for(transfer, LIMIT_S)
+    assert [answer["digests"] for answer in answers] == [[7], [7]]
 
 
 async def test_a_notice_that_was_lost_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 0.01)
     workers = Receiving()
-    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), lambda _: None))
+    counts: list[int] = []
+    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), counts.append))
     await asked(workers, "flotilla_status")
+    tell(workers.ticket, ended(0))
     workers.busy = False
     assert await asyncio.wait_for(transfer, LIMIT_S)
-    assert workers.asked.count("flotilla_status") >= 2, "it was asked again without a notice"
+    assert workers.asked.count("flotilla_status") >= 2 and set(counts) == {3}, "it was asked without a notice"
 
 
-def test_a_worker_tells_the_end_of_a_transfer_after_it_can_be_asked_for() -> None:
-    weights = worker.WorkerWeights(SimpleNamespace(device=torch.device("cpu")))
+async def test_a_worker_tells_how_a_transfer_ended() -> None:
+    weights = worker.WorkerWeights(SimpleNamespace(device=torch.device("cpu"), rank=0))
     going_on = threading.Event()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ended:
-        ended.settimeout(LIMIT_S)
-        ended.bind("")
-        weights._run(lambda: going_on.wait(LIMIT_S) and None, ended.getsockname())
+
+    def transfer() -> None:
+        assert going_on.wait(LIMIT_S)
+
+    with EndNotices() as notices:
+        weights._run(transfer, notices.ticket)
         assert weights.status()["busy"]
         going_on.set()
-        assert ended.recv(16) == b"ended" and not weights.status()["busy"]
+        (told,) = await notices.of_all(1, LIMIT_S) or [{}]
+    assert told == {"error": "", **weights.status()} and not told["busy"]
+    weights._run(lambda: None, notices.ticket)  # nobody listens: the worker goes on
+    assert weights._thread is not None
+    weights._thread.join(LIMIT_S)
+    assert not weights.status()["busy"]
 
 
 async def test_a_fault_of_one_worker_goes_before_what_the_other_says_of_the_broken_group() -> None:

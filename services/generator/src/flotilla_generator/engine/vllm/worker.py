@@ -3,14 +3,13 @@
 Loaded by vLLM as `worker_extension_cls`: `WeightWorker` is mixed into vLLM's worker, and its methods are called through
 `collective_rpc`. Invariants: no method raises and none waits for a peer, because an exception under tensor parallelism,
 or a timed-out call, leaves a stale answer queued that the next call would take for its own; transfers run on a thread,
-which tells the service by a datagram that it has ended, and are asked about with `flotilla_status`. Answers are plain
+which tells the service by a datagram how it has ended, and are asked about with `flotilla_status`. Answers are plain
 dictionaries, and an error has the `reason` of its kind.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -22,13 +21,13 @@ import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import Exhausted, FlotillaError, Internal
+from flotilla_generator.engine.vllm.end_notices import Answer, tell
 from flotilla_generator.engine.vllm.live_weights import Following, LiveModel, Loaded
 from flotilla_generator.engine.vllm.parent_watch import end_with_the_service
 from flotilla_weights.group import Receiver
 from flotilla_weights.inbox import Inbox
 from flotilla_weights.manifest import Manifest
 
-Answer = dict[str, Any]
 NO_FAULT: Answer = {"error": ""}
 GIVEN_UP = "the check was given up"
 SEEDS = 1 << 63
@@ -56,8 +55,8 @@ class WorkerWeights:
         self._next: Following | None = None
         self._checked: Answer = {}
 
-    def join(self, notify: bytes, group: bytes, rank_offset: int, manifest: bytes) -> None:
-        """Start to enter a group, in place of any other one; its end is told to the address `notify`."""
+    def join(self, ticket: bytes, group: bytes, rank_offset: int, manifest: bytes) -> None:
+        """Start to enter a group, in place of any other one; its end is told to who gave the `ticket`."""
         self.drop("a newer epoch was joined")
         described = Manifest.from_proto(weights_pb2.WeightManifest.FromString(manifest))
         receiver = Receiver(
@@ -68,9 +67,9 @@ class WorkerWeights:
         )
         self._live.expect(described)
         self._receiver, self._inbox = receiver, Inbox(receiver, described)
-        self._run(receiver.connect, notify)
+        self._run(receiver.connect, ticket)
 
-    def stage(self, notify: bytes, in_place: bool) -> None:
+    def stage(self, ticket: bytes, in_place: bool) -> None:
         """Start to receive one publication, and to prepare what can be done before decoding is paused.
 
         It arrives `in_place` where decoding is paused already, and the model takes its weights by copies.
@@ -93,12 +92,13 @@ class WorkerWeights:
                 self._next = prepared
 
         self._next = None
-        self._run(receive, notify)
+        self._run(receive, ticket)
 
     def status(self) -> Answer:
         """Return whether a transfer runs, how far it is, how it ended."""
         inbox, following = self._inbox, self._next
         return {
+            "rank": self._worker.rank,
             "busy": self._busy,
             "proved": not isinstance(following, Loaded) or following.proved,
             **self._fault,
@@ -118,14 +118,14 @@ class WorkerWeights:
             return {"error": "nothing is staged", "broken": False}
         return self._live.replace(following)
 
-    def check(self, notify: bytes) -> None:
+    def check(self, ticket: bytes) -> None:
         """Start to compare the memory that decodes with what was committed; decoding goes on."""
 
         def compare() -> None:
             self._checked = self._live.check()
 
         self._checked = {"tensors": 0, "unchecked": GIVEN_UP, "faults": [], "copies_s": 0.0}
-        self._run(compare, notify)
+        self._run(compare, ticket)
 
     def stacks(self) -> Answer:
         """Return the stack of every thread of this process."""
@@ -145,7 +145,7 @@ class WorkerWeights:
             leave = partial(receiver.abort, why) if busy else receiver.close
             threading.Thread(target=leave, name="weights-leave", daemon=True).start()
 
-    def _run(self, work: Callable[[], None], notify: bytes) -> None:
+    def _run(self, work: Callable[[], None], ticket: bytes) -> None:
         self._fault, self._busy = NO_FAULT, True
         receiver = self._receiver
 
@@ -162,7 +162,7 @@ class WorkerWeights:
                 sys.setswitchinterval(USUAL_TURN_S)
             if self._receiver is receiver:
                 self._busy = False
-                _tell(notify)
+                tell(ticket, {"error": "", **self.status()})
 
         self._thread = threading.Thread(target=guarded, name="weight-transfer", daemon=True)
         self._thread.start()
@@ -174,13 +174,13 @@ class WeightWorker:
     device: torch.device
     """The worker's."""
 
-    def flotilla_join(self, notify: bytes, group: bytes, rank_offset: int, manifest: bytes) -> Answer:
+    def flotilla_join(self, ticket: bytes, group: bytes, rank_offset: int, manifest: bytes) -> Answer:
         """Start to enter a weight group."""
-        return self._flotilla_guarded(lambda weights: weights.join(notify, group, rank_offset, manifest))
+        return self._flotilla_guarded(lambda weights: weights.join(ticket, group, rank_offset, manifest))
 
-    def flotilla_stage(self, notify: bytes, in_place: bool) -> Answer:
+    def flotilla_stage(self, ticket: bytes, in_place: bool) -> Answer:
         """Start to receive one publication."""
-        return self._flotilla_guarded(lambda weights: weights.stage(notify, in_place))
+        return self._flotilla_guarded(lambda weights: weights.stage(ticket, in_place))
 
     def flotilla_status(self) -> Answer:
         """Return the state of the transfer."""
@@ -194,9 +194,9 @@ class WeightWorker:
         """Make staged tensors live; the engine is paused."""
         return self._flotilla_guarded(lambda weights: weights.apply())
 
-    def flotilla_check(self, notify: bytes) -> Answer:
+    def flotilla_check(self, ticket: bytes) -> Answer:
         """Start to compare live memory with what was committed."""
-        return self._flotilla_guarded(lambda weights: weights.check(notify))
+        return self._flotilla_guarded(lambda weights: weights.check(ticket))
 
     def flotilla_drop(self, why: str) -> Answer:
         """Forget staged tensors and leave the group."""
@@ -225,16 +225,6 @@ class WeightWorker:
         # The boundary of a worker call: raising would poison vLLM's answer queue.
         except Exception as error:  # noqa: BLE001
             return _fault(error)
-
-
-def _tell(address: bytes) -> None:
-    """Wake the service, which else asks a little later."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ringing:
-            ringing.setblocking(False)
-            ringing.sendto(b"ended", address)
-    except OSError:
-        return  # nobody listens any more, or somebody was told already
 
 
 def _leave_the_decoder_its_cores() -> None:

@@ -2,24 +2,23 @@
 
 Invariants: one call at a time, and none is cut short or given a timeout (a late answer would be taken for the next
 one's): a cancelled caller waits for its end; an engine that died ends the call that waits for it, which vLLM does not.
-Every call waits for the step of decoding that runs, so the end of a transfer is not asked for: a worker tells it.
+Every call waits for the steps of decoding that run, so the end of a transfer is not asked for: the workers tell it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from flotilla_core.errors import BY_REASON, FlotillaError, Unavailable, WeightGroupFailed
+from flotilla_generator.engine.vllm.end_notices import Answer, EndNotices
 
 PROGRESS_POLL_S = 0.25
 """How old the count of received buckets may be, and how late a notice that was lost is noticed."""
 HEALTH_POLL_S = 0.5
 
-Answers = list[dict[str, Any]]
+Answers = list[Answer]
 
 
 class WorkerCalls:
@@ -40,27 +39,21 @@ class WorkerCalls:
 
     async def require(self, method: str, *arguments: Any) -> Answers:
         """Answers without an error."""
-        answers = await self.ask(method, *arguments)
-        failed = [answer for answer in answers if answer["error"]]
-        if failed:
-            raise _failure(failed)
-        return answers
+        return _without_errors(await self.ask(method, *arguments))
 
     async def transfer(
         self, method: str, arguments: tuple[Any, ...], progress: Callable[[int], None]
     ) -> Answers:
         """Start a transfer on all workers and wait for its end; leaving early leaves the group."""
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ended:
-                ended.setblocking(False)
-                ended.bind("")  # Linux chooses a name that is in no folder
-                await self.require(method, ended.getsockname(), *arguments)
+            with EndNotices() as notices:
+                workers = len(await self.require(method, notices.ticket, *arguments))
                 while True:
-                    answers = await self.require("flotilla_status")
+                    told = await notices.of_all(workers, PROGRESS_POLL_S)
+                    answers = _without_errors(told) if told else await self.require("flotilla_status")
                     progress(min(answer["buckets"] for answer in answers))
                     if not any(answer["busy"] for answer in answers):
                         return answers
-                    await _heard(ended)
         except asyncio.CancelledError:
             await self.drop()
             raise
@@ -94,10 +87,11 @@ class WorkerCalls:
         return answers
 
 
-async def _heard(ended: socket.socket) -> None:
-    """Wait until some worker's transfer has ended, for a while."""
-    with suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.get_running_loop().sock_recv(ended, 16), PROGRESS_POLL_S)
+def _without_errors(answers: Answers) -> Answers:
+    failed = [answer for answer in answers if answer["error"]]
+    if failed:
+        raise _failure(failed)
+    return answers
 
 
 def _failure(failed: Answers) -> FlotillaError:
