@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from flotilla_trainer.rank.packed_rows import PackedRow
+from flotilla_trainer.rank.parameter_offload import finish_transfers
 from flotilla_trainer.rank.policy_model import PolicyModel, ReferenceStates
 from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
 
@@ -35,6 +36,8 @@ class ReferenceWeights:
             self._swap()
 
     def _swap(self) -> None:
+        if self._model.cpu_offload:
+            finish_transfers(self._model.device)
         with torch.no_grad():
             for parameter, shard in zip(self._model.trainable().values(), self._shards, strict=True):
                 mine = local(parameter)
@@ -73,5 +76,5 @@ class ReferenceDistribution:
         return self._whole(head.weight), None if bias is None else self._whole(bias)
 
     def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        # This must be a copy: with one rank the tensor is the model's own, whose numbers change back after the block.
+        # This must be a copy: with one rank the tensor may be the model's own, whose numbers change back after the block.
         return gathered(parameter.detach()).to(self._model.dtype, copy=True)
