@@ -76,5 +76,5 @@ class ReferenceDistribution:
         return self._whole(head.weight), None if bias is None else self._whole(bias)
 
     def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        # This must be a copy: with one rank the tensor may be the model's own, whose numbers change back after the block.
+        # This must be a copy: with one rank the tensor is the model's own, whose numbers change back after the block.
         return gathered(parameter.detach()).to(self._model.dtype, copy=True)
