@@ -124,7 +124,7 @@ class TrainerMemory:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What one rank keeps in the memory of its host with `trainer.cpu_offload`, in bytes."""
+    """The memory of one rank on its host with `trainer.cpu_offload`, in bytes."""
 
     pinned: int
     """Weights, gradients where all weights learn, and those of the last modules twice while they add up."""
