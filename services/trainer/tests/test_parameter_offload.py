@@ -31,6 +31,7 @@ from flotilla_trainer.wire.objective import VALUE, ObjectiveSettings
 from flotilla_trainer.wire.settings import SessionSettings
 from flotilla_weights.digest import tensor_digests
 
+pytestmark = pytest.mark.timeout(240)
 VOCABULARY = 31
 CPU = torch.device("cpu")
 OnRanks = Callable[[int, Callable[[], Any]], list[Any]]
@@ -106,7 +107,8 @@ class Trainer:
         self.optimizer = PolicyOptimizer(self.model, OPTIMIZER)
 
     def accumulate(self, number: int) -> Update:
-        update = Update(self.model, self.session, rank_objective(self.session.objective), Line())  # type: ignore[arg-type]
+        line: Any = Line()
+        update = Update(self.model, self.session, rank_objective(self.session.objective), line)
         update.accumulate(command(number), backward=True)
         return update
 
@@ -234,11 +236,12 @@ def test_a_reference_takes_the_place_of_weights_that_rest_on_the_host(
 
 def saved(folder: Path, target: Path) -> dict[str, torch.Tensor]:
     """Write a checkpoint after two updates, and return the weights after four."""
-    trainer, line = Trainer(folder, offload=True), Line()
+    trainer = Trainer(folder, offload=True)
+    line: Any = Line()
     trainer.learn(range(2))
     RankCheckpoints(trainer.model, line).snapshot(
         {"report": 1, "folder": str(target)}, trainer.optimizer, folder
-    )  # type: ignore[arg-type]
+    )
     trainer.learn(range(2, 4))
     assert line.done.wait(60), "the shards were not written within 60 s"
     assert line.error is None
@@ -248,7 +251,8 @@ def saved(folder: Path, target: Path) -> dict[str, torch.Tensor]:
 
 def resumed(folder: Path, target: Path, *, offload: bool) -> dict[str, torch.Tensor]:
     trainer = Trainer(folder, offload=offload)
-    RankCheckpoints(trainer.model, Line()).load(target, trainer.optimizer)  # type: ignore[arg-type]
+    line: Any = Line()
+    RankCheckpoints(trainer.model, line).load(target, trainer.optimizer)
     trainer.learn(range(2, 4))
     return trainer.weights()
 
