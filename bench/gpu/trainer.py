@@ -119,7 +119,7 @@ def gang(asked: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def drawn_model(asked: argparse.Namespace, rank: int) -> Iterator[ShardedModel]:
+def drawn_model(asked: argparse.Namespace, rank: int, *, cpu_offload: bool = False) -> Iterator[ShardedModel]:
     """A model of the asked shape, sharded over the ranks, with weights that each rank drew for its own shards."""
     device = torch.device("cuda", rank) if GPU else torch.device("cpu")
     if GPU:
@@ -132,7 +132,11 @@ def drawn_model(asked: argparse.Namespace, rank: int) -> Iterator[ShardedModel]:
         dist.init_process_group("nccl" if GPU else "gloo", store=store, rank=rank, world_size=asked.ranks)
         try:
             model = ShardedModel(
-                Path(name), torch.bfloat16 if GPU else torch.float32, RankMesh.form(device.type), device
+                Path(name),
+                torch.bfloat16 if GPU else torch.float32,
+                RankMesh.form(device.type),
+                device,
+                cpu_offload=cpu_offload,
             )
             _draw(model, asked.shape, rank)
             yield model
@@ -146,7 +150,9 @@ def _draw(model: ShardedModel, name: str, rank: int) -> None:
     for parameter in model.parameters():
         own = local(parameter.detach())
         if parameter.ndim > 1:
-            own.normal_(0, shape(name)["initializer_range"], generator=random)
+            # On the device, also where the weights rest in host memory.
+            drawn = torch.empty_like(own, device=model.device)
+            own.copy_(drawn.normal_(0, shape(name)["initializer_range"], generator=random))
         else:
             own.fill_(1.0)
     tiny = {"num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8}

@@ -12,12 +12,19 @@ from flotilla_coordinator.plan import gpu_memory, size_limits
 from flotilla_coordinator.plan.batching_choice import chosen_batching
 from flotilla_coordinator.plan.gpu_memory import GIB, SharedGpu
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_tokens
+from flotilla_coordinator.plan.trainer_memory import (
+    HostMemory,
+    TrainerMemory,
+    frozen_bytes,
+    microbatch_tokens,
+    resident_bytes,
+)
 from flotilla_coordinator.plan.update_lines import MicroBatches, spare_budget_warnings
 from flotilla_core.config import BatchingConfig, RunConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition
 
 H200 = 141 * 1000**3
+H100 = 80 * GIB
 SMALL_GPU = 24 * GIB
 QWEN3_600M = {
     "parameters": 596_049_920,
@@ -269,3 +276,47 @@ def test_without_a_known_gpu_micro_batches_are_those_of_the_trainer_itself() -> 
     chosen = chosen_batching(run_of(), placed, model, 612, None)
     assert chosen.tokens_per_microbatch == BatchingConfig().microbatch_budget
     assert chosen.activation_checkpointing is False
+
+
+def test_a_rank_whose_state_does_not_fit_is_told_the_key_that_puts_it_on_the_host() -> None:
+    model, config = facts(**QWEN3_8B), run_of()
+    stack = stack_of(placement="separate", trainer={"dtype": "bfloat16"})
+    away = stack_of(placement="separate", trainer={"dtype": "bfloat16", "cpu_offload": True})
+
+    def problems(of: StackConfig) -> list[str]:
+        need = TrainerMemory.of(model, config, of.trainer, 1024)
+        errors, warnings = gpu_memory.gpu_problems(
+            config, of, model, need.total, H100, state_bytes=need.state
+        )
+        return [each for each in errors + warnings if "a trainer rank needs" in each]
+
+    (refused,) = problems(stack)
+    assert "less than the 122 GiB of its weights, gradients and moments: set trainer.cpu_offload" in refused
+    assert not any("cpu_offload" in each for each in problems(away))
+
+
+def test_what_is_not_on_the_gpu_is_on_the_host_in_blocks_of_powers_of_two() -> None:
+    model, config = facts(**QWEN3_8B), run_of(batching={"activation_checkpointing": True})
+    here, away = (stack_of(trainer={"dtype": "bfloat16", "cpu_offload": on}).trainer for on in (False, True))
+    visiting = TrainerMemory.of(model, config, away, 1024)
+    part = model.outer_parameters * 4
+    assert (visiting.masters, visiting.gradients, visiting.moments) == (part, part, 0)
+    assert resident_bytes(model, here) - resident_bytes(model, away) == model.parameters * 16 - 2 * part
+    assert frozen_bytes(model, here) - frozen_bytes(model, away) == model.parameters * 2
+    assert HostMemory.of(model, config, here).total == 0
+    host = HostMemory.of(model, config, away)
+    assert (host.pinned, host.moments) == (model.parameters * 8 + 2 * part, model.parameters * 8)
+    # 12,288 rows of 4,096 numbers take 192 MiB, for which torch pins 256.
+    rounded = dataclasses.replace(model, shapes={(12_288, 4096): 60, (4096, 4096): 400})
+    assert HostMemory.of(rounded, config, away).pinned == 2 * (60 * 256 + 400 * 64 << 20) + 2 * part
+    halves = stack_of(trainer={"nproc": 2, "dtype": "bfloat16", "cpu_offload": True}).trainer
+    half = HostMemory.of(rounded, config, halves)
+    assert (half.pinned, half.moments) == (
+        2 * (60 * 128 + 400 * 32 << 20) + part,
+        -(-model.parameters // 2) * 8,
+    )
+    adapters = run_of(lora={"rank": 8})
+    frozen = HostMemory.of(rounded, adapters, away)
+    assert (frozen.total, frozen.moments) == (60 * 128 + 400 * 32 << 20, 0)
+    gloo = stack_of(placement="separate", trainer={"backend": "gloo", "cpu_offload": True}).trainer
+    assert HostMemory.of(model, config, gloo).total == 0, "a CPU is its own host"

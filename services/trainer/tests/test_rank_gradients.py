@@ -83,6 +83,7 @@ def gradients(folder: Path) -> dict[str, Array]:
         dtype="float32",
         replicate=1,
         sequence_parallel=1,
+        cpu_offload=False,
         compile="off",
         model=str(folder),
         instance_id="trainer",

@@ -114,6 +114,8 @@ OURS = {
     "max_model_len": "generator.max_model_tokens",
     "max_num_seqs": "generator.max_running_samples",
     "enable_gradient_checkpointing": "batching.activation_checkpointing",
+    "param_offload": "trainer.cpu_offload",
+    "offload_policy": "trainer.cpu_offload",
 }
 """Their key: ours, in run.yaml or stack.yaml."""
 

@@ -14,7 +14,7 @@ from flotilla_coordinator.data.training_sets import HeldOut, LoadedSet
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.lines import STARTING_WEIGHTS, Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts
-from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER, TrainerMemory
+from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER, HostMemory, TrainerMemory
 from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, most_prompts_per_step
 from flotilla_coordinator.trainers.spec import critic_of
 from flotilla_core.config import (
@@ -206,6 +206,30 @@ def critic_lines(config: RunConfig, stack: StackConfig, longest_sequence: int) -
         f"AdamW {shown_bytes(need.moments)}, gathered {stack.critic.dtype} layers {shown_bytes(need.gathered)}, "
         f"activations {shown_bytes(need.activations)}; it has no logits",
     )
+    host = HostMemory.of_critic(_critic_model(stack), config, critic, stack.critic)
+    yield from host_lines("critic", host, critic.optimizer.offload)
+
+
+def host_lines(section: str, host: HostMemory, offload: bool) -> Iterator[Line]:
+    """Describe what a rank of a gang keeps in host memory; nothing where it keeps all on its GPU."""
+    if not host.total:
+        return
+    parts = f"{section}.cpu_offload: weights and gradients, pinned, {shown_bytes(host.pinned)}"
+    if host.moments:
+        parts += f", AdamW {shown_bytes(host.moments)}"
+        parts += "; optimizer.offload changes nothing, because AdamW runs there" if offload else ""
+    reference = f", frozen reference {shown_bytes(host.reference)}" if host.reference else ""
+    yield f"host memory of a {section} rank", shown_bytes(host.total), parts + reference
+
+
+def kept_on_host(config: RunConfig, stack: StackConfig, host: HostMemory) -> dict[str, int]:
+    """Return what the gangs of a run that were started here keep in host memory, by their sections."""
+    critic = critic_of(config)
+    kept = {"trainer": host.total * stack.trainer.ranks_here if stack.trainer.attach is None else 0}
+    if critic is not None and stack.critic.attach is None:
+        each = HostMemory.of_critic(_critic_model(stack), config, critic, stack.critic)
+        kept["critic"] = each.total * stack.critic.ranks_here
+    return {section: taken for section, taken in kept.items() if taken}
 
 
 def _critic_model(stack: StackConfig) -> ModelFacts:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY, has_gpus
-from flotilla_coordinator.plan.trainer_memory import BYTES, frozen_bytes, resident_bytes
+from flotilla_coordinator.plan.trainer_memory import BYTES, frozen_bytes, offloads, resident_bytes
 from flotilla_coordinator.plan.update_lines import groups_under_way
 from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig, TrainerConfig, bucket_size_mib
 from flotilla_core.errors import FailedPrecondition
@@ -93,8 +93,9 @@ class SharedGpu:
             f"{shown_bytes(self.generator)} of weights, live and staged, and working memory; what remains for the KV "
             f"cache is {shown_bytes(max(self.kv_cache, 0))}, and one sample of generator.max_model_tokens takes "
             f"{shown_bytes(self.least_kv_cache)}",
-            next_step="raise trainer.nproc, which spreads the rank's part over more GPUs, set placement to separate, "
-            "or lower generator.max_model_tokens, generator.max_running_samples or generator.kv_cache_gib",
+            next_step="raise trainer.nproc, which spreads the rank's part over more GPUs, set trainer.cpu_offload, "
+            "set placement to separate, or lower generator.max_model_tokens, generator.max_running_samples or "
+            "generator.kv_cache_gib",
         )
 
     def applied(self, stack: StackConfig) -> StackConfig:
@@ -160,9 +161,18 @@ def rank_room(model: ModelFacts, stack: StackConfig, gpu: int) -> int:
 
 
 def gpu_problems(
-    config: RunConfig, stack: StackConfig, model: ModelFacts, rank_bytes: int, gpu: int
+    config: RunConfig,
+    stack: StackConfig,
+    model: ModelFacts,
+    rank_bytes: int,
+    gpu: int,
+    *,
+    state_bytes: int = 0,
 ) -> tuple[list[str], list[str]]:
-    """Return the errors of what cannot fit on a GPU of so many bytes, and the warnings of what may not, or is slow."""
+    """Return the errors of what cannot fit on a GPU of so many bytes, and the warnings of what may not, or is slow.
+
+    Of a rank's bytes, those of its state no batch can lower.
+    """
     errors: list[str] = []
     warnings: list[str] = []
     trainer, generator, batching = stack.trainer, stack.generator, config.batching
@@ -175,6 +185,9 @@ def gpu_problems(
         shared = SharedGpu.of(model, stack, gpu)
         beside = " beside the generator"
         lower += f", or lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
+    if state_bytes > room and not offloads(trainer):
+        beside += f", less than the {shown_bytes(state_bytes)} of its weights, gradients and moments"
+        lower = "set trainer.cpu_offload in the stack file, use lora"
     if rank_bytes > room and trainer.attach is None and trainer.backend != "gloo":
         certain = rank_bytes > ESTIMATE_MAY_BE_WRONG_BY * room
         (errors if certain else warnings).append(

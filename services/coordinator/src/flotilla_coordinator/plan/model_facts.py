@@ -8,7 +8,9 @@ that is no expert, and a target names the last whole parts of a layer's name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, Self
@@ -72,6 +74,8 @@ class ModelFacts:
     """Parameters of all experts of all layers."""
     largest_tensors: tuple[int, ...] = ()
     """Numbers in each of the few largest tensors."""
+    shapes: Mapping[tuple[int, ...], int] = field(default_factory=dict)
+    """How many tensors have a shape."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelFacts:
@@ -102,6 +106,7 @@ class ModelFacts:
                 visited_experts=int(text.get("num_experts_per_tok") or 0) if experts else 0,
                 expert_parameters=sum(math.prod(s) for name, s in tensors.items() if _expert(name)),
                 largest_tensors=tuple(nlargest(IN_TURN, map(math.prod, tensors.values()))),
+                shapes=Counter(shape for shape in tensors.values() if math.prod(shape)),
             )
         except KeyError as error:
             raise InvalidConfig(

@@ -180,7 +180,7 @@ def _require_room(stack: StackConfig, model: ModelFacts, total: int) -> None:
             f"a trainer rank does not fit on a GPU of {shown_bytes(total)}",
             where="trainer",
             why=f"weights that do not learn take {shown_bytes(least)} of it, two layers gathered",
-            next_step="raise trainer.nproc, which spreads the weights over more GPUs",
+            next_step="raise trainer.nproc, which spreads the weights over more GPUs, or set trainer.cpu_offload",
         )
 
 
@@ -191,7 +191,7 @@ def _warnings(stack: StackConfig, model: ModelFacts, total: int) -> Iterator[str
     if need > room and stack.trainer.replicas and stack.trainer.backend != "gloo":
         yield (
             f"a trainer rank keeps {shown_bytes(need)} while all weights learn, and has {shown_bytes(room)}: "
-            "use lora or optimizer.offload in run files, or raise trainer.nproc"
+            "use lora or optimizer.offload in run files, set trainer.cpu_offload, or raise trainer.nproc"
         )
 
 

@@ -30,7 +30,7 @@ from flotilla_coordinator.plan.checks import role_errors
 from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, adapter_errors
-from flotilla_coordinator.plan.trainer_memory import TrainerMemory, microbatch_tokens
+from flotilla_coordinator.plan.trainer_memory import HostMemory, TrainerMemory, microbatch_tokens
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.model_folder import model_folder
@@ -228,19 +228,27 @@ class _Planner:
             )
             + (f", frozen reference {shown_bytes(need.reference)}" if need.reference else ""),
         )
-        self._plan.errors.extend(size_limits.trainer_errors(self._config, trainer, need.total, self._memory))
+        host = HostMemory.of(self._model, self._config, trainer)
+        for line in data_lines.host_lines("trainer", host, self._config.optimizer.offload):
+            self._line(*line)
+        kept = data_lines.kept_on_host(self._config, self._stack, host)
+        self._plan.errors.extend(size_limits.host_errors(kept, self._memory))
+        everything = need.total + host.total
+        self._plan.errors.extend(size_limits.trainer_errors(self._config, trainer, everything, self._memory))
         self._plan.warnings.extend(size_limits.bfloat16_warnings(self._stack))
-        self._gpu_lines(need.total)
+        self._gpu_lines(need)
         if not self._config.trains_reward_model:
             for line in data_lines.sync_lines(self._config, self._stack, self._model, self._adapters):
                 self._line(*line)
 
-    def _gpu_lines(self, rank_bytes: int) -> None:
+    def _gpu_lines(self, need: TrainerMemory) -> None:
         config, stack, model, gpu = self._config, self._stack, self._model, self._gpu
         if gpu is not None:
             for line in placement.seat_lines(stack, model, gpu):
                 self._line(*line)
-            errors, warnings = gpu_memory.gpu_problems(config, stack, model, rank_bytes, gpu)
+            errors, warnings = gpu_memory.gpu_problems(
+                config, stack, model, need.total, gpu, state_bytes=need.state
+            )
             self._plan.errors.extend(errors)
             self._plan.warnings.extend(warnings)
         if not self._given and config.loop == "coordinator":

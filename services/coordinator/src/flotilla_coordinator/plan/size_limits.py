@@ -151,7 +151,10 @@ def memory_errors(
 
 
 def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, memory: int) -> Iterator[str]:
-    """Refuse ranks that share the host's memory where twice that memory could not hold them; GPUs have their own."""
+    """Refuse ranks that share the host's memory where twice that memory could not hold them; GPUs have their own.
+
+    The bytes of a rank are all that it has, on its device and on its host.
+    """
     ranks = trainer.ranks_here
     need = rank_bytes * ranks
     if trainer.attach is None and not has_gpus() and need > ESTIMATE_MAY_BE_WRONG_BY * memory:
@@ -160,6 +163,18 @@ def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, m
             f"{ranks} trainer {'rank needs' if ranks == 1 else 'ranks need'} about "
             f"{shown_bytes(need)}, and the host has {shown_bytes(memory)} "
             f"and no GPU: lower {lower}, or the length of sequences"
+        )
+
+
+def host_errors(kept: dict[str, int], memory: int) -> Iterator[str]:
+    """Refuse gangs that keep their weights in host memory where all of it is less; GPUs have the rest of them."""
+    need = sum(kept.values())
+    if has_gpus() and need > memory:
+        shown = ", ".join(f"{section} {shown_bytes(each)}" for section, each in kept.items())
+        yield (
+            f"what rests in host memory takes {shown_bytes(need)} ({shown}), and the host has {shown_bytes(memory)}: "
+            f"set {' or '.join(f'{section}.cpu_offload' for section in kept)} to false, use lora, or spread the ranks "
+            "over more hosts"
         )
 
 

@@ -1,15 +1,18 @@
-"""Estimates the peak memory of one trainer rank, in bytes, from the shape of the model alone.
+"""Estimates the peak memory of one trainer rank, and what it keeps on its host, from the shape of the model alone.
 
 Invariant: the estimate counts what the ranks hold. Float32 masters, gradients and AdamW moments are spread over the
 ranks of one copy. Where adapters are trained, the weights in the type of the computation are spread in the same way,
 and every rank holds the adapters with their gradients and moments whole. Every rank holds the weights of the outer part
 and of two layers whole, the activations that autograd saves for its part of one micro-batch, and the logits of one
 chunk. The peak is the backward pass through the head of the last micro-batch, when all of this is held at once. Buffers
-of NCCL, the CUDA context and the overhead of allocators come on top.
+of NCCL, the CUDA context and the overhead of allocators come on top. With `trainer.cpu_offload` masters, gradients and
+moments are on the host, and a rank holds float32 weights and gradients of one layer, or of the outer part, on their
+way. What the host keeps is counted exactly: the blocks of pinned memory are powers of two.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts
@@ -55,6 +58,11 @@ class TrainerMemory:
         """Return the sum of all parts."""
         return sum(vars(self).values())
 
+    @property
+    def state(self) -> int:
+        """Return the bytes that no batch changes: masters, gradients and moments."""
+        return self.masters + self.gradients + self.moments
+
     @classmethod
     def of(
         cls,
@@ -71,25 +79,30 @@ class TrainerMemory:
         """
         batching, size = config.batching, BYTES[trainer.dtype]
         adapters = None if config.lora is None else AdapterFacts.of(model, config.lora)
-        share = _share(model, trainer)
+        share, away = _share(model, trainer), offloads(trainer)
         learning = share if adapters is None else adapters.parameters
-        masters = learning * MASTER + (0 if adapters is None else share * size)
         moments = learning * MOMENTS
+        if config.optimizer.offload:
+            moments = min(moments, VISITING_BYTES)
         layer = _layer_parameters(model)
         row = microbatch_tokens(config, trainer, longest_sequence)
         tokens = -(-row // trainer.sequence_parallel)
         chunk = min(batching.logprob_chunk_tokens, tokens)
         return cls(
-            masters=masters,
-            gradients=learning * MASTER,
-            moments=min(moments, VISITING_BYTES) if config.optimizer.offload else moments,
+            masters=_masters(model, trainer, size, adapters),
+            gradients=_visiting(model, trainer) if away and adapters is None else learning * MASTER,
+            moments=0 if away and adapters is None else moments,
             # Two layers are gathered, one of them ahead of its turn; the outer part's gradient is held whole as well.
             gathered=(2 * layer + (2 if adapters is None else 1) * model.outer_parameters) * size,
             activations=tokens * _token_activations(model, size, adapters, batching, compiled=compiled),
             logits=0
             if config.trains_reward_model
             else chunk * model.vocabulary_size * 4 * LOGIT_COPIES + _taught(model, config, row, chunk),
-            reference=(learning * MASTER if _keeps_reference(config.algorithm) else 0)
+            reference=(
+                learning * MASTER
+                if _keeps_reference(config.algorithm) and not (away and adapters is None)
+                else 0
+            )
             + (_compared(model, size, tokens, chunk) if _compares_wholly(config.algorithm) else 0),
         )
 
@@ -109,6 +122,46 @@ class TrainerMemory:
         return replace(cls.of(model, own, gang, longest_sequence, compiled=compiled), logits=0, reference=0)
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory of one rank on its host with `trainer.cpu_offload`, in bytes."""
+
+    pinned: int
+    """Weights, gradients where all weights learn, and those of the last modules twice while they add up."""
+    moments: int
+    reference: int
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all parts."""
+        return sum(vars(self).values())
+
+    @classmethod
+    def of(cls, model: ModelFacts, config: RunConfig, trainer: TrainerConfig) -> HostMemory:
+        """Return the memory of a run; nothing where the weights are on the device."""
+        if not offloads(trainer):
+            return cls(0, 0, 0)
+        if config.lora is not None:
+            return cls(_pinned(model, trainer, BYTES[trainer.dtype]), 0, 0)
+        share = _share(model, trainer)
+        kept = share * MASTER if _keeps_reference(config.algorithm) else 0
+        pinned = 2 * _pinned(model, trainer, MASTER) + 2 * _visiting(model, trainer)
+        return cls(pinned, share * MOMENTS, kept)
+
+    @classmethod
+    def of_critic(
+        cls, model: ModelFacts, config: RunConfig, critic: CriticConfig, gang: TrainerConfig
+    ) -> HostMemory:
+        """Return the memory of such a run's critic, which has no reference."""
+        own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
+        return replace(cls.of(model, own, gang), reference=0)
+
+
+def offloads(trainer: TrainerConfig) -> bool:
+    """Return whether a gang keeps its weights elsewhere than it computes; on a CPU both are one."""
+    return trainer.cpu_offload and trainer.backend != "gloo"
+
+
 def microbatch_tokens(config: RunConfig, trainer: TrainerConfig, longest_sequence: int) -> int:
     """Return the most tokens of one micro-batch, which never has more than its share of a step."""
     rollout = config.rollout
@@ -121,17 +174,43 @@ def microbatch_tokens(config: RunConfig, trainer: TrainerConfig, longest_sequenc
 def resident_bytes(model: ModelFacts, trainer: TrainerConfig) -> int:
     """Return what a rank keeps through every run in which all weights learn, whatever its batches are."""
     gathered = (2 * _layer_parameters(model) + 2 * model.outer_parameters) * BYTES[trainer.dtype]
+    if offloads(trainer):
+        return 2 * _visiting(model, trainer) + gathered
     return _share(model, trainer) * (2 * MASTER + MOMENTS) + gathered
 
 
 def frozen_bytes(model: ModelFacts, trainer: TrainerConfig) -> int:
     """Return what a rank keeps of weights that do not learn, whatever its batches are."""
     gathered = 2 * _layer_parameters(model) + model.outer_parameters
-    return (_share(model, trainer) + gathered) * BYTES[trainer.dtype]
+    resting = 0 if offloads(trainer) else _share(model, trainer)
+    return (resting + gathered) * BYTES[trainer.dtype]
 
 
 def _share(model: ModelFacts, trainer: TrainerConfig) -> int:
     return -(-model.parameters // (trainer.nproc // trainer.replicate))
+
+
+def _masters(model: ModelFacts, trainer: TrainerConfig, size: int, adapters: AdapterFacts | None) -> int:
+    """Return the bytes of weights on the device between passes, and of those on their way to a pass."""
+    if adapters is None:
+        return _visiting(model, trainer) if offloads(trainer) else _share(model, trainer) * MASTER
+    return adapters.parameters * MASTER + (0 if offloads(trainer) else _share(model, trainer) * size)
+
+
+def _visiting(model: ModelFacts, trainer: TrainerConfig) -> int:
+    """Return the bytes of a rank's float32 numbers of one layer, or of the outer part, that are on their way."""
+    part = max(_layer_parameters(model), model.outer_parameters)
+    return -(-part // (trainer.nproc // trainer.replicate)) * MASTER
+
+
+def _pinned(model: ModelFacts, trainer: TrainerConfig, size: int) -> int:
+    """Return the bytes of a rank's pinned blocks for all weights, of which torch rounds each up to a power of two."""
+    shards = trainer.nproc // trainer.replicate
+    blocks = (
+        count * (1 << (-(-shape[0] // shards) * math.prod(shape[1:]) * size - 1).bit_length())
+        for shape, count in model.shapes.items()
+    )
+    return max(sum(blocks), _share(model, trainer) * size)
 
 
 def _layer_parameters(model: ModelFacts) -> int:

@@ -32,6 +32,7 @@ class GangPlan:
     nproc: int
     replicate: int
     sequence_parallel: int
+    cpu_offload: bool
     compile: str
     backend: str
     dtype: str
@@ -74,6 +75,7 @@ class GangPlan:
             nproc=trainer.nproc,
             replicate=trainer.replicate,
             sequence_parallel=trainer.sequence_parallel,
+            cpu_offload=trainer.cpu_offload,
             compile=trainer.compile,
             backend=_backend(trainer.backend),
             dtype=trainer.dtype,

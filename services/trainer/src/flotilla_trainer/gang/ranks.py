@@ -308,6 +308,7 @@ class Gang:
                     dtype=plan.dtype,
                     replicate=plan.replicate,
                     sequence_parallel=plan.sequence_parallel,
+                    cpu_offload=plan.cpu_offload,
                     compile=plan.compile,
                     model=told.model,
                     instance_id=plan.instance_id,

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from flotilla_trainer.rank.packed_rows import PackedRow
+from flotilla_trainer.rank.parameter_offload import finish_transfers
 from flotilla_trainer.rank.policy_model import PolicyModel, ReferenceStates
 from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
 
@@ -35,6 +36,8 @@ class ReferenceWeights:
             self._swap()
 
     def _swap(self) -> None:
+        if self._model.cpu_offload:
+            finish_transfers(self._model.device)
         with torch.no_grad():
             for parameter, shard in zip(self._model.trainable().values(), self._shards, strict=True):
                 mine = local(parameter)

@@ -4,13 +4,15 @@ Invariants: parameters and optimizer state are float32 whatever the forward pass
 float32 and as sums, never as means; every rank walks the parameters in the same order, because each step is a
 collective; names are those of the checkpoint, without tied duplicates. A frozen model has no gradients, its weights are
 kept in the type that they are computed with, and only its adapters learn; two base models get the same digest only if
-all of their parameters are equal, on any device and any number of ranks.
+all of their parameters are equal, on any device and any number of ranks. With `cpu_offload` parameters rest in host
+memory, and what is gathered from them passes through the device: its bytes and digests are those of a model that
+rests there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -35,6 +38,7 @@ from flotilla_trainer.rank.gather import rows_of
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.model_checks import packing_refusal
+from flotilla_trainer.rank.parameter_offload import materialize, resting_on_host, visiting
 from flotilla_trainer.rank.peft_folder import read_adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.sequence_parallel import SequenceParallel
@@ -76,9 +80,11 @@ class ShardedModel:
         kind: type[PolicyModel] | type[ValueModel] = PolicyModel,
         *,
         frozen: bool = False,
+        cpu_offload: bool = False,
     ) -> None:
         self.mesh = mesh
         self.device = device
+        self.cpu_offload = cpu_offload
         self.dtype = dtype
         self.frozen = frozen
         self.base = 0
@@ -101,7 +107,10 @@ class ShardedModel:
         self.compiled_layers = CompiledLayers(self.layers)
         self.recomputed_layers = RecomputedLayers(self.layers)
         self._shard(causal_lm)
-        self.policy.to_empty(device=device)
+        if cpu_offload:
+            materialize(self.policy, device)
+        else:
+            self.policy.to_empty(device=device)
 
     @property
     def causal_lm(self) -> PreTrainedModel | ValueBody:
@@ -166,7 +175,8 @@ class ShardedModel:
                 if self.frozen and source:
                     base.add(whole)
                 assert isinstance(parameter, DTensor), "all of them are cut into shards"
-                parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+                shards = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                local(parameter).copy_(local(shards))
             for name, buffer in self.causal_lm.named_buffers():
                 if source:
                     buffer.copy_(source[name])
@@ -232,7 +242,10 @@ class ShardedModel:
         """
         # To detach a sharded tensor takes longer than to send a small one: `rows_of` reads what the ranks hold.
         tensors: dict[str, torch.Tensor] = dict(self.causal_lm.named_parameters()) | self._buffers()
-        return rows_of(([(name, tensors[name]) for name in names] for names in groups), dtype)
+        named = ([(name, tensors[name]) for name in names] for names in groups)
+        if self.cpu_offload:
+            named = ([(name, visiting(tensor)) for name, tensor in group] for group in named)
+        return rows_of(named, dtype)
 
     def _checkpoint(self) -> dict[str, torch.Tensor]:
         """Return the parameters, each once, and the buffers that are saved with them."""
@@ -249,15 +262,19 @@ class ShardedModel:
 
     def _shard(self, causal_lm: PreTrainedModel | ValueBody) -> None:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        wide = MixedPrecisionPolicy(param_dtype=torch.float32)
+        shard = partial(
+            fully_shard,
+            mesh=self.mesh.weights,
+            offload_policy=resting_on_host(self.device) if self.cpu_offload else OffloadPolicy(),
+        )
         for layer in self.layers:
-            fully_shard(layer, mesh=self.mesh.weights, mp_policy=policy)
+            shard(layer, mp_policy=policy)
         for part in self.policy.in_float32():
-            fully_shard(
-                part, mesh=self.mesh.weights, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32)
-            )
+            shard(part, mp_policy=wide)
         # By default the root stays whole after a forward pass without a backward one. The optimizer, the loader and
         # the publisher would then find copies that FSDP discards.
-        fully_shard(self.policy, mesh=self.mesh.weights, mp_policy=policy, reshard_after_forward=True)
+        shard(self.policy, mp_policy=policy, reshard_after_forward=True)
         for method in ("head_error", "packing_errors", "lane_error", "hidden_states"):
             if hasattr(self.policy, method):
                 register_fsdp_forward_method(self.policy, method)
@@ -307,7 +324,11 @@ def repeated_layers(causal_lm: PreTrainedModel | ValueBody) -> list[nn.Module]:
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sharded tensor in full; a collective. Where one rank holds all of it, it is the model's own."""
+    """Return a sharded tensor in full on the device; a collective.
+
+    Where one rank holds all of it there, it is the model's own.
+    """
+    tensor = visiting(tensor)
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()

@@ -269,7 +269,13 @@ class RankWorker:
         dtype = getattr(torch, self._setup.dtype)
         self._head = head
         self._model = ShardedModel(
-            Path(self._setup.model), dtype, self._mesh, self._device, MODELS[head], frozen=frozen
+            Path(self._setup.model),
+            dtype,
+            self._mesh,
+            self._device,
+            MODELS[head],
+            frozen=frozen,
+            cpu_offload=self._setup.cpu_offload,
         )
         self._model.report_progress(self._link.moved)
         self._memory = MicroBatchMemory(self._device, self._probe)

@@ -44,6 +44,7 @@ class RankSetup:
     dtype: str
     replicate: int
     sequence_parallel: int
+    cpu_offload: bool
     compile: str
     model: str
     instance_id: str
