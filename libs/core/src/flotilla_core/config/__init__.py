@@ -9,6 +9,7 @@ from flotilla_core.config.algorithm import (
     RewardModelConfig,
     SftConfig,
 )
+from flotilla_core.config.autoscale import AutoscaleConfig
 from flotilla_core.config.data import (
     LARGEST_REWARD,
     DataConfig,
@@ -34,7 +35,6 @@ from flotilla_core.config.run import (
     WandbConfig,
 )
 from flotilla_core.config.stack import (
-    AutoscaleConfig,
     BindConfig,
     CoordinatorConfig,
     GangConfig,

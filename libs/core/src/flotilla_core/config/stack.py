@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from flotilla_core.config.autoscale import AutoscaleConfig
 from flotilla_core.config.model import ConfigModel, checked_url, expanded, is_url
 from flotilla_core.config.training import TeacherName
 from flotilla_core.roles import MOST_TEACHERS
@@ -20,38 +21,6 @@ from flotilla_core.roles import MOST_TEACHERS
 MOST_REPLICAS = 256
 """Limit for one kind on one host."""
 DType = Literal["float32", "bfloat16"]
-
-
-class AutoscaleConfig(ConfigModel):
-    """`autoscale` in `stack.yaml`: how many generators a run needs.
-
-    Adjusts the number of generators by the idle time of trainer and generators.
-    """
-
-    mode: Literal["advise", "act"] = "advise"
-    """`advise` reports what would help; with `act` the launcher does it."""
-    min_generators: int = Field(default=1, ge=1, le=256)
-    """Lower limit of the number of generators."""
-    max_generators: int = Field(default=8, ge=1, le=256)
-    """Upper limit of the number of generators: as many as the machine, or its GPUs, can take."""
-    window_steps: int = Field(default=5, ge=1, le=10_000)
-    """The decision uses the mean over this many steps, all of them with the same number of generators."""
-    cooldown_steps: int = Field(default=10, ge=0, le=100_000)
-    """Steps after a change before the next decision."""
-    trainer_waits_above: float = Field(default=0.4, gt=0, lt=1)
-    """Share of a step that the trainer waits for rollouts; above it one more generator is wanted."""
-    generators_idle_above: float = Field(default=0.5, gt=0, lt=1)
-    """Share of a step in which a generator has no sample; above it, if the trainer waits for less than half of
-    `trainer_waits_above`, one generator fewer is wanted."""
-
-    @model_validator(mode="after")
-    def _has_room(self) -> AutoscaleConfig:
-        if self.min_generators > self.max_generators:
-            raise ValueError(
-                f"min_generators is {self.min_generators}, but max_generators is {self.max_generators}: "
-                "set max_generators to at least as many"
-            )
-        return self
 
 
 def _folder_or_name(value: object) -> object:
@@ -263,6 +232,9 @@ class GeneratorConfig(ConfigModel):
     """`prefetch` receives a version in a second copy of the weights while samples decode, and commits it in a short
     pause. `direct` receives it in the live weights and pauses for the whole transfer: no second copy, but after a
     transfer that broke off the replica decodes nothing until the next one."""
+    sleep_while_training: bool = False
+    """Leave the GPU memory of the KV cache to the trainer rank on the same GPU during each update. Needs
+    `placement: colocated`, one trainer and `max_staleness: 0`; it costs each step the time to give and to take it."""
     engine_options: dict[str, Any] = Field(default_factory=dict, max_length=256)
     """Arguments of vLLM's engine by its own names, such as `block_size: 32`. They win over what Flotilla would choose;
     what has a key of its own here, or must be as it is, is refused by name when the generator starts."""
@@ -584,6 +556,23 @@ class StackConfig(ConfigModel):
             raise ValueError(
                 f"generator.replicas is {generator.replicas}, and with placement colocated each shares the GPU of a "
                 f"trainer rank, of which this stack has {ranks}: lower it, or raise trainer.nproc"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_take_turns(self) -> StackConfig:
+        if not self.generator.sleep_while_training:
+            return self
+        key = "generator.sleep_while_training"
+        if self.placement != "colocated":
+            raise ValueError(
+                f"{key} is true, but placement is {self.placement}: set placement to colocated, or leave the key out; "
+                "generators with GPUs of their own have nobody to leave memory to"
+            )
+        if self.trainer.replicas > 1 or self.generator.attach:
+            raise ValueError(
+                f"{key} is true, so every generator sleeps while the one trainer works: set trainer.replicas to 1, and "
+                "leave generator.attach out"
             )
         return self
 
