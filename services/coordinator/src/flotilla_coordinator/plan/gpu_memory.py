@@ -5,8 +5,10 @@ other one counts on: the generator gets a KV cache of a fixed size, and the rank
 every full run (weights, gradients, moments, gathered layers), the generator's weights, live and staged, and the buckets
 that both ends keep for weights on their way come first. Of what remains, the KV cache takes what the samples of the
 generator can fill, at most half. Whether the activations of a run fit into the other half is known when the run is
-planned. Where all weights cannot learn, the rank's part is that of frozen weights. An estimate is refused where twice
-the memory would not suffice, and else warned of.
+planned. With `generator.sleep_while_training` the KV cache and the activations are never there at the same time: each
+may have all that remains, the KV cache without what a rank computes for live checks. Where all weights cannot learn,
+the rank's part is that of frozen weights. An estimate is refused where twice the memory would not suffice, and else
+warned of.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ from flotilla_core.gpu_shares import (
 from flotilla_launch.gpus import gpu_bytes
 
 GIB = 1 << 30
+SLEEP = "generator.sleep_while_training"
 CPU_KV_CACHE_GIB = 1.0
 STEP_TOKENS = 16_384
 """Tokens of one step of the engine, whose activations exist at one time."""
 SAMPLED_COPIES = 3
 """Logits of the samples that decode, as computed, and as processed and sorted."""
+CHECK_BYTES = 2 << 30
+"""What a rank computes while its generator is awake: forward passes over the samples of a live check."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class SharedGpu:
     """The KV cache of one sample as long as the generator allows."""
     aside: int
     """What neither of them counts on, with the buckets of a weight sync at both ends and between them."""
+    takes_turns: bool = False
+    """Whether the rank has the memory of the KV cache during updates."""
 
     @classmethod
     def of(cls, model: ModelFacts, stack: StackConfig, total: int) -> SharedGpu:
@@ -64,28 +71,52 @@ class SharedGpu:
         longest = longest_sample_bytes(model, generator)
         between = SAME_GPU_BUCKETS * SAME_GPU_BUCKET_BYTES
         aside = set_aside(total, 2 * sync_bytes(model, stack) + between)
-        room = total - aside - engine
-        left = room - (resident if resident + longest <= room else frozen)
+        turns = generator.sleep_while_training
+        room = total - aside - engine - (CHECK_BYTES if turns else 0)
+        left = max(room - (resident if resident + longest <= room else frozen), 0)
         wanted = generator.max_running_samples * longest
-        kv_cache = min(wanted, max(left, 0) // 2)
+        kv_cache = min(wanted, left if turns else left // 2)
         if generator.kv_cache_gib is not None:
             kv_cache = int(generator.kv_cache_gib * GIB)
-        return cls(total, resident, frozen, engine, kv_cache, longest, aside)
+        return cls(total, resident, frozen, engine, kv_cache, longest, aside, turns)
 
     @property
     def rank_room(self) -> int:
-        """Return the bytes that the trainer rank may use."""
-        return self.total - self.aside - self.generator - self.kv_cache
+        """Return the bytes that the trainer rank may use during an update."""
+        return self.room_in_turn if self.takes_turns else self.room_beside
+
+    @property
+    def room_beside(self) -> int:
+        """Return the bytes that the rank may have while the generator decodes."""
+        return self.room_in_turn - self.kv_cache
+
+    @property
+    def room_in_turn(self) -> int:
+        """Return the bytes that the rank may have while the KV cache has none."""
+        return self.total - self.aside - self.generator
 
     @property
     def learns(self) -> bool:
         """Return whether both fit while all weights learn."""
-        return self.resident <= self.rank_room and self.least_kv_cache <= self.kv_cache
+        return self.resident <= self.room_beside and self.least_kv_cache <= self.kv_cache
+
+    @property
+    def division(self) -> str:
+        """Say who has the KV cache's memory during an update."""
+        cache = f"whose KV cache of {shown_bytes(self.kv_cache)}"
+        return f"{cache} sleeps meanwhile" if self.takes_turns else f"{cache} stays"
 
     def require(self) -> None:
         """Refuse a GPU that is too small for both, even if the weights are frozen."""
-        if self.frozen <= self.rank_room and self.least_kv_cache <= self.kv_cache:
+        if self.frozen <= self.room_beside and self.least_kv_cache <= self.kv_cache:
             return
+        in_turn = self.room_in_turn - self.frozen - CHECK_BYTES
+        turns = (
+            f"set {SLEEP} to true for runs with max_staleness: 0, with which the KV cache may have "
+            f"{shown_bytes(in_turn)}, "
+            if not self.takes_turns and self.kv_cache < self.least_kv_cache <= in_turn
+            else ""
+        )
         raise FailedPrecondition(
             f"a trainer rank and a generator do not fit on one GPU of {shown_bytes(self.total)}",
             where="placement: colocated",
@@ -93,8 +124,8 @@ class SharedGpu:
             f"{shown_bytes(self.generator)} of weights, live and staged, and working memory; what remains for the KV "
             f"cache is {shown_bytes(max(self.kv_cache, 0))}, and one sample of generator.max_model_tokens takes "
             f"{shown_bytes(self.least_kv_cache)}",
-            next_step="raise trainer.nproc, which spreads the rank's part over more GPUs, set placement to separate, "
-            "or lower generator.max_model_tokens, generator.max_running_samples or generator.kv_cache_gib",
+            next_step=f"{turns}raise trainer.nproc, which spreads the rank's part over more GPUs, set placement to "
+            "separate, or lower generator.max_model_tokens, generator.max_running_samples or generator.kv_cache_gib",
         )
 
     def applied(self, stack: StackConfig) -> StackConfig:
@@ -173,8 +204,13 @@ def gpu_problems(
     )
     if stack.placement == "colocated":
         shared = SharedGpu.of(model, stack, gpu)
-        beside = " beside the generator"
-        lower += f", or lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
+        beside = f" beside the generator, {shared.division}"
+        if not shared.takes_turns:
+            lower += f", or lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
+            if config.rollout.max_staleness == 0:
+                lower += (
+                    f", or set {SLEEP} in stack.yaml, with which it has {shown_bytes(shared.room_in_turn)}"
+                )
     if rank_bytes > room and trainer.attach is None and trainer.backend != "gloo":
         certain = rank_bytes > ESTIMATE_MAY_BE_WRONG_BY * room
         (errors if certain else warnings).append(

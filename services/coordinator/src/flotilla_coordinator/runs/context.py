@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from flotilla_coordinator.runs.warnings import narrow_clip_warning, policy_misma
 from flotilla_coordinator.trainers.learners import Learners, StepUpdates
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.sync import WeightSync
+from flotilla_coordinator.weights.turns import Turns
 from flotilla_core import telemetry
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.service import Activities
@@ -98,6 +99,8 @@ class RunContext:
     autoscaler: Autoscaler | None = None
     pinned: PinnedEvaluation | None = None
     """The evaluation on a pinned generator, where the run has one."""
+    turns: Turns | None = None
+    """Where generators leave memory to the trainer during updates."""
     begun: bool = False
     """True once the run has reached its start point."""
     owes_evaluation: bool = False
@@ -154,6 +157,21 @@ class RunContext:
             key, took_s = f"time/{name.replace(' ', '_')}_s", time.monotonic() - started
             self.metrics[key] = self.metrics.get(key, 0.0) + took_s
             self.status.remaining.took(name, took_s)
+
+    @asynccontextmanager
+    async def generators_asleep(self) -> AsyncIterator[None]:
+        """Have the generators sleep inside the block, where the stack says so.
+
+        Where the block fails, they wake when they join a weight group again.
+        """
+        if self.turns is None:
+            yield
+            return
+        with self.phase("sleep"):
+            await self.turns.to_trainer()
+        yield
+        with self.phase("wake"):
+            await self.turns.to_generators()
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
