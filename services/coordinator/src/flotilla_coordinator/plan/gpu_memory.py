@@ -5,10 +5,13 @@ other one counts on: the generator gets a KV cache of a fixed size, and the rank
 every full run (weights, gradients, moments, gathered layers), the generator's weights, live and staged, and the buckets
 that both ends keep for weights on their way come first. Of what remains, the KV cache takes what the samples of the
 generator can fill, at most half. Whether the activations of a run fit into the other half is known when the run is
-planned. With `generator.sleep_while_training` the KV cache and the activations are never there at the same time: each
-may have all that remains, the KV cache without what a rank computes for live checks. Where all weights cannot learn,
-the rank's part is that of frozen weights. An estimate is refused where twice the memory would not suffice, and else
-warned of.
+planned. Where all weights cannot learn, the rank's part is that of frozen weights. An estimate is refused where twice
+the memory would not suffice, and else warned of.
+
+With `generator.sleep_while_training` the KV cache and the activations are never there at the same time, so they do not
+add up: each may have all that remains, the KV cache without what a rank computes for live checks. Where all weights
+cannot learn it has half of it, as ever, because nobody knows yet what the rank will keep. A run is refused whose rank
+keeps more between updates than the KV cache leaves.
 """
 
 from __future__ import annotations
@@ -72,10 +75,11 @@ class SharedGpu:
         between = SAME_GPU_BUCKETS * SAME_GPU_BUCKET_BYTES
         aside = set_aside(total, 2 * sync_bytes(model, stack) + between)
         turns = generator.sleep_while_training
-        room = total - aside - engine - (CHECK_BYTES if turns else 0)
-        left = max(room - (resident if resident + longest <= room else frozen), 0)
+        room, at_rest = total - aside - engine, resident + (CHECK_BYTES if turns else 0)
+        learns = at_rest + longest <= room
+        left = max(room - (at_rest if learns else frozen), 0)
         wanted = generator.max_running_samples * longest
-        kv_cache = min(wanted, left if turns else left // 2)
+        kv_cache = min(wanted, left if turns and learns else left // 2)
         if generator.kv_cache_gib is not None:
             kv_cache = int(generator.kv_cache_gib * GIB)
         return cls(total, resident, frozen, engine, kv_cache, longest, aside, turns)
@@ -110,7 +114,7 @@ class SharedGpu:
         """Refuse a GPU that is too small for both, even if the weights are frozen."""
         if self.frozen <= self.room_beside and self.least_kv_cache <= self.kv_cache:
             return
-        in_turn = self.room_in_turn - self.frozen - CHECK_BYTES
+        in_turn = self.room_in_turn - self.resident - CHECK_BYTES
         turns = (
             f"set {SLEEP} to true for runs with max_staleness: 0, with which the KV cache may have "
             f"{shown_bytes(in_turn)}, "
@@ -191,9 +195,12 @@ def rank_room(model: ModelFacts, stack: StackConfig, gpu: int) -> int:
 
 
 def gpu_problems(
-    config: RunConfig, stack: StackConfig, model: ModelFacts, rank_bytes: int, gpu: int
+    config: RunConfig, stack: StackConfig, model: ModelFacts, rank_bytes: int, gpu: int, kept_bytes: int = 0
 ) -> tuple[list[str], list[str]]:
-    """Return the errors of what cannot fit on a GPU of so many bytes, and the warnings of what may not, or is slow."""
+    """Return the errors of what cannot fit on a GPU of so many bytes, and the warnings of what may not, or is slow.
+
+    A rank takes `rank_bytes` at its peak, and keeps `kept_bytes` between updates.
+    """
     errors: list[str] = []
     warnings: list[str] = []
     trainer, generator, batching = stack.trainer, stack.generator, config.batching
@@ -211,6 +218,14 @@ def gpu_problems(
                 lower += (
                     f", or set {SLEEP} in stack.yaml, with which it has {shown_bytes(shared.room_in_turn)}"
                 )
+        if shared.takes_turns and kept_bytes + CHECK_BYTES > shared.room_beside:
+            certain = kept_bytes > ESTIMATE_MAY_BE_WRONG_BY * shared.room_beside
+            (errors if certain else warnings).append(
+                f"a trainer rank keeps about {shown_bytes(kept_bytes)} between updates, while the generator has its KV "
+                f"cache of {shown_bytes(shared.kv_cache)}, and a GPU of {shown_bytes(gpu)} has "
+                f"{shown_bytes(max(shared.room_beside, 0))} for it: lower generator.kv_cache_gib, or set "
+                "optimizer.offload, or raise trainer.nproc"
+            )
     if rank_bytes > room and trainer.attach is None and trainer.backend != "gloo":
         certain = rank_bytes > ESTIMATE_MAY_BE_WRONG_BY * room
         (errors if certain else warnings).append(

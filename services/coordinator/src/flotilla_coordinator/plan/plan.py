@@ -231,17 +231,19 @@ class _Planner:
         )
         self._plan.errors.extend(size_limits.trainer_errors(self._config, trainer, need.total, self._memory))
         self._plan.warnings.extend(size_limits.bfloat16_warnings(self._stack))
-        self._gpu_lines(need.total)
+        self._gpu_lines(need)
         if not self._config.trains_reward_model:
             for line in data_lines.sync_lines(self._config, self._stack, self._model, self._adapters):
                 self._line(*line)
 
-    def _gpu_lines(self, rank_bytes: int) -> None:
+    def _gpu_lines(self, rank: TrainerMemory) -> None:
         config, stack, model, gpu = self._config, self._stack, self._model, self._gpu
         if gpu is not None:
             for line in placement.seat_lines(stack, model, gpu):
                 self._line(*line)
-            errors, warnings = gpu_memory.gpu_problems(config, stack, model, rank_bytes, gpu)
+            errors, warnings = gpu_memory.gpu_problems(
+                config, stack, model, rank.total, gpu, kept_bytes=rank.kept
+            )
             self._plan.errors.extend(errors)
             self._plan.warnings.extend(warnings)
         if not self._given and config.loop == "coordinator":

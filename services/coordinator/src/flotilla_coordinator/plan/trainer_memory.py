@@ -55,6 +55,11 @@ class TrainerMemory:
         """Return the sum of all parts."""
         return sum(vars(self).values())
 
+    @property
+    def kept(self) -> int:
+        """Return what is there between updates as well."""
+        return self.masters + self.moments + self.reference
+
     @classmethod
     def of(
         cls,

@@ -77,7 +77,7 @@ class KvMemory:
                     ) from error
                 piece.is_asleep = False
         for storage in self._storages():
-            torch.empty(0, dtype=torch.uint8, device=device).set_(storage).zero_()
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         torch.cuda.synchronize(device)
 
     def _storages(self) -> list[torch.UntypedStorage]:
