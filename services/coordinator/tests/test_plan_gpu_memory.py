@@ -177,7 +177,9 @@ def test_a_long_sample_that_fits_only_in_turns_is_refused_by_that_key_with_its_a
     sizes = (gib * GIB for gib in range(10, 40))
     total = next(size for size in sizes if SharedGpu.of(model, asleep(**longest), size).learns)
     beside = SharedGpu.of(model, stack_of(generator=longest), total)
-    with pytest.raises(FailedPrecondition, match=r"set generator\.sleep_while_training to true.*may have \d"):
+    with pytest.raises(
+        FailedPrecondition, match=r"set generator\.sleep_while_training to true.*KV cache has \d"
+    ):
         beside.require()
     SharedGpu.of(model, asleep(**longest), total).require()
 

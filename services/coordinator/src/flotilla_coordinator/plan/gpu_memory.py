@@ -17,7 +17,7 @@ keeps more between updates than the KV cache leaves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -62,8 +62,8 @@ class SharedGpu:
     """The KV cache of one sample as long as the generator allows."""
     aside: int
     """What neither of them counts on, with the buckets of a weight sync at both ends and between them."""
-    takes_turns: bool = False
-    """Whether the rank has the memory of the KV cache during updates."""
+    in_turns: SharedGpu | None = field(default=None, compare=False)
+    """The same GPU where the rank has the memory of the KV cache during updates; None if this is that one."""
 
     @classmethod
     def of(cls, model: ModelFacts, stack: StackConfig, total: int) -> SharedGpu:
@@ -82,7 +82,13 @@ class SharedGpu:
         kv_cache = min(wanted, left if turns and learns else left // 2)
         if generator.kv_cache_gib is not None:
             kv_cache = int(generator.kv_cache_gib * GIB)
-        return cls(total, resident, frozen, engine, kv_cache, longest, aside, turns)
+        in_turns = None if turns else cls.of(model, _in_turns(stack), total)
+        return cls(total, resident, frozen, engine, kv_cache, longest, aside, in_turns)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether the rank has the memory of the KV cache during updates."""
+        return self.in_turns is None
 
     @property
     def rank_room(self) -> int:
@@ -110,17 +116,21 @@ class SharedGpu:
         cache = f"whose KV cache of {shown_bytes(self.kv_cache)}"
         return f"{cache} sleeps meanwhile" if self.takes_turns else f"{cache} stays"
 
+    @property
+    def fits(self) -> bool:
+        """Return whether both fit, if need be with frozen weights."""
+        return self.frozen <= self.room_beside and self.least_kv_cache <= self.kv_cache
+
     def require(self) -> None:
         """Refuse a GPU that is too small for both, even if the weights are frozen."""
-        if self.frozen <= self.room_beside and self.least_kv_cache <= self.kv_cache:
+        if self.fits:
             return
-        in_turn = self.room_in_turn - self.resident - CHECK_BYTES
-        turns = (
-            f"set {SLEEP} to true for runs with max_staleness: 0, with which the KV cache may have "
-            f"{shown_bytes(in_turn)}, "
-            if not self.takes_turns and self.kv_cache < self.least_kv_cache <= in_turn
-            else ""
-        )
+        turns, other = "", self.in_turns
+        if other is not None and other.fits:
+            turns = (
+                f"set {SLEEP} to true for runs with max_staleness: 0, with which the KV cache has "
+                f"{shown_bytes(other.kv_cache)} and the rank {shown_bytes(other.rank_room)} in turns, "
+            )
         raise FailedPrecondition(
             f"a trainer rank and a generator do not fit on one GPU of {shown_bytes(self.total)}",
             where="placement: colocated",
@@ -139,6 +149,11 @@ class SharedGpu:
         memory = {"kv_cache_gib": self.kv_cache / GIB, "memory_fraction": min(1.0, share)}
         generator = stack.generator.model_copy(update=memory)
         return stack.model_copy(update={"generator": generator, "placement": "colocated"})
+
+
+def _in_turns(stack: StackConfig) -> StackConfig:
+    generator = stack.generator.model_copy(update={"sleep_while_training": True})
+    return stack.model_copy(update={"generator": generator})
 
 
 def token_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
