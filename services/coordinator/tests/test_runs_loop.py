@@ -12,6 +12,7 @@ import pytest
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.autoscale import IdleShares
+from flotilla_coordinator.fleet.run_fleet import Turns
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
@@ -20,7 +21,6 @@ from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.weights.members import SyncReport
 from flotilla_coordinator.weights.sync import WeightSync
-from flotilla_coordinator.weights.turns import Turns
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig, StackConfig, WeightSyncConfig
 from flotilla_core.errors import FlotillaError, Mismatch, RankFailed

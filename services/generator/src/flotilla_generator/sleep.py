@@ -70,7 +70,7 @@ class Sleep:
             self._closed_for = run_id
             try:
                 await self._wait_idle()
-            except BaseException:
+            except asyncio.CancelledError:
                 self._closed_for = ""
                 raise
             return await _to_its_end(self._fall_asleep())

@@ -9,7 +9,6 @@ from flotilla_core.config.algorithm import (
     RewardModelConfig,
     SftConfig,
 )
-from flotilla_core.config.autoscale import AutoscaleConfig
 from flotilla_core.config.data import (
     LARGEST_REWARD,
     DataConfig,
@@ -35,6 +34,7 @@ from flotilla_core.config.run import (
     WandbConfig,
 )
 from flotilla_core.config.stack import (
+    AutoscaleConfig,
     BindConfig,
     CoordinatorConfig,
     GangConfig,

@@ -17,6 +17,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
+from flotilla_coordinator.fleet.run_fleet import Turns
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.records.directory import RunDirectory
@@ -30,7 +31,6 @@ from flotilla_coordinator.runs.warnings import narrow_clip_warning, policy_misma
 from flotilla_coordinator.trainers.learners import Learners, StepUpdates
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.sync import WeightSync
-from flotilla_coordinator.weights.turns import Turns
 from flotilla_core import telemetry
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.service import Activities

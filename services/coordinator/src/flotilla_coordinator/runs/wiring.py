@@ -19,7 +19,7 @@ from flotilla_coordinator.evaluation.evaluate import Evaluator, PairEvaluator, h
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.fleet.launcher import LauncherLink
-from flotilla_coordinator.fleet.run_fleet import RunFleet
+from flotilla_coordinator.fleet.run_fleet import RunFleet, Turns
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.plan import batching_of_run
 from flotilla_coordinator.records.directory import RunDirectory
@@ -39,7 +39,6 @@ from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.canary import Canary, LiveCheck
 from flotilla_coordinator.weights.members import Candidates, GeneratorReplica
 from flotilla_coordinator.weights.sync import WeightSync
-from flotilla_coordinator.weights.turns import Turns
 from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, RewardTermConfig, dump_yaml

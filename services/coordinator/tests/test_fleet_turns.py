@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.weights.turns import Turns
+from flotilla_coordinator.fleet.run_fleet import Turns
 from flotilla_core import rpc
 from flotilla_core.errors import DeadlineExceeded, Exhausted, FlotillaError
 from flotilla_testing.scripted import ScriptedReplica, scripted_generator
