@@ -140,7 +140,7 @@ class Syncs:
     def __init__(self, engine: TimedEngine, wire: Connection) -> None:
         self.engine = engine
         self._wire = wire
-        self._session = WeightSession(engine)
+        self.session = WeightSession(engine)
         self._step = 0
 
     async def join(self) -> None:
@@ -158,7 +158,7 @@ class Syncs:
             sender_ranks=[0],
         )
         group.timeout.FromSeconds(TIMEOUT_S)
-        await self._session.join(RUN, group, 1, self.manifest)
+        await self.session.join(RUN, group, 1, self.manifest)
 
     async def sync(self, streams: Streams | None) -> dict[str, Any]:
         """Make one, beside these streams, and measure it."""
@@ -172,17 +172,17 @@ class Syncs:
         started = time.perf_counter()
         self._wire.send("go")
         digests, staged = await asyncio.gather(
-            asyncio.to_thread(self._wire.recv), self._session.stage(RUN, EPOCH, version)
+            asyncio.to_thread(self._wire.recv), self.session.stage(RUN, EPOCH, version)
         )
         stage_s = time.perf_counter() - started
         since = started if staged.in_place else time.perf_counter()
         expected = weights_pb2.WeightDigests(
             version=version.to_proto(), manifest_digest=self.manifest.digest, tensor_digests=digests
         )
-        applied = await self._session.commit(RUN, EPOCH, version, KvPolicy.REUSE, expected)
+        applied = await self.session.commit(RUN, EPOCH, version, KvPolicy.REUSE, expected)
         if streams is not None:
             await streams.tokens(4)
-        verified = await self._session.verify(RUN, version)
+        verified = await self.session.verify(RUN, version)
         found = {
             "step": self._step,
             "decoding": streams is not None,
@@ -205,9 +205,9 @@ class Syncs:
         (answer,) = await self.engine.workers.ask("flotilla_make_wrong", "scaled")
         assert not answer["error"], answer
         try:
-            await self._session.verify(RUN, Version(0, self._step))
+            await self.session.verify(RUN, Version(0, self._step))
         except WeightsMismatch as error:
-            assert self._session.phase is Phase.BROKEN
+            assert self.session.phase is Phase.BROKEN
             print(json.dumps({"found": str(error)}), flush=True)
         else:
             raise AssertionError("a scaled tensor was not found")

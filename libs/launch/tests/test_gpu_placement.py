@@ -175,3 +175,19 @@ def test_one_gpu_for_both_roles_is_shared_and_several_are_not_unless_the_stack_s
 def test_a_stack_that_cannot_be_colocated_is_refused_by_its_key(values: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=r"generator\.(tensor_parallel_size|replicas) is"):
         stack_of(placement="colocated", **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({}, "placement is auto"),
+        ({"placement": "separate"}, "placement is separate"),
+        ({"placement": "colocated", "trainer": {"replicas": 2}}, "set trainer.replicas to 1"),
+    ],
+)
+def test_generators_sleep_only_where_one_trainer_shares_their_gpus(
+    values: dict[str, object], why: str
+) -> None:
+    with pytest.raises(ValidationError, match=f"generator.sleep_while_training is true.*{why}"):
+        stack_of(generator={"sleep_while_training": True}, **values)
+    assert stack_of(placement="colocated", generator={"sleep_while_training": True})

@@ -163,6 +163,16 @@ def test_up_and_plan_say_who_sits_where_with_how_much_memory(model: Path, host: 
     assert [who for _, _, who in lines] == [who for _, who in found]
 
 
+def test_generators_that_sleep_say_whose_memory_their_cache_is_during_updates(
+    model: Path, host: Host
+) -> None:
+    host(2)
+    stack = placed(stack_of(model, placement="colocated", generator={"sleep_while_training": True}))
+    assert stack.generator.sleep_while_training and stack.generator.replicas == 2
+    found, _ = seats(stack)
+    assert all("the rank's during updates" in who for _, who in found)
+
+
 def test_a_generator_that_cannot_fit_is_refused_by_its_keys(model: Path, host: Host) -> None:
     host(2, gib=1)
     with pytest.raises(FailedPrecondition, match=r"a generator does not fit.*tensor_parallel_size"):

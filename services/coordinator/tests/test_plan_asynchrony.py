@@ -86,6 +86,25 @@ def test_an_evaluation_beside_the_training_needs_a_second_generator() -> None:
     assert "with loop: client leave it out" in error
 
 
+def test_a_run_that_decodes_during_updates_is_refused_where_generators_sleep_then() -> None:
+    described = {"placement": "colocated", "generator": {"replicas": 2, "sleep_while_training": True}}
+    stack = StackConfig.model_validate(described | {"trainer": {"nproc": 2}})
+
+    def refused(**changes: Any) -> list[str]:
+        rollout = {"prompts_per_step": 16, "samples_per_prompt": 4} | changes.pop("rollout", {})
+        return checks.turn_errors(run(**changes, rollout=rollout), stack)
+
+    assert not refused() and not checks.turn_errors(run(), StackConfig())
+    for changes, key in (
+        ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness = 1"),
+        ({"loop": "client"}, "loop: client"),
+        ({"evaluation": {"data": "heldout.jsonl", "pinned": True}}, "evaluation.pinned"),
+        ({"rollout": {"generators": 1}}, "rollout.generators = 1"),
+    ):
+        (error,) = refused(**changes)
+        assert key in error and "generator.sleep_while_training" in error
+
+
 @pytest.mark.parametrize(
     ("staleness", "weights", "policy", "cost"),
     [

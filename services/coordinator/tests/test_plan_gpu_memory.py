@@ -147,6 +147,65 @@ def test_a_run_whose_rank_has_no_room_beside_the_generator_is_refused_by_its_key
     assert "batching.tokens_per_microbatch = 8192" in error
 
 
+def asleep(**generator: Any) -> StackConfig:
+    return stack_of(generator={"sleep_while_training": True, **generator})
+
+
+@pytest.mark.parametrize("total", [SMALL_GPU, H200])
+def test_a_cache_that_sleeps_and_activations_are_counted_by_the_larger_of_both(total: int) -> None:
+    model = facts(**QWEN3_600M)
+    short = {"max_model_tokens": 2048}
+    beside = SharedGpu.of(model, stack_of(generator=short), total)
+    turns = SharedGpu.of(model, asleep(**short), total)
+    turns.require()
+    assert turns.kv_cache >= beside.kv_cache and turns.rank_room == beside.rank_room + beside.kv_cache
+    at_rest = turns.resident + gpu_memory.CHECK_BYTES
+    assert turns.aside + turns.generator + max(turns.rank_room, at_rest + turns.kv_cache) <= total
+    again = SharedGpu.of(model, turns.applied(asleep(**short)), total)
+    assert again == turns
+
+
+def test_a_rank_that_keeps_more_between_updates_than_the_cache_leaves_is_refused() -> None:
+    model, config, stack = facts(**QWEN3_600M), run_of(), asleep(kv_cache_gib=80)
+    shared = SharedGpu.of(model, stack, H200)
+    need = TrainerMemory.of(model, config, stack.trainer, 1024)
+    assert need.kept < shared.resident < need.total
+    assert gpu_memory.gpu_problems(config, stack, model, need.total, H200, need.kept) == ([], [])
+    _, (warning,) = gpu_memory.gpu_problems(config, stack, model, need.total, H200, shared.room_beside)
+    assert "between updates" in warning and "lower generator.kv_cache_gib" in warning
+    (error,), _ = gpu_memory.gpu_problems(config, stack, model, need.total, H200, 3 * shared.room_beside)
+    assert error.partition(":")[0] == warning.partition(":")[0].replace(
+        gpu_memory.shown_bytes(shared.room_beside), gpu_memory.shown_bytes(3 * shared.room_beside), 1
+    )
+
+
+def test_a_long_sample_that_fits_only_in_turns_is_refused_by_that_key_with_its_arithmetic() -> None:
+    model, longest = facts(**QWEN3_600M), {"max_model_tokens": 40_960, "max_running_samples": 1}
+    sizes = (gib * GIB for gib in range(10, 40))
+    total = next(size for size in sizes if SharedGpu.of(model, asleep(**longest), size).learns)
+    beside = SharedGpu.of(model, stack_of(generator=longest), total)
+    with pytest.raises(
+        FailedPrecondition, match=r"set generator\.sleep_while_training to true.*KV cache has \d"
+    ):
+        beside.require()
+    SharedGpu.of(model, asleep(**longest), total).require()
+
+
+def test_a_rank_that_fits_only_in_turns_is_told_the_key_and_what_it_would_have() -> None:
+    model, config = facts(**QWEN3_600M), run_of()
+    shared = SharedGpu.of(model, stack_of(), SMALL_GPU)
+    need = shared.rank_room + GIB
+    _, (warning,) = gpu_memory.gpu_problems(config, stack_of(), model, need, SMALL_GPU)
+    assert f"set {gpu_memory.SLEEP} in stack.yaml, with which it has" in warning
+    ahead = run_of(rollout={"prompts_per_step": 32, "samples_per_prompt": 8, "max_staleness": 1})
+    _, (warning,) = gpu_memory.gpu_problems(ahead, stack_of(), model, need, SMALL_GPU)
+    assert gpu_memory.SLEEP not in warning, "such a run decodes during updates"
+    assert gpu_memory.gpu_problems(config, asleep(), model, need, SMALL_GPU) == ([], [])
+    room = SharedGpu.of(model, asleep(), SMALL_GPU).rank_room
+    _, (warning,) = gpu_memory.gpu_problems(config, asleep(), model, room + GIB, SMALL_GPU)
+    assert "sleeps meanwhile" in warning and gpu_memory.SLEEP not in warning
+
+
 QWEN_72B = {
     "parameters": 72_706_203_648,
     "outer_parameters": 2_491_424_768,

@@ -12,6 +12,7 @@ import pytest
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.autoscale import IdleShares
+from flotilla_coordinator.fleet.run_fleet import Turns
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
@@ -63,7 +64,8 @@ class Loop:
         self.may_record.set()
         self.mismatch: Mismatch | None = None
         self.policy = Policy()
-        generator: Any = scripted_generator("a")
+        self.generator: Any = scripted_generator("a")
+        generator = self.generator
         policy: Any = self.policy
 
         async def candidates() -> list[Any]:
@@ -141,6 +143,19 @@ class Loop:
     def begin(self) -> asyncio.Task[None]:
         self.run.control.config = CONFIG
         return asyncio.create_task(run_loop(self.run, StartPoint()))
+
+    def take_turns(self) -> None:
+        """Have the generator sleep during updates; its calls are noted among what was done."""
+        stub = self.generator.stub
+        self.run.turns = Turns("run", lambda: [self.generator], lambda *_: None, self.done.append)
+        for method in ("Sleep", "Wake"):
+            call = getattr(stub, method)
+
+            async def noted(request: Any, call: Any = call, method: str = method) -> Any:
+                self.done.append(method)
+                return await call(request)
+
+            setattr(stub, method, noted)
 
     async def until(self, did: str) -> None:
         """Return in the turn of the event loop in which this was done."""
@@ -260,3 +275,43 @@ async def test_an_update_is_recorded_also_where_its_version_cannot_be_sent() -> 
         with pytest.raises(RankFailed, match="rank 0 was killed"):
             await running
     assert "recorded 0" in loop.done
+
+
+async def test_generators_sleep_during_updates_alone_where_the_stack_says_so() -> None:
+    loop = Loop()
+    loop.take_turns()
+    loop.may_pass.clear()
+    running = loop.begin()
+    await loop.until("sampled 0")
+    await loop.idle()
+    assert "Sleep" not in loop.done, "the live check decodes"
+    loop.may_pass.set()
+    async with asyncio.timeout(LIMIT_S):
+        await running
+    for step in range(STEPS):
+        trained = loop.done.index(f"trained {step}")
+        assert loop.done[trained - 1 : trained + 2] == ["Sleep", f"trained {step}", "Wake"]
+    assert loop.done.count("Sleep") == loop.done.count("Wake") == STEPS
+    assert all(step["time/sleep_s"] >= 0 and step["time/wake_s"] >= 0 for step in loop.metrics)
+
+
+async def test_an_update_that_fails_leaves_the_waking_to_the_next_weight_group() -> None:
+    loop = Loop()
+    loop.take_turns()
+
+    async def killed(batch: Any) -> Any:
+        raise RankFailed("rank 0 was killed")
+
+    loop.run.learners.train = killed  # type: ignore[method-assign]
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(RankFailed):
+            await loop.begin()
+    assert loop.done[-1] == "Sleep" and loop.run.turns is not None and loop.run.turns.sleeps("a-1")
+
+
+async def test_without_the_key_no_generator_is_ever_asked_to_sleep() -> None:
+    loop = Loop()
+    async with asyncio.timeout(LIMIT_S):
+        await loop.begin()
+    assert not loop.generator.stub.asked("Sleep") and not loop.generator.stub.asked("Wake")
+    assert not any("time/sleep_s" in step for step in loop.metrics)

@@ -20,10 +20,12 @@ from flotilla_core import rpc
 from flotilla_core.config.stack import BindConfig, GeneratorConfig, SimConfig
 from flotilla_core.errors import (
     AlreadyExists,
+    DeadlineExceeded,
     FailedPrecondition,
     FlotillaError,
     InvalidRequest,
     StaleVersion,
+    Unavailable,
     WeightGroupFailed,
     WeightsMismatch,
 )
@@ -447,6 +449,59 @@ async def test_what_still_runs_when_a_replica_must_go_is_handed_over_in_part(slo
     cut = await generating
     assert [s.finish_reason for s in cut] == [pb.FINISH_REASON_ABORT] * 2
     assert all(from_tensor(s.token_ids).size < 16 for s in cut)
+
+
+async def test_a_sleeping_replica_refuses_work_and_weights_until_it_wakes(replica):
+    sent = await replica.sync(1, Version(0, 1))
+    await replica.call("Sleep", pb.SleepRequest(run_id="run"))
+    assert (await replica.status()).asleep
+    stage = pb.StageWeightsRequest(run_id="run", epoch=1, policy_version=Version(0, 2).to_proto())
+    for refused in (
+        replica.samples(ask()),
+        replica.call("StageWeights", stage),
+        replica.commit(1, Version(0, 1), sent),
+    ):
+        with pytest.raises(Unavailable, match="the replica sleeps"):
+            await refused
+    with pytest.raises(InvalidRequest, match="run_id is empty"):
+        await replica.call("Wake", pb.WakeRequest())
+    await replica.call("Wake", pb.WakeRequest(run_id="run"))
+    assert not (await replica.status()).asleep
+    assert await replica.samples(ask(min_version=Version(0, 1).to_proto()))
+    _, sent = await replica.stage(1, Version(0, 2), WEIGHTS)
+    await replica.commit(1, Version(0, 2), sent)
+
+
+@pytest.mark.parametrize("run_id", ["run", "other"])
+async def test_a_replica_whose_coordinator_died_while_it_slept_wakes_for_whoever_brings_weights(
+    replica, run_id
+):
+    await replica.sync(1, Version(0, 1))
+    await replica.call("Sleep", pb.SleepRequest(run_id="run"))
+    await replica.join(2, manifest_of(WEIGHTS), run_id=run_id)
+    assert not (await replica.status()).asleep
+    assert await replica.samples(ask())
+
+
+async def test_a_run_that_ends_in_its_sleep_leaves_it_to_the_next_one_to_wake(replica):
+    await replica.sync(1, Version(0, 1))
+    await replica.call("Sleep", pb.SleepRequest(run_id="run"))
+    await replica.call("AbortWeights", pb.AbortWeightsRequest(run_id="run"))
+    assert (await replica.status()).asleep
+    await replica.sync(2, Version(0, 2))
+    assert await replica.samples(ask(min_version=Version(0, 2).to_proto()))
+
+
+async def test_a_replica_falls_asleep_when_its_last_sample_has_ended(slow_replica):
+    generating = asyncio.create_task(slow_replica.samples(ask(samples=3)))
+    await running(slow_replica, 3)
+    with pytest.raises(DeadlineExceeded):
+        await slow_replica.call("Sleep", pb.SleepRequest(run_id="run"), timeout_s=0.1)
+    assert not (await slow_replica.status()).asleep
+    falling = asyncio.create_task(slow_replica.call("Sleep", pb.SleepRequest(run_id="run")))
+    assert len(await generating) == 3
+    await falling
+    assert (await slow_replica.status()).asleep
 
 
 async def until(replica: Replica, phase: int) -> None:

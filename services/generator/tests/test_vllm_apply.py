@@ -74,6 +74,25 @@ async def test_weights_change_between_pause_and_resume(tmp_path) -> None:
     assert workers.calls == ["pause keep", "flotilla_apply", "resume"]
 
 
+async def test_the_cache_is_given_back_within_a_pause_and_taken_before_the_resume(tmp_path) -> None:
+    workers = Workers([DONE | {"freed": 7}, DONE | {"freed": 8}])
+    engine = engine_on(workers, tmp_path)
+    assert await engine.sleep() == 15
+    await engine.wake()
+    assert workers.calls == ["pause keep", "flotilla_sleep", "flotilla_wake", "resume"]
+
+
+async def test_broken_weights_decode_nothing_after_a_sleep(tmp_path) -> None:
+    workers = Workers([WRONG])
+    engine = engine_on(workers, tmp_path)
+    with pytest.raises(WeightsNotLive):
+        await engine.apply(VERSION, KvPolicy.RECOMPUTE)
+    workers.calls, workers.answers = [], [DONE | {"freed": 7}]
+    await engine.sleep()
+    await engine.wake()
+    assert "resume" not in workers.calls
+
+
 RIGHT = {"tensors": 3, "unchecked": "", "faults": [], "copies_s": 0.5}
 STALE = {"tensors": 3, "unchecked": "", "faults": ["norm.weight: live tensor differs"], "copies_s": 0.5}
 

@@ -66,6 +66,16 @@ def test_graphs_reach_as_far_as_the_samples_that_run_at_once(
     assert "compilation_config" not in engine_arguments(config, checkpoint)
 
 
+def test_only_a_stack_that_asks_for_it_gets_an_allocator_that_can_sleep(gpu: bool, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, {})
+    config = GeneratorConfig(max_model_tokens=64)
+    assert "enable_sleep_mode" not in engine_arguments(config, checkpoint)
+    asked = engine_arguments(config.model_copy(update={"sleep_while_training": True}), checkpoint)
+    assert asked.get("enable_sleep_mode", False) is gpu, "a CPU has no such allocator"
+    with pytest.raises(InvalidConfig, match=r"set generator\.sleep_while_training instead"):
+        check_options(["enable_sleep_mode"], ["enable_sleep_mode"])
+
+
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 1024, 5000])
 def test_a_step_is_never_filled_up_by_more_than_an_eighth_above_64_samples(most: int) -> None:
     sizes = graph_sizes(most)

@@ -69,6 +69,8 @@ def scripted_generator(name: str, life: int = 1) -> ScriptedReplica:
         "VerifyWeights": gen.VerifyWeightsResponse(),
         "GetWeightStatus": gen.GetWeightStatusResponse(),
         "AbortWeights": gen.AbortWeightsResponse(),
+        "Sleep": gen.SleepResponse(freed_bytes=8),
+        "Wake": gen.WakeResponse(),
     }
     return ScriptedReplica(Registration(name=name, instance_id=f"{name}-{life}"), Scripted(answers))
 

@@ -67,9 +67,8 @@ class GeneratorHostService:
     async def check(self) -> list[CheckResult]:
         weights = self._servicer.weights
         broken = weights.phase is Phase.BROKEN
-        serving = (
-            f"serving version {weights.live}" if weights.live is not None else "serving its boot weights"
-        )
+        held = f"version {weights.live}" if weights.live is not None else "its boot weights"
+        serving = f"{'asleep, with' if self._servicer.sleep.asleep else 'serving'} {held}"
         return [
             CheckResult(
                 name="weights",

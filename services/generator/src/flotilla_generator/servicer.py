@@ -1,8 +1,8 @@
 """GeneratorService over an engine.
 
 Invariants: a call that is cancelled leaves no request in the engine; nothing is generated before the engine has
-started, while it drains, or with broken weights; weight calls of this module only translate, their rules live in
-`WeightSession`.
+started, while it drains, while it sleeps, or with broken weights; calls about weights and sleep only translate here,
+their rules live in `WeightSession` and `Sleep`.
 
 Samples that end at nearly the same time share one message, because a message costs both sides more than the sample in
 it. The caller may say how long a sample that has ended can wait. No sample waits longer than that, and the last ones do
@@ -27,6 +27,7 @@ from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import Engine, KvPolicy, Sample
 from flotilla_generator.request import duration, minimum_version, read_request, write_samples
+from flotilla_generator.sleep import Sleep
 from flotilla_generator.weights import Phase, WeightSession
 from flotilla_weights.manifest import Manifest
 
@@ -58,6 +59,7 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._idle.set()
         self._unavailable = "the engine is still starting"
         self.weights = WeightSession(engine)
+        self.sleep = Sleep(engine, self.weights, activities, self._idle.wait)
 
     def open(self) -> None:
         """Note that the engine has started."""
@@ -75,6 +77,7 @@ class GeneratorServicer(GeneratorServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self._require_open()
+        self.sleep.require_awake()
         minimum = minimum_version(request)
         self.weights.require_serving(request.run_id, minimum)
         live = self.weights.live
@@ -109,11 +112,13 @@ class GeneratorServicer(GeneratorServiceServicer):
             telemetry.span(names.GENERATOR_JOIN, attributes=attributes),
             self._activities.doing(f"joining weight group epoch {group.epoch}", run_id=request.run_id),
         ):
+            await self.sleep.wake()
             await self.weights.join(request.run_id, group, request.rank_offset, manifest)
         return pb.JoinWeightGroupResponse()
 
     async def StageWeights(self, request: pb.StageWeightsRequest, context: Any) -> pb.StageWeightsResponse:
         self._require_open()
+        self.sleep.require_awake()
         version = Version.from_proto(request.policy_version)
         attributes = {names.RUN_ID: request.run_id, names.POLICY_VERSION: str(version)}
         with (
@@ -145,10 +150,12 @@ class GeneratorServicer(GeneratorServiceServicer):
             buckets_received=weights.buckets_received,
             buckets_total=weights.buckets_total,
             error=weights.error,
+            asleep=self.sleep.asleep,
         )
 
     async def CommitWeights(self, request: pb.CommitWeightsRequest, context: Any) -> pb.CommitWeightsResponse:
         self._require_open()
+        self.sleep.require_awake()
         version = Version.from_proto(request.policy_version)
         attributes = {names.RUN_ID: request.run_id, names.POLICY_VERSION: str(version)}
         with (
@@ -177,13 +184,34 @@ class GeneratorServicer(GeneratorServiceServicer):
         await self.weights.abort(request.run_id)
         return pb.AbortWeightsResponse()
 
+    async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
+        self._require_open()
+        self._require_run(request.run_id)
+        with (
+            telemetry.span(names.GENERATOR_SLEEP, attributes={names.RUN_ID: request.run_id}) as span,
+            self._activities.doing("falling asleep", run_id=request.run_id),
+        ):
+            freed = await self.sleep.sleep(request.run_id)
+            span.set_attribute(names.BYTES, freed)
+        return pb.SleepResponse(freed_bytes=freed)
+
+    async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
+        self._require_open()
+        self._require_run(request.run_id)
+        with (
+            telemetry.span(names.GENERATOR_WAKE, attributes={names.RUN_ID: request.run_id}),
+            self._activities.doing("waking up", run_id=request.run_id),
+        ):
+            await self.sleep.wake()
+        return pb.WakeResponse()
+
     def _require_open(self) -> None:
         if self._unavailable:
             raise Unavailable(self._unavailable)
 
     def _require_run(self, run_id: str) -> None:
         if not run_id:
-            raise InvalidRequest("run_id is empty", next_step="weights belong to a run")
+            raise InvalidRequest("run_id is empty", next_step="weights and sleep belong to a run")
 
 
 async def gathered(endings: AsyncGenerator[list[Sample]], wait_s: float) -> AsyncGenerator[list[Sample]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import textwrap
 import types
@@ -67,6 +68,20 @@ def _folder_or_url(value: object) -> object:
 
 
 FolderOrUrl = Annotated[Path | str, BeforeValidator(_folder_or_url)]
+
+
+def _folder_or_name(value: object) -> object:
+    """Return a Path if the folder exists, else the name as it was written."""
+    if not isinstance(value, str | Path):
+        return value
+    if is_url(value):
+        return checked_url(str(value))
+    folder = expanded(Path(value))
+    # A folder that this user may not enter counts as existing: the process that reads it reports the problem.
+    return folder if os.path.isdir(folder) else str(value)
+
+
+ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
 """A folder of this host, or one in object storage."""
 
 AgreementLimit = Annotated[float, Field(gt=0, le=1, strict=True)] | Literal["auto"]

@@ -60,6 +60,7 @@ OURS = {
     "torch_dtype": "trainer.dtype",
     "vllm_gpu_memory_utilization": "generator.memory_fraction",
     "vllm_tensor_parallel_size": "generator.tensor_parallel_size",
+    "vllm_enable_sleep_mode": "generator.sleep_while_training",
     "vllm_importance_sampling_correction": "algorithm.correction.importance",
     # verl
     "train_files": "data.train",
@@ -111,6 +112,7 @@ OURS = {
     "tensor_model_parallel_size": "generator.tensor_parallel_size",
     "ulysses_sequence_parallel_size": "trainer.sequence_parallel",
     "gpu_memory_utilization": "generator.memory_fraction",
+    "free_cache_engine": "generator.sleep_while_training",
     "max_model_len": "generator.max_model_tokens",
     "max_num_seqs": "generator.max_running_samples",
     "enable_gradient_checkpointing": "batching.activation_checkpointing",

@@ -6,14 +6,13 @@ A run's own settings are in `run.py`.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.model import ConfigModel, checked_url, expanded, is_url
+from flotilla_core.config.model import ConfigModel, ModelName
 from flotilla_core.config.training import TeacherName
 from flotilla_core.roles import MOST_TEACHERS
 
@@ -52,20 +51,6 @@ class AutoscaleConfig(ConfigModel):
                 "set max_generators to at least as many"
             )
         return self
-
-
-def _folder_or_name(value: object) -> object:
-    """Return a Path if the folder exists, else the name as it was written."""
-    if not isinstance(value, str | Path):
-        return value
-    if is_url(value):
-        return checked_url(str(value))
-    folder = expanded(Path(value))
-    # A folder that this user may not enter counts as existing: the process that reads it reports the problem.
-    return folder if os.path.isdir(folder) else str(value)
-
-
-ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -263,6 +248,9 @@ class GeneratorConfig(ConfigModel):
     """`prefetch` receives a version in a second copy of the weights while samples decode, and commits it in a short
     pause. `direct` receives it in the live weights and pauses for the whole transfer: no second copy, but after a
     transfer that broke off the replica decodes nothing until the next one."""
+    sleep_while_training: bool = False
+    """Leave the GPU memory of the KV cache to the trainer rank on the same GPU during each update. Needs
+    `placement: colocated`, one trainer and `max_staleness: 0`; it costs each step the time to give and to take it."""
     engine_options: dict[str, Any] = Field(default_factory=dict, max_length=256)
     """Arguments of vLLM's engine by its own names, such as `block_size: 32`. They win over what Flotilla would choose;
     what has a key of its own here, or must be as it is, is refused by name when the generator starts."""
@@ -588,6 +576,23 @@ class StackConfig(ConfigModel):
             raise ValueError(
                 f"generator.replicas is {generator.replicas}, and with placement colocated each shares the GPU of a "
                 f"trainer rank, of which this stack has {ranks}: lower it, or raise trainer.nproc"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_take_turns(self) -> StackConfig:
+        if not self.generator.sleep_while_training:
+            return self
+        key = "generator.sleep_while_training"
+        if self.placement != "colocated":
+            raise ValueError(
+                f"{key} is true, but placement is {self.placement}: set placement to colocated, or leave the key out; "
+                "generators with GPUs of their own have nobody to leave memory to"
+            )
+        if self.trainer.replicas > 1 or self.generator.attach:
+            raise ValueError(
+                f"{key} is true, so every generator sleeps while the one trainer works: set trainer.replicas to 1, and "
+                "leave generator.attach out"
             )
         return self
 

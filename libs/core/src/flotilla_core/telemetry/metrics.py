@@ -221,6 +221,18 @@ METRICS = (
     Metric("time/teacher_<name>_s", "seconds", COORDINATOR, "Scoring by one of the named teachers."),
     Metric("time/train_s", "seconds", COORDINATOR, "Update of the policy, and of the critic."),
     Metric(
+        "time/sleep_s",
+        "seconds",
+        COORDINATOR,
+        "Until all generators have left their KV cache's memory (with `generator.sleep_while_training`).",
+    ),
+    Metric(
+        "time/wake_s",
+        "seconds",
+        COORDINATOR,
+        "Until all have it again, and decode (with `generator.sleep_while_training`).",
+    ),
+    Metric(
         "time/sync_s", "seconds", COORDINATOR, "Sync of the weights; its canary only with `loop: client`."
     ),
     Metric("time/evaluate_s", "seconds", COORDINATOR, "Evaluation within the step."),

@@ -17,6 +17,8 @@ RL_SYNC_STAGE = "rl.sync.stage"
 RL_SYNC_COMMIT = "rl.sync.commit"
 RL_SYNC_CANARY = "rl.sync.canary"
 RL_CATCH_UP = "rl.catch_up"
+RL_SLEEP = "rl.sleep"
+RL_WAKE = "rl.wake"
 RL_EVALUATE = "rl.evaluate"
 RL_CHECKPOINT = "rl.checkpoint"
 
@@ -35,6 +37,8 @@ GENERATOR_CHAT = "generator.chat"
 GENERATOR_STAGE = "generator.stage"
 GENERATOR_COMMIT = "generator.commit"
 GENERATOR_JOIN = "generator.join"
+GENERATOR_SLEEP = "generator.sleep"
+GENERATOR_WAKE = "generator.wake"
 
 # Reward workers.
 REWARD_SCORE = "reward.score"

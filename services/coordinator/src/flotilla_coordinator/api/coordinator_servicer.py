@@ -168,7 +168,8 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     def _service(self, registration: Registration) -> pb.Service:
         run_id = self._fleet.holder(registration)
         version = self._runs.version_on(run_id, registration.instance_id)
-        service = pb.Service(registration=registration, run_id=run_id)
+        asleep = self._runs.sleeps(run_id, registration.instance_id)
+        service = pb.Service(registration=registration, run_id=run_id, asleep=asleep)
         if (status := self._fleet.describe(registration)) is not None:
             service.work_state = WORK_STATES[status.state]
             service.work_state_reason = status.why

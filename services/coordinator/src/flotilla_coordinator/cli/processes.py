@@ -68,6 +68,7 @@ def process_json(process: ProcessStatus, service: Service | None = None) -> dict
         "log": process.log_path or None,
         "error": process.error or None,
         "policy_version": _version(service),
+        "asleep": service is not None and service.asleep,
         "run_id": service.run_id or None if service is not None else None,
     }
 
@@ -79,7 +80,7 @@ def process_row(process: ProcessStatus, service: Service | None = None) -> tuple
     return (
         process.name,
         kind_of(process),
-        state_of(process),
+        "asleep" if service is not None and service.asleep else state_of(process),
         str(process.pid or ""),
         process.address,
         str(process.restarts),

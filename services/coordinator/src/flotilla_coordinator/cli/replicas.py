@@ -16,6 +16,7 @@ app = typer.Typer(help="List replicas, and take one out of service.", no_args_is
 weights_app = typer.Typer(help="Weights of active runs.", no_args_is_help=True)
 
 COLUMNS = ("NAME", "KIND", "WORK", "VERSION", "OWES TOKENS", "RUN", "WHY")
+ASLEEP = "asleep during the update"
 GIGA = 1e9
 
 
@@ -70,8 +71,9 @@ def replica_json(service: Service) -> dict[str, Any]:
         "kind": kind_name(service.registration.kind),
         "instance_id": service.registration.instance_id,
         "work": WorkState.Name(service.work_state).removeprefix("WORK_STATE_").lower(),
-        "why": service.work_state_reason,
+        "why": service.work_state_reason or (ASLEEP if service.asleep else ""),
         "policy_version": version_text(service.live_version) if service.HasField("live_version") else None,
+        "asleep": service.asleep,
         "outstanding_tokens": service.outstanding_tokens,
         "run_id": service.run_id or None,
     }

@@ -166,6 +166,31 @@ def overlap_warnings(data: PromptFile, held_out: PromptFile, name: str = "") -> 
     ]
 
 
+def turn_errors(config: RunConfig, stack: StackConfig) -> list[str]:
+    """Refuse a run that needs generators during updates, on a stack where they sleep meanwhile."""
+    if not stack.generator.sleep_while_training:
+        return []
+    rollout, errors = config.rollout, []
+    key = "generator.sleep_while_training is true in the stack"
+    if isinstance(config.algorithm, PolicyConfig) and rollout.max_staleness > 0:
+        errors.append(
+            f"rollout.max_staleness = {rollout.max_staleness} samples during updates, but {key}, so generators have no "
+            "memory for that: set rollout.max_staleness to 0, or start the stack without the key"
+        )
+    if config.loop == "client":
+        errors.append(
+            f"with loop: client nobody knows beforehand when samples are needed, but {key}: start the stack without it"
+        )
+    if config.evaluation is not None and config.evaluation.pinned:
+        errors.append(f"evaluation.pinned decodes during updates, but {key}: leave evaluation.pinned out")
+    if rollout.generators is not None and rollout.generators < stack.generator.replicas:
+        errors.append(
+            f"rollout.generators = {rollout.generators} leaves some of {stack.generator.replicas} generators awake "
+            f"during updates, but {key}: leave rollout.generators out"
+        )
+    return errors
+
+
 def fleet_warnings(config: RunConfig, stack: StackConfig) -> list[str]:
     """Warn of services that the stack does not start by itself."""
     warnings = []

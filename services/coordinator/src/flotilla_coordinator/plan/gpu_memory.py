@@ -7,12 +7,17 @@ that both ends keep for weights on their way come first. Of what remains, the KV
 generator can fill, at most half. Whether the activations of a run fit into the other half is known when the run is
 planned. Where all weights cannot learn, the rank's part is that of frozen weights. An estimate is refused where twice
 the memory would not suffice, and else warned of.
+
+With `generator.sleep_while_training` the KV cache and the activations are never there at the same time, so they do not
+add up: each may have all that remains, the KV cache without what a rank computes for live checks. Where all weights
+cannot learn it has half of it, as ever, because nobody knows yet what the rank will keep. A run is refused whose rank
+keeps more between updates than the KV cache leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flotilla_coordinator.plan.lines import shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -31,11 +36,14 @@ from flotilla_core.gpu_shares import (
 from flotilla_launch.gpus import gpu_bytes
 
 GIB = 1 << 30
+SLEEP = "generator.sleep_while_training"
 CPU_KV_CACHE_GIB = 1.0
 STEP_TOKENS = 16_384
 """Tokens of one step of the engine, whose activations exist at one time."""
 SAMPLED_COPIES = 3
 """Logits of the samples that decode, as computed, and as processed and sorted."""
+CHECK_BYTES = 2 << 30
+"""What a rank computes while its generator is awake: forward passes over the samples of a live check."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,8 @@ class SharedGpu:
     """The KV cache of one sample as long as the generator allows."""
     aside: int
     """What neither of them counts on, with the buckets of a weight sync at both ends and between them."""
+    in_turns: SharedGpu | None = field(default=None, compare=False)
+    """The same GPU where the rank has the memory of the KV cache during updates; None if this is that one."""
 
     @classmethod
     def of(cls, model: ModelFacts, stack: StackConfig, total: int) -> SharedGpu:
@@ -64,28 +74,63 @@ class SharedGpu:
         longest = longest_sample_bytes(model, generator)
         between = SAME_GPU_BUCKETS * SAME_GPU_BUCKET_BYTES
         aside = set_aside(total, 2 * sync_bytes(model, stack) + between)
-        room = total - aside - engine
-        left = room - (resident if resident + longest <= room else frozen)
+        turns = generator.sleep_while_training
+        room, at_rest = total - aside - engine, resident + (CHECK_BYTES if turns else 0)
+        learns = at_rest + longest <= room
+        left = max(room - (at_rest if learns else frozen), 0)
         wanted = generator.max_running_samples * longest
-        kv_cache = min(wanted, max(left, 0) // 2)
+        kv_cache = min(wanted, left if turns and learns else left // 2)
         if generator.kv_cache_gib is not None:
             kv_cache = int(generator.kv_cache_gib * GIB)
-        return cls(total, resident, frozen, engine, kv_cache, longest, aside)
+        in_turns = None if turns else cls.of(model, _in_turns(stack), total)
+        return cls(total, resident, frozen, engine, kv_cache, longest, aside, in_turns)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether the rank has the memory of the KV cache during updates."""
+        return self.in_turns is None
 
     @property
     def rank_room(self) -> int:
-        """Return the bytes that the trainer rank may use."""
-        return self.total - self.aside - self.generator - self.kv_cache
+        """Return the bytes that the trainer rank may use during an update."""
+        return self.room_in_turn if self.takes_turns else self.room_beside
+
+    @property
+    def room_beside(self) -> int:
+        """Return the bytes that the rank may have while the generator decodes."""
+        return self.room_in_turn - self.kv_cache
+
+    @property
+    def room_in_turn(self) -> int:
+        """Return the bytes that the rank may have while the KV cache has none."""
+        return self.total - self.aside - self.generator
 
     @property
     def learns(self) -> bool:
         """Return whether both fit while all weights learn."""
-        return self.resident <= self.rank_room and self.least_kv_cache <= self.kv_cache
+        return self.resident <= self.room_beside and self.least_kv_cache <= self.kv_cache
+
+    @property
+    def division(self) -> str:
+        """Say who has the KV cache's memory during an update."""
+        cache = f"whose KV cache of {shown_bytes(self.kv_cache)}"
+        return f"{cache} sleeps meanwhile" if self.takes_turns else f"{cache} stays"
+
+    @property
+    def fits(self) -> bool:
+        """Return whether both fit, if need be with frozen weights."""
+        return self.frozen <= self.room_beside and self.least_kv_cache <= self.kv_cache
 
     def require(self) -> None:
         """Refuse a GPU that is too small for both, even if the weights are frozen."""
-        if self.frozen <= self.rank_room and self.least_kv_cache <= self.kv_cache:
+        if self.fits:
             return
+        turns, other = "", self.in_turns
+        if other is not None and other.fits:
+            turns = (
+                f"set {SLEEP} to true for runs with max_staleness: 0, with which the KV cache has "
+                f"{shown_bytes(other.kv_cache)} and the rank {shown_bytes(other.rank_room)} in turns, "
+            )
         raise FailedPrecondition(
             f"a trainer rank and a generator do not fit on one GPU of {shown_bytes(self.total)}",
             where="placement: colocated",
@@ -93,9 +138,9 @@ class SharedGpu:
             f"{shown_bytes(self.generator)} of weights, live and staged, and working memory; what remains for the KV "
             f"cache is {shown_bytes(max(self.kv_cache, 0))}, and one sample of generator.max_model_tokens takes "
             f"{shown_bytes(self.least_kv_cache)}",
-            next_step="raise trainer.nproc, which spreads the rank's part over more GPUs, set trainer.cpu_offload, "
-            "set placement to separate, or lower generator.max_model_tokens, generator.max_running_samples or "
-            "generator.kv_cache_gib",
+            next_step=f"{turns}raise trainer.nproc, which spreads the rank's part over more GPUs, set "
+            "trainer.cpu_offload, set placement to separate, or lower generator.max_model_tokens, "
+            "generator.max_running_samples or generator.kv_cache_gib",
         )
 
     def applied(self, stack: StackConfig) -> StackConfig:
@@ -105,6 +150,11 @@ class SharedGpu:
         memory = {"kv_cache_gib": self.kv_cache / GIB, "memory_fraction": min(1.0, share)}
         generator = stack.generator.model_copy(update=memory)
         return stack.model_copy(update={"generator": generator, "placement": "colocated"})
+
+
+def _in_turns(stack: StackConfig) -> StackConfig:
+    generator = stack.generator.model_copy(update={"sleep_while_training": True})
+    return stack.model_copy(update={"generator": generator})
 
 
 def token_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
@@ -168,10 +218,12 @@ def gpu_problems(
     gpu: int,
     *,
     state_bytes: int = 0,
+    kept_bytes: int = 0,
 ) -> tuple[list[str], list[str]]:
     """Return the errors of what cannot fit on a GPU of so many bytes, and the warnings of what may not, or is slow.
 
-    Of a rank's bytes, those of its state no batch can lower.
+    A rank takes `rank_bytes` at its peak. No batch can lower the `state_bytes` of them, and `kept_bytes` stay between
+    updates.
     """
     errors: list[str] = []
     warnings: list[str] = []
@@ -183,8 +235,21 @@ def gpu_problems(
     )
     if stack.placement == "colocated":
         shared = SharedGpu.of(model, stack, gpu)
-        beside = " beside the generator"
-        lower += f", or lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
+        beside = f" beside the generator, {shared.division}"
+        if not shared.takes_turns:
+            lower += f", or lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
+            if config.rollout.max_staleness == 0:
+                lower += (
+                    f", or set {SLEEP} in stack.yaml, with which it has {shown_bytes(shared.room_in_turn)}"
+                )
+        if shared.takes_turns and kept_bytes + CHECK_BYTES > shared.room_beside:
+            certain = kept_bytes > ESTIMATE_MAY_BE_WRONG_BY * shared.room_beside
+            (errors if certain else warnings).append(
+                f"a trainer rank keeps about {shown_bytes(kept_bytes)} between updates, while the generator has its KV "
+                f"cache of {shown_bytes(shared.kv_cache)}, and a GPU of {shown_bytes(gpu)} has "
+                f"{shown_bytes(max(shared.room_beside, 0))} for it: lower generator.kv_cache_gib, or set "
+                "optimizer.offload, or raise trainer.nproc"
+            )
     if state_bytes > room and not offloads(trainer):
         beside += f", less than the {shown_bytes(state_bytes)} of its weights, gradients and moments"
         lower = "set trainer.cpu_offload in the stack file, use lora"

@@ -186,7 +186,7 @@ def _require_room(stack: StackConfig, model: ModelFacts, total: int) -> None:
 
 def _warnings(stack: StackConfig, model: ModelFacts, total: int) -> Iterator[str]:
     """Warn of ranks on which no run fits in which all weights learn."""
-    room = SharedGpu.of(model, stack, total).rank_room if stack.placement == "colocated" else total
+    room = SharedGpu.of(model, stack, total).room_beside if stack.placement == "colocated" else total
     need = resident_bytes(model, stack.trainer)
     if need > room and stack.trainer.replicas and stack.trainer.backend != "gloo":
         yield (
@@ -205,7 +205,8 @@ def _memory(slot: Slot, stack: StackConfig, model: ModelFacts, total: int) -> st
     """Say what a process keeps on its GPU; nothing of a gang with a model of its own, which is not read for this."""
     if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
         cache = kv_cache_bytes(model, stack, total)
-        return f" ({shown_bytes(generator_bytes(model, stack.generator))}, KV cache {shown_bytes(cache)})"
+        asleep = ", the rank's during updates" if stack.generator.sleep_while_training else ""
+        return f" ({shown_bytes(generator_bytes(model, stack.generator))}, KV cache {shown_bytes(cache)}{asleep})"
     role = role_of_process(slot.name)
     if slot.kind != ServiceKind.SERVICE_KIND_TRAINER or model_of(stack, role) != stack.model:
         return ""

@@ -63,6 +63,11 @@ class TrainerMemory:
         """Return the bytes that no batch changes: masters, gradients and moments."""
         return self.masters + self.gradients + self.moments
 
+    @property
+    def kept(self) -> int:
+        """Return what is there between updates as well."""
+        return self.masters + self.moments + self.reference
+
     @classmethod
     def of(
         cls,

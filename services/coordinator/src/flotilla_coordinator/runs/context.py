@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
+from flotilla_coordinator.fleet.run_fleet import Turns
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.records.directory import RunDirectory
@@ -98,6 +99,8 @@ class RunContext:
     autoscaler: Autoscaler | None = None
     pinned: PinnedEvaluation | None = None
     """The evaluation on a pinned generator, where the run has one."""
+    turns: Turns | None = None
+    """Where generators leave memory to the trainer during updates."""
     begun: bool = False
     """True once the run has reached its start point."""
     owes_evaluation: bool = False
@@ -154,6 +157,21 @@ class RunContext:
             key, took_s = f"time/{name.replace(' ', '_')}_s", time.monotonic() - started
             self.metrics[key] = self.metrics.get(key, 0.0) + took_s
             self.status.remaining.took(name, took_s)
+
+    @asynccontextmanager
+    async def generators_asleep(self) -> AsyncIterator[None]:
+        """Have the generators sleep inside the block, where the stack says so.
+
+        Where the block fails, they wake when they join a weight group again.
+        """
+        if self.turns is None:
+            yield
+            return
+        with self.phase("sleep"):
+            await self.turns.to_trainer()
+        yield
+        with self.phase("wake"):
+            await self.turns.to_generators()
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

@@ -275,6 +275,13 @@ class Runs:
                 return session.version
         return active.context.sync.serving.live_version(instance_id)
 
+    def sleeps(self, run_id: str, instance_id: str) -> bool:
+        """Return whether an active run has put this generator to sleep."""
+        active = self._active.get(run_id)
+        if active is None or active.context is None or active.context.turns is None:
+            return False
+        return active.context.turns.sleeps(instance_id)
+
     def active(self, run_id: str) -> RunHandle | None:
         """Return the handles of an active run."""
         return self._active.get(run_id)

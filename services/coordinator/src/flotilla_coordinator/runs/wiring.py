@@ -19,7 +19,7 @@ from flotilla_coordinator.evaluation.evaluate import Evaluator, PairEvaluator, h
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.fleet.launcher import LauncherLink
-from flotilla_coordinator.fleet.run_fleet import RunFleet
+from flotilla_coordinator.fleet.run_fleet import RunFleet, Turns
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.plan import batching_of_run
 from flotilla_coordinator.records.directory import RunDirectory
@@ -37,7 +37,7 @@ from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import SessionFactory
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.canary import Canary, LiveCheck
-from flotilla_coordinator.weights.members import Candidates
+from flotilla_coordinator.weights.members import Candidates, GeneratorReplica
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
@@ -65,6 +65,7 @@ class RunWiring:
         self._status = status
         self._wait_limit_s = host.stack.ready_timeout_s
         self._pinned: PinnedEvaluation | None = None
+        self._turns: Turns | None = None
         self._metrics: dict[str, float] = {}
         self._canary_figures: dict[str, float] = {}
 
@@ -109,6 +110,7 @@ class RunWiring:
             sync=sync,
             evaluator=evaluator,
             pinned=self._pinned,
+            turns=self._turns,
             checkpoints=RunCheckpoints(
                 self._run_id,
                 config.checkpoint,
@@ -188,6 +190,13 @@ class RunWiring:
         )
         self._fleet.users.append(sync)
         self._fleet.weight_mover = sync
+        if stack.generator.sleep_while_training:
+
+            def let_go(replica: GeneratorReplica, error: FlotillaError) -> None:
+                sync.let_go(replica.instance_id)
+                candidates.evict(replica, error)
+
+            self._turns = Turns(self._run_id, self._fleet.generators.replicas, let_go, self._warn)
         return sync
 
     def _autoscaler(self) -> Autoscaler | None:

@@ -116,6 +116,8 @@ class EngineInfo:
     """Whether samples can end at a text."""
     required_tensors: dict[str, tuple[int, ...]] | None = None
     """Names and shapes that a sync must bring, from the checkpoint it was booted with; None takes any manifest."""
+    can_sleep: bool = True
+    """Whether the memory of the KV cache can be given back, where the device has any."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -224,3 +226,14 @@ class Engine(ABC):
     @abstractmethod
     async def drop(self) -> bool:
         """Forget staged tensors and leave the group; return whether the live weights are no version any more."""
+
+    @abstractmethod
+    async def sleep(self) -> int:
+        """Forget all KV, give its GPU memory back, and return the bytes; the weights stay where they are.
+
+        Nothing is asked of the engine before `wake`, which also repairs what an error here left half done.
+        """
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Take the memory again and decode; Exhausted says that others have it, and that this can be repeated."""

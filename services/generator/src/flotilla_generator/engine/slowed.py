@@ -121,3 +121,9 @@ class SlowedEngine(Engine):
 
     async def drop(self) -> bool:
         return await self._engine.drop()
+
+    async def sleep(self) -> int:
+        return await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()

@@ -14,7 +14,7 @@ from pathlib import Path
 from flotilla_core.config import StackConfig
 from flotilla_core.config.stack import BindConfig, HostRanks
 from flotilla_core.gangs import gang_of
-from flotilla_core.roles import role_of_process
+from flotilla_core.roles import POLICY, role_of_process
 from flotilla_core.rpc.auth import dialable
 from flotilla_core.rpc.interface import interface_address
 
@@ -51,6 +51,8 @@ class GangPlan:
     """The hosts of the ranks, that of the front first; none where all ranks are on it."""
     host: str = ""
     """The host that this process runs ranks on; empty on that of the front."""
+    returns_memory: bool = False
+    """Whether ranks leave memory that they do not use to generators on their GPUs, which sleep during updates."""
 
     @classmethod
     def of_stack(
@@ -88,6 +90,7 @@ class GangPlan:
             bind=stack.bind,
             hosts=trainer.hosts,
             host=host,
+            returns_memory=role == POLICY and stack.generator.sleep_while_training,
         )
 
     @property

@@ -315,6 +315,7 @@ class Gang:
                     otlp=told.otlp,
                     token_file=told.token_file,
                     tls=None if told.tls is None else told.tls.model_dump(mode="json"),
+                    returns_memory=plan.returns_memory,
                 )
                 for place, rank in enumerate(host.ranks)
             ]

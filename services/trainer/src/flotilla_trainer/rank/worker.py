@@ -102,13 +102,21 @@ class RankWorker:
             self._link.progress(command.kind)
             caller = context.attach(telemetry.from_carrier(command.fields.pop("carrier")))
             try:
-                fields, arrays = self._commands[command.kind](command)
+                fields, arrays = self._done(command)
             except FlotillaError as error:
                 self._link.refuse(command, error)
             else:
                 self._link.answer(command, fields, arrays)
             finally:
                 context.detach(caller)
+
+    def _done(self, command: Frame) -> Answer:
+        """Run a command; before its answer, a generator that wakes by it has the memory that torch would keep."""
+        try:
+            return self._commands[command.kind](command)
+        finally:
+            if self._setup.returns_memory and self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _load(self, command: Frame) -> Answer:
         folder = Path(command.fields["model"])

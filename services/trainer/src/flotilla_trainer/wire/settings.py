@@ -53,6 +53,8 @@ class RankSetup:
     """The file of the stack's secret, which signs the spans of the rank."""
     tls: dict[str, Any] | None
     """The section `bind.tls`, by which the spans are sent."""
+    returns_memory: bool = False
+    """Whether memory of the GPU that no tensor uses is for a generator there, whenever no command runs."""
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> RankSetup:

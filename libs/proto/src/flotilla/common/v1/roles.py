@@ -65,6 +65,8 @@ ROLES = {
     "/flotilla.generator.v1.GeneratorService/CommitWeights": "run",
     "/flotilla.generator.v1.GeneratorService/VerifyWeights": "run",
     "/flotilla.generator.v1.GeneratorService/AbortWeights": "run",
+    "/flotilla.generator.v1.GeneratorService/Sleep": "run",
+    "/flotilla.generator.v1.GeneratorService/Wake": "run",
     "/flotilla.reward.v1.RewardService/ListRewards": "read",
     "/flotilla.reward.v1.RewardService/Score": "run",
     "/flotilla.common.v1.FileService/GetManifest": "run",

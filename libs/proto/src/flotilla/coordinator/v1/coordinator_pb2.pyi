@@ -668,6 +668,7 @@ class Service(_message.Message):
     LAST_SEEN_FIELD_NUMBER: _builtins.int
     WORK_STATE_FIELD_NUMBER: _builtins.int
     WORK_STATE_REASON_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that leases it."""
     outstanding_tokens: _builtins.int
@@ -675,6 +676,8 @@ class Service(_message.Message):
     """Of generators and reward replicas."""
     work_state_reason: _builtins.str
     """Why it gets no work; empty where it may."""
+    asleep: _builtins.bool
+    """A generator that left the memory of its KV cache to the trainer; its run wakes it after the update."""
     @_builtins.property
     def registration(self) -> _registration_pb2.Registration: ...
     @_builtins.property
@@ -691,10 +694,11 @@ class Service(_message.Message):
         last_seen: _timestamp_pb2.Timestamp | None = ...,
         work_state: Global___WorkState.ValueType = ...,
         work_state_reason: _builtins.str = ...,
+        asleep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "live_version", b"live_version", "registration", b"registration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_seen", b"last_seen", "live_version", b"live_version", "outstanding_tokens", b"outstanding_tokens", "registration", b"registration", "run_id", b"run_id", "work_state", b"work_state", "work_state_reason", b"work_state_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "last_seen", b"last_seen", "live_version", b"live_version", "outstanding_tokens", b"outstanding_tokens", "registration", b"registration", "run_id", b"run_id", "work_state", b"work_state", "work_state_reason", b"work_state_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

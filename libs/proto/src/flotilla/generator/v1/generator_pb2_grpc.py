@@ -70,6 +70,16 @@ class GeneratorServiceStub:
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsRequest.SerializeToString,
                 response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/flotilla.generator.v1.GeneratorService/Sleep',
+                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepRequest.SerializeToString,
+                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/flotilla.generator.v1.GeneratorService/Wake',
+                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeRequest.SerializeToString,
+                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class GeneratorServiceServicer:
@@ -129,6 +139,22 @@ class GeneratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Give the GPU memory of the KV cache back, for a trainer that shares the GPU; the weights stay. It takes no new
+        work from then on and waits for the samples that it has, within the deadline of the call. While it sleeps,
+        Generate is UNAVAILABLE, and weights are neither staged nor committed. A repeated call changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Take that memory again, and decode. JoinWeightGroup does the same first, so whoever brings weights finds it awake.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GeneratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -166,6 +192,16 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.AbortWeights,
                     request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsRequest.FromString,
                     response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepRequest.FromString,
+                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeRequest.FromString,
+                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -358,6 +394,60 @@ class GeneratorService:
             '/flotilla.generator.v1.GeneratorService/AbortWeights',
             flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsRequest.SerializeToString,
             flotilla_dot_generator_dot_v1_dot_generator__pb2.AbortWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.generator.v1.GeneratorService/Sleep',
+            flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepRequest.SerializeToString,
+            flotilla_dot_generator_dot_v1_dot_generator__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/flotilla.generator.v1.GeneratorService/Wake',
+            flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeRequest.SerializeToString,
+            flotilla_dot_generator_dot_v1_dot_generator__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -156,6 +156,12 @@ class SimEngine(Engine):
             await asyncio.to_thread(receiver.abort)
         return False
 
+    async def sleep(self) -> int:
+        return 0
+
+    async def wake(self) -> None:
+        pass
+
     @asynccontextmanager
     async def _standing_still(self, kv_policy: KvPolicy) -> AsyncIterator[None]:
         """Let no sample end inside the block; before it, wait for the end of those that must not see the commit."""

@@ -69,6 +69,7 @@ KEYS_OF_OPTIONS = {
     "gpu_memory_utilization": "generator.memory_fraction",
     "kv_cache_memory_bytes": "generator.kv_cache_gib",
     "enforce_eager": "generator.enforce_eager",
+    "enable_sleep_mode": "generator.sleep_while_training",
     "quantization": "generator.quantization",
     "quantization_config": "generator.quantization",
 }
@@ -148,6 +149,9 @@ def engine_arguments(
         if config.kv_cache_gib is not None:
             # vLLM then measures nothing, which a neighbour on the same GPU would disturb.
             arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
+        if config.sleep_while_training:
+            # By an allocator whose memory can be unmapped, under addresses that stay.
+            arguments["enable_sleep_mode"] = True
         arguments["max_num_batched_tokens"] = GPU_BATCHED_TOKENS
         if not eager:
             sizes = graph_sizes(config.max_running_samples)

@@ -90,6 +90,7 @@ class VllmEngine(Engine):
             reads_text=(self._checkpoint.folder / TOKENIZER_FILE).exists(),
             required_tensors=self._checkpoint.tensors,
             versions=versions,
+            can_sleep=self._config.sleep_while_training or not self._gpus,
         )
         if self._gpus:
             await self.workers.require("flotilla_use_kernels")
@@ -155,6 +156,12 @@ class VllmEngine(Engine):
     async def drop(self) -> bool:
         await self.workers.drop()
         return await self.commits.give_up()
+
+    async def sleep(self) -> int:
+        return await self.commits.sleep()
+
+    async def wake(self) -> None:
+        await self.commits.wake()
 
     def _boot(self) -> tuple[Any, dict[str, str]]:
         prepare_environment(self._config, self._cache)

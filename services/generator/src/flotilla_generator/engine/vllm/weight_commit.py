@@ -129,6 +129,17 @@ class Commits:
             )
         return found
 
+    async def sleep(self) -> int:
+        """Pause, forget all KV, and have the workers give its memory back; return the bytes."""
+        await self._stand_still(KvPolicy.RECOMPUTE)
+        return sum(answer["freed"] for answer in await self._workers.require("flotilla_sleep"))
+
+    async def wake(self) -> None:
+        """Have the workers take the memory of the KV cache again, and resume unless the weights are broken."""
+        await self._workers.require("flotilla_wake")
+        if not self._broken:
+            await self._llm().resume_generation()
+
     async def tag(self, version: Version | None) -> None:
         """Record which version the weights are from now on, where one is known."""
         self._decoding.switch(version)

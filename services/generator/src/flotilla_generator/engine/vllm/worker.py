@@ -22,6 +22,7 @@ import torch
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import Exhausted, FlotillaError, Internal
 from flotilla_generator.engine.vllm.end_notices import Answer, tell
+from flotilla_generator.engine.vllm.kv_memory import KvMemory
 from flotilla_generator.engine.vllm.live_weights import Following, LiveModel, Loaded
 from flotilla_generator.engine.vllm.parent_watch import end_with_the_service
 from flotilla_weights.group import Receiver
@@ -54,6 +55,7 @@ class WorkerWeights:
         self._inbox: Inbox | None = None
         self._next: Following | None = None
         self._checked: Answer = {}
+        self.kv_memory = KvMemory(worker)
 
     def join(self, ticket: bytes, group: bytes, rank_offset: int, manifest: bytes) -> None:
         """Start to enter a group, in place of any other one; its end is told to who gave the `ticket`."""
@@ -201,6 +203,14 @@ class WeightWorker:
     def flotilla_drop(self, why: str) -> Answer:
         """Forget staged tensors and leave the group."""
         return self._flotilla_guarded(lambda weights: weights.drop(why))
+
+    def flotilla_sleep(self) -> Answer:
+        """Give the memory of the KV cache back; the engine is paused."""
+        return self._flotilla_guarded(lambda weights: {"freed": weights.kv_memory.give_back()})
+
+    def flotilla_wake(self) -> Answer:
+        """Take the memory of the KV cache again."""
+        return self._flotilla_guarded(lambda weights: weights.kv_memory.take_again())
 
     def flotilla_use_kernels(self) -> Answer:
         """Take log-probabilities from a kernel of ours, where vLLM's are slow; only on GPUs."""

@@ -1,0 +1,94 @@
+"""Generators that sleep during updates: every step has its turns, and nobody is left asleep."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla_coordinator.ledger.checker import check
+from flotilla_testing.coordinator_faults import endless_run, is_new, signal_inside
+from flotilla_testing.runs import small_run
+from flotilla_testing.stack import Stack, accepting_trainer, running_stack, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+WAIT_S = 120.0
+UPDATE_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def turns(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two simulated engines that sleep while a trainer accepts."""
+    directory = tmp_path_factory.mktemp("turns")
+    generator = {
+        "engine": "sim",
+        "replicas": 2,
+        "sleep_while_training": True,
+        "sim": {"seconds_per_token": 0.02},
+    }
+    description: dict[str, Any] = {
+        "name": "turns",
+        "model": str(arithmetic / "model"),
+        "placement": "colocated",
+        "generator": generator,
+        "trainer": {"replicas": 0},
+        "restart_budget": 1000,
+    }
+    with (
+        running_stack(description, directory) as stack,
+        accepting_trainer("trainer", stack.file, directory, UPDATE_S),
+    ):
+        yield stack
+
+
+def asleep(stack: Stack) -> int:
+    """Count the generators that sleep."""
+    with stack.client() as client:
+        return sum(service.asleep for service in client.list_services())
+
+
+def assert_nothing_is_lost(stack: Stack, run: dict[str, Any]) -> None:
+    verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
+    assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+
+
+def test_every_step_has_its_turns_and_the_samples_are_all_there(
+    turns: Stack, arithmetic: Path, tmp_path: Path
+) -> None:
+    run = turns.run(small_run(arithmetic, tmp_path / "run.yaml"))
+    assert run["state"] == "succeeded", run["reason"]
+    steps = turns.metrics(run)
+    assert len(steps) == 3
+    for step in steps:
+        assert 0 < step["time/sleep_s"] + step["time/wake_s"] < step["time/train_s"]
+    assert not asleep(turns)
+    assert_nothing_is_lost(turns, run)
+
+
+async def test_a_coordinator_that_dies_while_they_sleep_leaves_them_to_its_successor_and_the_next_run(
+    turns: Stack, arithmetic: Path, tmp_path: Path
+) -> None:
+    run = turns.ok("run", "start", str(endless_run(arithmetic, tmp_path, 0)))
+    wait_until("generators that sleep", lambda: asleep(turns) == 2, WAIT_S)
+    pid, done = turns.process("coordinator").pid, len(turns.metrics(run))
+    await signal_inside(turns, run["run_id"], "train", signal.SIGKILL)
+    wait_until("a new coordinator", lambda: is_new(turns, pid), WAIT_S)
+    wait_until("two further steps", lambda: len(turns.metrics(run)) >= done + 2, WAIT_S)
+    turns.ok("run", "stop", run["run_id"])
+    wait_until("the end of the run", lambda: turns.state(run) == "stopped", WAIT_S)
+    assert_nothing_is_lost(turns, run)
+    following = turns.run(small_run(arithmetic, tmp_path / "small.yaml"))
+    assert following["state"] == "succeeded", following["reason"]
+
+
+def test_a_run_that_would_decode_during_updates_is_refused_by_the_key(
+    turns: Stack, arithmetic: Path, tmp_path: Path
+) -> None:
+    file = small_run(arithmetic, tmp_path / "run.yaml")
+    outcome = turns.flotilla("run", "start", str(file), "rollout.max_staleness=1")
+    assert outcome.code != 0
+    assert "rollout.max_staleness = 1" in outcome.err and "generator.sleep_while_training" in outcome.err
