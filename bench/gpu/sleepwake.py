@@ -48,6 +48,7 @@ from flotilla_generator.sleep import Sleep
 PROMPTS, PROMPT_TOKENS, TOKENS = 8, 192, 96
 LONGEST = 4096
 GIB = 1 << 30
+BUCKET_BYTES = GIB // 4
 SHARE_TAKEN = 0.9
 STOP_S = 20.0
 TOLERATED = 256 << 20
@@ -269,7 +270,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     spawning = multiprocessing.get_context("spawn")
     wire, theirs = spawning.Pipe()
-    sender = spawning.Process(target=send, args=(theirs, asked.shape, "cuda:0"), daemon=True)
+    sender = spawning.Process(target=send, args=(theirs, asked.shape, "cuda:0", BUCKET_BYTES), daemon=True)
     sender.start()
 
     async def within_the_limit(folder: Path) -> list[dict[str, Any]]:

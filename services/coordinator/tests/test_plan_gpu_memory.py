@@ -170,10 +170,10 @@ def test_a_rank_that_keeps_more_between_updates_than_the_cache_leaves_is_refused
     shared = SharedGpu.of(model, stack, H200)
     need = TrainerMemory.of(model, config, stack.trainer, 1024)
     assert need.kept < shared.resident < need.total
-    assert gpu_memory.gpu_problems(config, stack, model, need.total, H200, need.kept) == ([], [])
-    _, (warning,) = gpu_memory.gpu_problems(config, stack, model, need.total, H200, shared.room_beside)
+    assert gpu_memory.gpu_problems(config, stack, model, need.total, H200, kept_bytes=need.kept) == ([], [])
+    _, (warning,) = gpu_memory.gpu_problems(config, stack, model, need.total, H200, kept_bytes=shared.room_beside)
     assert "between updates" in warning and "lower generator.kv_cache_gib" in warning
-    (error,), _ = gpu_memory.gpu_problems(config, stack, model, need.total, H200, 3 * shared.room_beside)
+    (error,), _ = gpu_memory.gpu_problems(config, stack, model, need.total, H200, kept_bytes=3 * shared.room_beside)
     assert error.partition(":")[0] == warning.partition(":")[0].replace(
         gpu_memory.shown_bytes(shared.room_beside), gpu_memory.shown_bytes(3 * shared.room_beside), 1
     )
