@@ -341,3 +341,18 @@ def test_what_rests_on_the_host_is_shown_and_refused_where_the_host_has_less(
     assert not list(size_limits.host_errors(kept, host.total))
     (error,) = size_limits.host_errors(kept, host.total - 1)
     assert "(trainer 10 GiB)" in error and "set trainer.cpu_offload to false, use lora, or spread" in error
+
+
+def test_a_micro_batch_leaves_room_for_whole_weights_that_would_come_from_the_host() -> None:
+    config = run_of(batching={})
+    stack = stack_of(placement="separate", trainer={"dtype": "bfloat16", "cpu_offload": True})
+
+    def left(model: ModelFacts) -> int:
+        """Return what the chosen micro-batch leaves of the GPU."""
+        tried = config.model_copy(update={"batching": chosen_batching(config, stack, model, 4096, H100)})
+        need = TrainerMemory.of(model, tried, stack.trainer, 4096, compiled=True)
+        return gpu_memory.rank_room(model, stack, H100) - need.total
+
+    for sizes in (QWEN3_600M, QWEN3_8B):
+        assert 0.9 * left(facts(**sizes)) > sizes["parameters"] * (2 + 4)
+    assert 0 < left(facts(**QWEN_72B)) < 72e9 * (2 + 4), "the most that fits at all"
