@@ -11,7 +11,7 @@ moves all weights and gradients. Each prints its peak memory on the GPU and on t
 It fails where a loss, a gradient norm, or the weights after all updates differ by more than the bars below. It fails,
 too, where the model on the host, given the weights of the other one, would publish other digests.
 
-`--shape 8b` trains on the host only: its state takes 122 GiB, of which a GPU has 80. The host needs about 145 GiB,
+`--shape 8b` trains on the host only: its state takes 122 GiB, of which a GPU has 80. The host needs about 150 GiB,
 because torch pins blocks of powers of two; `--layers 24` (5.9 billion parameters, 88 GiB of state) needs 105 GiB.
 Without a GPU all of it runs on a small shape. The bench ends within `--limit-s`, whatever hangs.
 """

@@ -14,12 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from flotilla_coordinator.plan import plan_run
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts
-from flotilla_coordinator.plan.trainer_memory import layer_activations
+from flotilla_coordinator.plan.trainer_memory import KEPT_SHARE, layer_activations
 from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core.config import LoraConfig, RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.front.session_settings import session_settings
+from flotilla_trainer.rank import kept_whole
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel
@@ -153,6 +154,10 @@ def test_estimated_activations_are_those_that_autograd_keeps(
     planned = AdapterFacts.of(facts, LoraConfig(rank=LORA.rank))
     estimate = layer_activations(facts, dtype.itemsize, planned)
     assert 0.95 < estimate / ((kept_with_adapters[1] - kept_with_adapters[0]) / 2 / 64) < 1.2
+
+
+def test_the_plan_leaves_the_room_in_which_ranks_keep_weights_whole() -> None:
+    assert KEPT_SHARE == kept_whole.SHARE
 
 
 def _kept_bytes(policy: PolicyModel, tokens: int, own: list[torch.Tensor] | None = None) -> int:

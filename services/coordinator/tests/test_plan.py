@@ -563,22 +563,6 @@ def test_ranks_that_the_host_cannot_hold_are_refused(
     assert "batching.tokens_per_microbatch = 10000000" in error
 
 
-def test_what_rests_on_the_host_is_planned_and_refused_where_the_host_has_less(
-    run: dict[str, Any], long_stack: StackConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    away = long_stack.trainer.model_copy(update={"cpu_offload": True})
-    stack = long_stack.model_copy(update={"trainer": away})
-    lines = {line.name: line for line in plan(run, stack, optimizer={"offload": True}).lines}
-    assert "weights and gradients, pinned" in lines["host memory of a trainer rank"].explanation
-    assert "optimizer.offload changes nothing" in lines["host memory of a trainer rank"].explanation
-    assert "host memory of a trainer rank" not in {line.name for line in plan(run, long_stack).lines}
-    monkeypatch.setattr(planning.size_limits, "has_gpus", lambda: True)
-    monkeypatch.setattr(planning.size_limits, "host_memory", lambda: 1000)
-    told = "set trainer.cpu_offload to false, use lora, or spread the ranks over more hosts"
-    assert any("1000 B" in error and told in error for error in plan(run, stack).errors)
-    assert not any(told in error for error in plan(run, long_stack).errors)
-
-
 def test_an_evaluation_that_cannot_fit_is_refused(
     run: dict[str, Any], long_stack: StackConfig, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.plan import gpu_memory, size_limits
+from flotilla_coordinator.plan import data_lines, gpu_memory, size_limits
 from flotilla_coordinator.plan.batching_choice import chosen_batching
 from flotilla_coordinator.plan.gpu_memory import GIB, SharedGpu
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -379,3 +379,39 @@ def test_what_is_not_on_the_gpu_is_on_the_host_in_blocks_of_powers_of_two() -> N
     assert (frozen.total, frozen.moments) == (60 * 128 + 400 * 32 << 20, 0)
     gloo = stack_of(placement="separate", trainer={"backend": "gloo", "cpu_offload": True}).trainer
     assert HostMemory.of(model, config, gloo).total == 0, "a CPU is its own host"
+
+
+def test_what_rests_on_the_host_is_shown_and_refused_where_the_host_has_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, stack = facts(**QWEN3_600M), stack_of(trainer={"dtype": "bfloat16", "cpu_offload": True})
+    config = run_of(optimizer={"offload": True})
+    host = HostMemory.of(model, config, stack.trainer)
+    ((name, value, explanation),) = data_lines.host_lines("trainer", host, offload=True)
+    assert (name, value) == ("host memory of a trainer rank", "10 GiB")
+    assert (
+        "pinned weights and gradients 5.6 GiB, AdamW 4.44 GiB; optimizer.offload changes nothing"
+        in explanation
+    )
+    assert not list(data_lines.host_lines("trainer", HostMemory(0, 0, 0), offload=True))
+    kept = data_lines.kept_on_host(config, stack, host)
+    assert kept == {"trainer": host.total}
+    monkeypatch.setattr(size_limits, "has_gpus", lambda: True)
+    assert not list(size_limits.host_errors(kept, host.total))
+    (error,) = size_limits.host_errors(kept, host.total - 1)
+    assert "(trainer 10 GiB)" in error and "set trainer.cpu_offload to false, use lora, or spread" in error
+
+
+def test_a_micro_batch_leaves_room_for_whole_weights_that_would_come_from_the_host() -> None:
+    config = run_of(batching={})
+    stack = stack_of(placement="separate", trainer={"dtype": "bfloat16", "cpu_offload": True})
+
+    def left(model: ModelFacts) -> int:
+        """Return what the chosen micro-batch leaves of the GPU."""
+        tried = config.model_copy(update={"batching": chosen_batching(config, stack, model, 4096, H100)})
+        need = TrainerMemory.of(model, tried, stack.trainer, 4096, compiled=True)
+        return gpu_memory.rank_room(model, stack, H100) - need.total
+
+    for sizes in (QWEN3_600M, QWEN3_8B):
+        assert 0.9 * left(facts(**sizes)) > sizes["parameters"] * (2 + 4)
+    assert 0 < left(facts(**QWEN_72B)) < 72e9 * (2 + 4), "the most that fits at all"

@@ -2,12 +2,15 @@
 
 Invariants: what a user set is never changed; the first choice that fits the memory of a GPU is taken, larger
 micro-batches before smaller ones, and kept activations before any that are computed again; a choice never changes a
-result. Where the GPU is not known, as with a trainer that was started elsewhere, or on a CPU, the choice is that of the
-trainer itself: small micro-batches, nothing computed again. All gangs of a run have the policy's choice.
+result. With `trainer.cpu_offload` one beside which weights and gradients stay whole through an update comes first: to
+move them in every micro-batch takes longer than to compute activations again. Where the GPU is not known, as with a
+trainer that was started elsewhere, or on a CPU, the choice is that of the trainer itself: small micro-batches, nothing
+computed again. All gangs of a run have the policy's choice.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, Literal
 
 from flotilla_coordinator.data.prompts import PromptFile
@@ -16,7 +19,7 @@ from flotilla_coordinator.plan.checks import longest_sequence
 from flotilla_coordinator.plan.gpu_memory import compiles, gpu_of_this_host, rank_room
 from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.plan.trainer_memory import TrainerMemory
+from flotilla_coordinator.plan.trainer_memory import TrainerMemory, kept_bytes, offloads
 from flotilla_core.config import BatchingConfig, RunConfig, StackConfig
 from flotilla_core.config.training import UNCHOSEN_MICROBATCH_TOKENS
 from flotilla_core.model_folder import model_folder
@@ -62,11 +65,12 @@ def chosen_batching(
         return _settled(config.batching, UNCHOSEN_MICROBATCH_TOKENS, recompute=False)
     room = rank_room(model, stack, gpu)
     chosen = config.batching
-    for tokens, recompute in CHOICES:
+    rooms = [room - kept_bytes(model, config, stack.trainer), room] if offloads(stack.trainer) else [room]
+    for left, (tokens, recompute) in product(rooms, CHOICES):
         chosen = _settled(config.batching, tokens, recompute=recompute)
         tried = config.model_copy(update={"batching": chosen})
         need = TrainerMemory.of(model, tried, stack.trainer, longest, compiled=compiles(stack.trainer, gpu))
-        if need.total <= room:
+        if need.total <= left:
             break
     return chosen
 

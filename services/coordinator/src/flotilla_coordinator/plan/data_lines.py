@@ -207,14 +207,15 @@ def critic_lines(config: RunConfig, stack: StackConfig, longest_sequence: int) -
         f"activations {shown_bytes(need.activations)}; it has no logits",
     )
     host = HostMemory.of_critic(_critic_model(stack), config, critic, stack.critic)
-    yield from host_lines("critic", host, critic.optimizer.offload)
+    yield from host_lines("critic", host, offload=critic.optimizer.offload)
 
 
-def host_lines(section: str, host: HostMemory, offload: bool) -> Iterator[Line]:
+def host_lines(section: str, host: HostMemory, *, offload: bool) -> Iterator[Line]:
     """Describe what a rank of a gang keeps in host memory; nothing where it keeps all on its GPU."""
     if not host.total:
         return
-    parts = f"{section}.cpu_offload: weights and gradients, pinned, {shown_bytes(host.pinned)}"
+    pinned = "weights and gradients" if host.moments else "weights"
+    parts = f"{section}.cpu_offload: pinned {pinned} {shown_bytes(host.pinned)}"
     if host.moments:
         parts += f", AdamW {shown_bytes(host.moments)}"
         parts += "; optimizer.offload changes nothing, because AdamW runs there" if offload else ""

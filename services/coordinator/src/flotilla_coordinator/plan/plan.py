@@ -230,7 +230,7 @@ class _Planner:
             + (f", frozen reference {shown_bytes(need.reference)}" if need.reference else ""),
         )
         host = HostMemory.of(self._model, self._config, trainer)
-        for line in data_lines.host_lines("trainer", host, self._config.optimizer.offload):
+        for line in data_lines.host_lines("trainer", host, offload=self._config.optimizer.offload):
             self._line(*line)
         kept = data_lines.kept_on_host(self._config, self._stack, host)
         self._plan.errors.extend(size_limits.host_errors(kept, self._memory))

@@ -35,6 +35,8 @@ TAUGHT_COPIES = {True: 3, False: 1}
 """Copies for a divergence from a teacher; with a tail, the logits without the teacher's tokens are copied as well."""
 TAUGHT_BYTES = 4 + 8 + 4
 """A token id as it arrives and as an index, and a log-probability."""
+KEPT_SHARE = 0.9
+"""The share of free memory that the ranks use for whole weights and gradients (`kept_whole.py` of the trainer)."""
 VISITING_BYTES = 512 << 20
 """Moments of an offloaded optimizer that are on the device at one time."""
 
@@ -160,6 +162,12 @@ class HostMemory:
         """Return the memory of such a run's critic, which has no reference."""
         own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
         return replace(cls.of(model, own, gang), reference=0)
+
+
+def kept_bytes(model: ModelFacts, config: RunConfig, trainer: TrainerConfig) -> int:
+    """Return the free memory beside a micro-batch in which a rank keeps weights and gradients whole in an update."""
+    gradients = MASTER if config.lora is None else 0
+    return int(model.parameters * (BYTES[trainer.dtype] + gradients) / KEPT_SHARE)
 
 
 def offloads(trainer: TrainerConfig) -> bool:
