@@ -67,6 +67,7 @@ def main() -> int:
     cli.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
     cli.add_argument("--steps", type=int, default=12)
     cli.add_argument("--placement", choices=("separate", "colocated"), help="in place of our choice")
+    cli.add_argument("--sleep", action="store_true", help="colocated; KV caches are the trainer's in updates")
     cli.add_argument("--model", type=Path, help="a model to take instead of the random one of 0.6B")
     cli.add_argument(
         "--work", type=Path, help="the folder `work` of a run before: its model and compile cache"
@@ -75,6 +76,8 @@ def main() -> int:
     asked = cli.parse_args()
     if asked.steps <= WARMING:
         cli.error(f"--steps must be above {WARMING}")
+    if asked.sleep and any(asked.staleness):
+        cli.error("--sleep needs --staleness 0")
     asked.out.mkdir(parents=True, exist_ok=True)
     work: Path = asked.work or asked.out / "work"
     show_gpus(0 if asked.small else asked.gpus)
@@ -82,6 +85,8 @@ def main() -> int:
     description: dict[str, Any] = {"name": "loop", "model": str(model)}
     if asked.placement is not None:
         description["placement"] = asked.placement
+    if asked.sleep:
+        description |= {"placement": "colocated", "generator": {"sleep_while_training": True}}
     bench = Bench(asked.out, work, Work(4, 2, 16) if asked.small else Work(), asked.gpus)
     try:
         started = time.monotonic()

@@ -208,12 +208,13 @@ def _published(model: ShardedModel) -> list[int]:
 
 
 def _differences(right: Outcome, found: Outcome) -> dict[str, float]:
-    """Return the largest relative differences of losses and norms, and of weights to the way that they went."""
+    """Return the largest differences of losses and norms, and that of weights to the way that they went.
+
+    They are relative to the largest of their kind: a loss of these updates comes close to zero.
+    """
     apart: dict[str, float] = {
-        name: max(
-            abs(mine[name] - theirs[name]) / max(abs(theirs[name]), 1e-12)
-            for mine, theirs in zip(found.made, right.made, strict=True)
-        )
+        name: max(abs(mine[name] - theirs[name]) for mine, theirs in zip(found.made, right.made, strict=True))
+        / max(abs(theirs[name]) for theirs in right.made)
         for name in ("loss", "grad_norm")
     }
     pairs = [(found.last[name], last, right.first[name]) for name, last in right.last.items()]

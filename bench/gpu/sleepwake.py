@@ -50,7 +50,9 @@ LONGEST = 4096
 GIB = 1 << 30
 BUCKET_BYTES = GIB // 4
 SHARE_TAKEN = 0.9
-STOP_S = 20.0
+STOP_S, ROUND_S = 20.0, 25.0
+LEAST_FREE = 0.3
+"""Share of the GPU that has to be free for vLLM to start; the sender is there before it."""
 TOLERATED = 256 << 20
 """Bytes by which the driver may call less free than the replica does: other processes take memory meanwhile."""
 
@@ -196,6 +198,7 @@ async def measure(asked: argparse.Namespace, folder: Path, wire: Connection) -> 
         max_model_tokens=LONGEST,
         max_running_samples=STREAMS,
         kv_cache_gib=asked.kv_gib,
+        memory_fraction=LEAST_FREE,
         enforce_eager=asked.eager,
         apply_weights=asked.apply,
         sleep_while_training=not asked.plain,
@@ -220,7 +223,8 @@ async def measure(asked: argparse.Namespace, folder: Path, wire: Connection) -> 
         before = await bench.greedy()
         assert await bench.greedy() == before, "other tokens without any sleep: nothing can be compared"
         rounds: list[dict[str, Any]] = []
-        while len(rounds) < asked.rounds and time.perf_counter() - asked.started < asked.limit_s / 2:
+        last = asked.started + asked.limit_s - STOP_S - ROUND_S
+        while len(rounds) < asked.rounds and time.perf_counter() < last:
             rounds.append(await one_round(bench, neighbour, before))
             _say(rounds[-1])
             before = await bench.greedy()

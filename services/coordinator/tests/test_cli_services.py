@@ -17,6 +17,8 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from flotilla.launcher.v1.launcher_pb2 import ListResponse, ProcessState, ProcessStatus
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
+from flotilla_coordinator.cli.processes import process_json, process_row
+from flotilla_coordinator.cli.replicas import replica_json
 from flotilla_core.errors import NotFound
 from flotilla_launch import launcher as launchers
 from flotilla_launch.client import LauncherClient
@@ -229,3 +231,19 @@ def test_run_export_prints_the_files(flotilla: Command) -> None:
     code, out, err = flotilla("run", "export", "trial-1")
     assert (code, out) == (0, "/runs/trial-1/parquet/metrics.parquet\n"), err
     assert json.loads(flotilla("run", "export", "trial-1", "--json")[1])["files"] == [out.strip()]
+
+
+def test_a_generator_that_sleeps_says_so_in_both_lists() -> None:
+    kind = registration_pb2.SERVICE_KIND_GENERATOR
+    process = ProcessStatus(name="generator-0", kind=kind, state=ProcessState.PROCESS_STATE_READY)
+    registration = registration_pb2.Registration(name="generator-0", kind=kind)
+    for asleep in (True, False):
+        service = pb.Service(registration=registration, work_state=pb.WORK_STATE_READY, asleep=asleep)
+        assert process_row(process, service)[2] == ("asleep" if asleep else "ready")
+        assert (process_json(process, service)["state"], process_json(process, service)["asleep"]) == (
+            "ready",
+            asleep,
+        )
+        found = replica_json(service)
+        assert found["asleep"] is asleep and found["why"] == ("asleep during the update" if asleep else "")
+    assert process_json(process)["asleep"] is False

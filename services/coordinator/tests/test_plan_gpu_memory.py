@@ -107,7 +107,7 @@ def test_buckets_of_both_ends_are_set_aside_by_their_size() -> None:
     assert with_buckets > 3 * GIB + int(0.04 * H200) + 2 * one_end
     float32 = stack_of(trainer={"dtype": "float32"})
     assert gpu_memory.sync_bytes(largest, float32) > 1.8 * one_end
-    room = gpu_memory.rank_room(largest, stack_of(placement="separate"), H200)
+    room = gpu_memory.rank_room(run_of(), largest, stack_of(placement="separate"), H200)
     assert room == H200 - 3 * GIB - int(0.04 * H200) - one_end
 
 
@@ -163,6 +163,16 @@ def test_a_cache_that_sleeps_and_activations_are_counted_by_the_larger_of_both(t
     assert turns.aside + turns.generator + max(turns.rank_room, at_rest + turns.kv_cache) <= total
     again = SharedGpu.of(model, turns.applied(asleep(**short)), total)
     assert again == turns
+
+
+def test_generators_that_a_run_does_not_have_sleep_for_nobody() -> None:
+    model, stack = facts(**QWEN3_600M), asleep()
+    shared = SharedGpu.of(model, stack, H200)
+    given = run_of(algorithm={"type": "sft"}, rewards=[])
+    assert gpu_memory.rank_room(run_of(), model, stack, H200) == shared.rank_room
+    assert gpu_memory.rank_room(given, model, stack, H200) == shared.room_beside
+    _, (warning,) = gpu_memory.gpu_problems(given, stack, model, shared.room_beside + GIB, H200)
+    assert "stays" in warning and gpu_memory.SLEEP not in warning
 
 
 def test_a_rank_that_keeps_more_between_updates_than_the_cache_leaves_is_refused() -> None:

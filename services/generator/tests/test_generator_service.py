@@ -170,7 +170,8 @@ def resumed(written: int, first: int = 5) -> pb.SampleSlot:
 
 async def serve(folder: Path, sim: SimConfig) -> AsyncIterator[Replica]:
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    engine = StrictSim(GeneratorConfig(engine="sim", sim=sim), Checkpoint.read(folder))
+    config = GeneratorConfig(engine="sim", sim=sim, sleep_while_training=True)
+    engine = StrictSim(config, Checkpoint.read(folder))
     servicer = GeneratorServicer(engine, Activities())
     server = rpc.RpcServer(BindConfig(), token="secret")
     server.add(generator_pb2_grpc.add_GeneratorServiceServicer_to_server, servicer, SERVICE_NAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -110,3 +111,11 @@ def test_a_cpu_has_nothing_to_give() -> None:
     memory = KvMemory(SimpleNamespace(device=torch.device("cpu")))
     assert memory.give_back() == 0
     memory.take_again()
+
+
+def test_the_installed_vllm_has_the_names_that_are_used() -> None:
+    from vllm.device_allocator import AllocationData, cumem
+
+    assert callable(cumem.create_and_map) and callable(cumem.unmap_and_release)
+    assert {"handle", "is_asleep"} <= {field.name for field in fields(AllocationData)}
+    assert vars(cumem.CuMemAllocator())["pointer_to_data"] == {}

@@ -13,7 +13,6 @@ from flotilla_core.errors import Exhausted, FailedPrecondition, Internal, StaleV
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
-from flotilla_generator.engine.base import EngineInfo
 from flotilla_generator.engine.sim.engine import SimEngine
 from flotilla_generator.sleep import Sleep
 from flotilla_generator.weights import Phase, WeightSession
@@ -27,16 +26,12 @@ class Sleeper(SimEngine):
 
     def __init__(self, folder: Path, *, can_sleep: bool = True) -> None:
         (folder / "config.json").write_text(json.dumps({"vocab_size": 8, "max_position_embeddings": 16}))
-        super().__init__(GeneratorConfig(engine="sim"), Checkpoint.read(folder))
-        self.can_sleep = can_sleep
+        config = GeneratorConfig(engine="sim", sleep_while_training=can_sleep)
+        super().__init__(config, Checkpoint.read(folder))
         self.did: list[str] = []
         self.failures: list[Exception] = []
         self.may_sleep = asyncio.Event()
         self.may_sleep.set()
-
-    @property
-    def info(self) -> EngineInfo:
-        return EngineInfo(16, 8, weight_workers=1, can_sleep=self.can_sleep)
 
     async def sleep(self) -> int:
         self.did.append("sleep")

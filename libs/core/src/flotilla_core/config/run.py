@@ -228,6 +228,11 @@ class RunConfig(ConfigModel):
         """Return whether an evaluation draws answers from the generators."""
         return self.evaluation is not None and not self.evaluates_pairs
 
+    @property
+    def needs_generators(self) -> bool:
+        """Return whether the run has generators: for its samples, or for its evaluations."""
+        return isinstance(self.algorithm, PolicyConfig) or self.loop == "client" or self.evaluates_answers
+
     @model_validator(mode="after")
     def _has_groups_for_its_steps(self) -> RunConfig:
         steps, groups = self.optimizer.steps_per_update, self.rollout.prompts_per_step

@@ -213,15 +213,18 @@ def _fleet(stack: StackConfig, subject: Subject) -> StackConfig:
             where=str(stack.state_dir / name),
             next_step=f"wait for its end; if there is none: flotilla down --stack {name}",
         )
-    generator = {"attach": (), "boot_version": f"{subject.run_id}/{subject.version}"}
+    generator = {
+        "attach": (),
+        "boot_version": f"{subject.run_id}/{subject.version}",
+        "replicas": max(1, stack.generator.replicas),
+        "sleep_while_training": False,
+    }
     changes: dict[str, Any] = {
         "name": name,
         "model": subject.folder,
         "bind": BindConfig(),
         "nats": NatsConfig(),
-        "generator": stack.generator.model_copy(
-            update={**generator, "replicas": max(1, stack.generator.replicas)}
-        ),
+        "generator": stack.generator.model_copy(update=generator),
         "reward": stack.reward.model_copy(update={"attach": (), "replicas": max(1, stack.reward.replicas)}),
         "trainer": TrainerConfig(replicas=0),
         "coordinator": CoordinatorConfig(),

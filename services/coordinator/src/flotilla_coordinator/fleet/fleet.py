@@ -61,11 +61,10 @@ class ResourceRequest:
     def of(cls, config: RunConfig) -> ResourceRequest:
         """Derive the request from the configuration of the run."""
         algorithm = config.algorithm
-        learns_from_samples = isinstance(algorithm, PolicyConfig) or config.loop == "client"
         beside = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else ()
         return cls(
             roles=(POLICY, *beside),
-            generates=learns_from_samples or config.evaluates_answers,
+            generates=config.needs_generators,
             most_generators=config.rollout.generators,
         )
 

@@ -63,7 +63,7 @@ def chosen_batching(
     known = gpu is not None and stack.trainer.attach is None and stack.trainer.backend != "gloo"
     if gpu is None or not known:
         return _settled(config.batching, UNCHOSEN_MICROBATCH_TOKENS, recompute=False)
-    room = rank_room(model, stack, gpu)
+    room = rank_room(config, model, stack, gpu)
     chosen = config.batching
     rooms = [room - kept_bytes(model, config, stack.trainer), room] if offloads(stack.trainer) else [room]
     for left, (tokens, recompute) in product(rooms, CHOICES):

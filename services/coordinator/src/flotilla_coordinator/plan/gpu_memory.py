@@ -111,12 +111,6 @@ class SharedGpu:
         return self.resident <= self.room_beside and self.least_kv_cache <= self.kv_cache
 
     @property
-    def division(self) -> str:
-        """Say who has the KV cache's memory during an update."""
-        cache = f"whose KV cache of {shown_bytes(self.kv_cache)}"
-        return f"{cache} sleeps meanwhile" if self.takes_turns else f"{cache} stays"
-
-    @property
     def fits(self) -> bool:
         """Return whether both fit, if need be with frozen weights."""
         return self.frozen <= self.room_beside and self.least_kv_cache <= self.kv_cache
@@ -203,10 +197,12 @@ def compiles(trainer: TrainerConfig, gpu: int | None) -> bool:
     return trainer.compile == "on" or (trainer.compile == "auto" and gpu is not None)
 
 
-def rank_room(model: ModelFacts, stack: StackConfig, gpu: int) -> int:
+def rank_room(config: RunConfig, model: ModelFacts, stack: StackConfig, gpu: int) -> int:
     """Return the bytes that a trainer rank may use of a GPU of so many bytes."""
     if stack.placement == "colocated":
-        return SharedGpu.of(model, stack, gpu).rank_room
+        shared = SharedGpu.of(model, stack, gpu)
+        # Only generators that the run has sleep for it.
+        return shared.rank_room if config.needs_generators else shared.room_beside
     return gpu - set_aside(gpu, sync_bytes(model, stack))
 
 
@@ -228,25 +224,29 @@ def gpu_problems(
     errors: list[str] = []
     warnings: list[str] = []
     trainer, generator, batching = stack.trainer, stack.generator, config.batching
-    room, beside = rank_room(model, stack, gpu), ""
+    room, beside = rank_room(config, model, stack, gpu), ""
     lower = (
         f"lower batching.tokens_per_microbatch = {batching.microbatch_budget} or batching.logprob_chunk_tokens = "
         f"{batching.logprob_chunk_tokens}, or set batching.activation_checkpointing or optimizer.offload"
     )
     if stack.placement == "colocated":
         shared = SharedGpu.of(model, stack, gpu)
-        beside = f" beside the generator, {shared.division}"
-        if not shared.takes_turns:
+        in_turns = shared.takes_turns and config.needs_generators
+        cache = shown_bytes(shared.kv_cache)
+        beside = (
+            f" beside the generator, whose KV cache of {cache} {'sleeps meanwhile' if in_turns else 'stays'}"
+        )
+        if not in_turns:
             lower += f", or lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
-            if config.rollout.max_staleness == 0:
+            if not shared.takes_turns and config.needs_generators and config.rollout.max_staleness == 0:
                 lower += (
                     f", or set {SLEEP} in stack.yaml, with which it has {shown_bytes(shared.room_in_turn)}"
                 )
-        if shared.takes_turns and kept_bytes + CHECK_BYTES > shared.room_beside:
+        if in_turns and kept_bytes + CHECK_BYTES > shared.room_beside:
             certain = kept_bytes > ESTIMATE_MAY_BE_WRONG_BY * shared.room_beside
             (errors if certain else warnings).append(
                 f"a trainer rank keeps about {shown_bytes(kept_bytes)} between updates, while the generator has its KV "
-                f"cache of {shown_bytes(shared.kv_cache)}, and a GPU of {shown_bytes(gpu)} has "
+                f"cache of {cache}, and a GPU of {shown_bytes(gpu)} has "
                 f"{shown_bytes(max(shared.room_beside, 0))} for it: lower generator.kv_cache_gib, or set "
                 "optimizer.offload, or raise trainer.nproc"
             )

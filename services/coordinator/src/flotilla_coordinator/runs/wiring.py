@@ -190,7 +190,7 @@ class RunWiring:
         )
         self._fleet.users.append(sync)
         self._fleet.weight_mover = sync
-        if stack.generator.sleep_while_training:
+        if stack.generator.sleep_while_training and self._config.needs_generators:
 
             def let_go(replica: GeneratorReplica, error: FlotillaError) -> None:
                 sync.let_go(replica.instance_id)

@@ -116,8 +116,8 @@ class EngineInfo:
     """Whether samples can end at a text."""
     required_tensors: dict[str, tuple[int, ...]] | None = None
     """Names and shapes that a sync must bring, from the checkpoint it was booted with; None takes any manifest."""
-    can_sleep: bool = True
-    """Whether the memory of the KV cache can be given back, where the device has any."""
+    can_sleep: bool = False
+    """Whether it was started so that the memory of its KV cache can be given back."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

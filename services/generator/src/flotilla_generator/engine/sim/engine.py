@@ -64,7 +64,11 @@ class SimEngine(Engine):
     def info(self) -> EngineInfo:
         limit = self._config.max_model_tokens or self._checkpoint.longest_sequence
         return EngineInfo(
-            limit, self._checkpoint.vocabulary_size, weight_workers=1, versions={"engine": "sim"}
+            limit,
+            self._checkpoint.vocabulary_size,
+            weight_workers=1,
+            versions={"engine": "sim"},
+            can_sleep=self._config.sleep_while_training,
         )
 
     async def start(self) -> None:

@@ -90,7 +90,7 @@ class VllmEngine(Engine):
             reads_text=(self._checkpoint.folder / TOKENIZER_FILE).exists(),
             required_tensors=self._checkpoint.tensors,
             versions=versions,
-            can_sleep=self._config.sleep_while_training or not self._gpus,
+            can_sleep=self._config.sleep_while_training,
         )
         if self._gpus:
             await self.workers.require("flotilla_use_kernels")
