@@ -181,9 +181,13 @@ def test_a_rank_that_keeps_more_between_updates_than_the_cache_leaves_is_refused
     need = TrainerMemory.of(model, config, stack.trainer, 1024)
     assert need.kept < shared.resident < need.total
     assert gpu_memory.gpu_problems(config, stack, model, need.total, H200, kept_bytes=need.kept) == ([], [])
-    _, (warning,) = gpu_memory.gpu_problems(config, stack, model, need.total, H200, kept_bytes=shared.room_beside)
+    _, (warning,) = gpu_memory.gpu_problems(
+        config, stack, model, need.total, H200, kept_bytes=shared.room_beside
+    )
     assert "between updates" in warning and "lower generator.kv_cache_gib" in warning
-    (error,), _ = gpu_memory.gpu_problems(config, stack, model, need.total, H200, kept_bytes=3 * shared.room_beside)
+    (error,), _ = gpu_memory.gpu_problems(
+        config, stack, model, need.total, H200, kept_bytes=3 * shared.room_beside
+    )
     assert error.partition(":")[0] == warning.partition(":")[0].replace(
         gpu_memory.shown_bytes(shared.room_beside), gpu_memory.shown_bytes(3 * shared.room_beside), 1
     )
@@ -420,7 +424,7 @@ def test_a_micro_batch_leaves_room_for_whole_weights_that_would_come_from_the_ho
         """Return what the chosen micro-batch leaves of the GPU."""
         tried = config.model_copy(update={"batching": chosen_batching(config, stack, model, 4096, H100)})
         need = TrainerMemory.of(model, tried, stack.trainer, 4096, compiled=True)
-        return gpu_memory.rank_room(model, stack, H100) - need.total
+        return gpu_memory.rank_room(config, model, stack, H100) - need.total
 
     for sizes in (QWEN3_600M, QWEN3_8B):
         assert 0.9 * left(facts(**sizes)) > sizes["parameters"] * (2 + 4)

@@ -112,6 +112,9 @@ class GeneratorServicer(GeneratorServiceServicer):
             telemetry.span(names.GENERATOR_JOIN, attributes=attributes),
             self._activities.doing(f"joining weight group epoch {group.epoch}", run_id=request.run_id),
         ):
+            self.weights.require_newer(
+                request.run_id, group.epoch
+            )  # a stale call would take the trainer's memory
             await self.sleep.wake()
             await self.weights.join(request.run_id, group, request.rank_offset, manifest)
         return pb.JoinWeightGroupResponse()

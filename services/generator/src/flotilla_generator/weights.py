@@ -82,12 +82,7 @@ class WeightSession:
         self, run_id: str, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest
     ) -> None:
         """Enter a group; a higher epoch replaces the one before."""
-        if run_id == self.run_id and group.epoch <= self.epoch:
-            raise StaleVersion(
-                f"weight group epoch {group.epoch} is not newer than {self.epoch}",
-                where=f"run {run_id}",
-                next_step="open the next group with a higher epoch",
-            )
+        self.require_newer(run_id, group.epoch)
         require_whole(manifest, self._engine.info.required_tensors)
         await self._end_transfer()
         async with self._lock:
@@ -99,6 +94,15 @@ class WeightSession:
             self._unstage()
             await self._transferring("joining", self._engine.join(group, rank_offset, manifest))
             self._manifest, self._publications = manifest, 0
+
+    def require_newer(self, run_id: str, epoch: int) -> None:
+        """Refuse a group that the run has opened before the one that was joined, or that one itself."""
+        if run_id == self.run_id and epoch <= self.epoch:
+            raise StaleVersion(
+                f"weight group epoch {epoch} is not newer than {self.epoch}",
+                where=f"run {run_id}",
+                next_step="open the next group with a higher epoch",
+            )
 
     async def stage(
         self, run_id: str, epoch: int, version: Version, kv_policy: KvPolicy = KvPolicy.RECOMPUTE

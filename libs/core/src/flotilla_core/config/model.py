@@ -68,6 +68,7 @@ def _folder_or_url(value: object) -> object:
 
 
 FolderOrUrl = Annotated[Path | str, BeforeValidator(_folder_or_url)]
+"""A folder of this host, or one in object storage."""
 
 
 def _folder_or_name(value: object) -> object:
@@ -82,7 +83,7 @@ def _folder_or_name(value: object) -> object:
 
 
 ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
-"""A folder of this host, or one in object storage."""
+"""A folder of this host, one in object storage, or a name on a hub."""
 
 AgreementLimit = Annotated[float, Field(gt=0, le=1, strict=True)] | Literal["auto"]
 """A mean difference of token probabilities between generator and trainer; `auto` is what rounding explains."""

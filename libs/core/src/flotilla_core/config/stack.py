@@ -294,9 +294,8 @@ class TrainerConfig(ConfigModel):
     sequence_parallel: int = Field(default=1, ge=1, le=1024)
     """Neighbouring ranks that share each micro-batch, each with its part of the tokens (Ulysses)."""
     cpu_offload: bool = False
-    """Keep weights, gradients and AdamW's moments in host memory, for what does not fit on GPUs: weights visit them a
-    layer at a time, AdamW runs on the host. Costs 16 bytes of the host per parameter, half of them pinned, and
-    transfers: where a GPU has no room to keep weights and gradients whole through an update, in every micro-batch."""
+    """Keep weights, gradients and AdamW's moments in host memory, for what does not fit on GPUs: 16 bytes a parameter,
+    half of them pinned. Layers visit the GPU in turns, AdamW runs on the host, and updates take longer."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the repeated layers; `auto` does so with GPUs. Without a compiler the layers run uncompiled."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -252,7 +252,9 @@ def gpu_problems(
             )
     if state_bytes > room and not offloads(trainer):
         beside += f", less than the {shown_bytes(state_bytes)} of its weights, gradients and moments"
-        lower = "set trainer.cpu_offload in the stack file" + ("" if config.lora else ", use lora")
+        lower = (
+            f"set trainer.cpu_offload in the stack file, {'' if config.lora else 'or use lora, '}or {lower}"
+        )
     if rank_bytes > room and trainer.attach is None and trainer.backend != "gloo":
         certain = rank_bytes > ESTIMATE_MAY_BE_WRONG_BY * room
         (errors if certain else warnings).append(

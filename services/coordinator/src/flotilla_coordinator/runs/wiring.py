@@ -42,7 +42,7 @@ from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, RewardTermConfig, dump_yaml
-from flotilla_core.errors import FlotillaError
+from flotilla_core.errors import FlotillaError, Unavailable
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
 
@@ -194,7 +194,8 @@ class RunWiring:
 
             def let_go(replica: GeneratorReplica, error: FlotillaError) -> None:
                 sync.let_go(replica.instance_id)
-                candidates.evict(replica, error)
+                # Not a refusal of weights, of which three are one too many: it wakes when the memory is there again.
+                candidates.evict(replica, Unavailable(f"{replica.name} did not wake", why=str(error)))
 
             self._turns = Turns(self._run_id, self._fleet.generators.replicas, let_go, self._warn)
         return sync
