@@ -1,4 +1,4 @@
-"""What a worker tells when a transfer has ended: its answer, without a call that waits for a step of decoding.
+"""Workers tell how a transfer ended by datagrams, because every call of theirs waits for a step of decoding.
 
 Invariants: a notice counts only with the secret of its transfer, because any process of the host may write to the
 address; a notice that is lost, or too long for a datagram, costs time and nothing else, since the service asks later.
@@ -30,7 +30,7 @@ class EndNotices:
         self._socket.setblocking(False)
         self._socket.bind("")  # Linux chooses a name that is in no folder
         self.ticket: bytes = self._secret + self._socket.getsockname()
-        """What a worker needs to tell its end."""
+        """With it a worker can tell its end."""
         self._answers: dict[int, Answer] = {}
 
     def __enter__(self) -> Self:
