@@ -54,6 +54,12 @@ def on_slurm(stack: Stack, cluster: Cluster) -> Iterator[Stack]:
         stack.flotilla("down")
 
 
+def listed(stack: Stack, name: str) -> dict[str, str]:
+    """Return state and error of a process, as `flotilla ps` shows them."""
+    (found,) = (process for process in stack.ok("ps")["processes"] if process["name"] == name)
+    return {"state": found["state"], "error": found["error"] or ""}
+
+
 def assert_nothing_is_left(stack: Stack, cluster: Cluster) -> None:
     assert cluster.jobs() == {}
     assert_files_are_gone(stack)
@@ -79,10 +85,14 @@ def test_a_cancelled_component_of_a_generator_costs_a_replica_and_not_the_run(
             done = run.lines
             run.wait_for_steps(3, done, "with the generator that is left")
             assert run.serving() == ["generator-0"]
-            listed = {process["name"]: process for process in stack.ok("ps")["processes"]}
-            assert listed["generator-1"]["state"] == "stopped"
-            assert "is over (cancelled)" in listed["generator-1"]["error"]
-            assert {one["state"] for name, one in listed.items() if name != "generator-1"} == {"ready"}
+            # Slurm says so a while after the processes of the component have ended.
+            wait_until(
+                "the end in the list",
+                lambda: "is over (cancelled)" in listed(stack, "generator-1")["error"],
+                60.0,
+            )
+            assert listed(stack, "generator-1")["state"] == "stopped"
+            assert [name for name, state in states(stack).items() if state != "ready"] == ["generator-1"]
 
             assert stack.ok("up")["changed"], "up places again what is lost, without a further word"
             assert set(states(stack).values()) == {"ready"}
