@@ -29,6 +29,8 @@ async def test_a_killed_coordinator_is_back_in_the_loop_and_nothing_is_lost_or_t
         watching = subprocess.Popen(
             [FLOTILLA, "run", "watch", run["run_id"], "--stack", str(quick.file)], stdout=log, stderr=log
         )
+    # A command that finds no coordinator at its start ends at once.
+    wait_until("the run is followed", lambda: followed.stat().st_size > 0, WAIT_S)
     wait_until("the first step", lambda: len(quick.metrics(run)) >= 1, WAIT_S)
     for phase in COORDINATOR_PHASES:
         pid = quick.process("coordinator").pid
@@ -37,7 +39,7 @@ async def test_a_killed_coordinator_is_back_in_the_loop_and_nothing_is_lost_or_t
         wait_until(f"a new coordinator after {phase}", lambda pid=pid: is_new(quick, pid), WAIT_S)
         wait_until(f"two steps after {phase}", lambda done=done: len(quick.metrics(run)) >= done + 2, WAIT_S)
     quick.ok("run", "stop", run["run_id"])
-    assert watching.wait(WAIT_S) == 0
+    assert watching.wait(WAIT_S) == 0, followed.read_text()
     assert quick.state(run) == "stopped"
 
     verdict = check(quick.directory / "ledger.sqlite", run["run_id"])
