@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from flotilla_core.subprocess_group import ProcessGroup
+from flotilla_testing.fault_victims import has_ended
 
 # Starts a grandchild, tells its pid, then ignores SIGTERM.
 STUBBORN = """
@@ -45,10 +46,11 @@ async def first_number(group: ProcessGroup) -> int:
 
 def gone(pid: int) -> bool:
     try:
-        psutil.Process(pid).wait(10)
+        process = psutil.Process(pid)
+        process.wait(10)
     except psutil.NoSuchProcess:
-        pass
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return True
+    return has_ended(process)
 
 
 async def test_stop_ends_descendants_that_ignore_it() -> None:

@@ -30,6 +30,7 @@ from flotilla_core.errors import InvalidRequest, RankFailed, Unavailable
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.service import Activities, Host
 from flotilla_core.transfer import FILE_SERVICE_NAME, Files, FileServicer
+from flotilla_testing.fault_victims import has_ended
 from flotilla_testing.files import TOKEN, files_in
 from flotilla_trainer.agent import SERVICE_NAME, RankServicer
 from flotilla_trainer.gang.fork_server import RankForkServer, RankOrder
@@ -174,7 +175,7 @@ async def host(pair: Pair) -> AsyncIterator[AgentHost]:
 
 async def over(process: psutil.Process) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        while not has_ended(process):
             await asyncio.sleep(0.02)
 
 
@@ -246,7 +247,7 @@ async def test_of_a_number_there_is_one_rank_the_newest(host: AgentHost) -> None
     older = await host.start(1)
     process = psutil.Process(older.pid)
     newer = await host.start(1)
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert has_ended(process)
     assert await echoed(newer, b"here") == b"here"
     async with asyncio.timeout(LIMIT_S):
         await older.gone()
