@@ -29,6 +29,7 @@ from figures import say
 from smoke import ROOT, make_random_model
 
 from flotilla_coordinator.ledger.checker import check
+from flotilla_core.config.document import Document
 from flotilla_testing.stack import Stack, running_stack
 
 VERL = {1: 10_127, 2: 15_542}
@@ -68,6 +69,8 @@ def main() -> int:
     cli.add_argument("--steps", type=int, default=12)
     cli.add_argument("--placement", choices=("separate", "colocated"), help="in place of our choice")
     cli.add_argument("--sleep", action="store_true", help="colocated; KV caches are the trainer's in updates")
+    cli.add_argument("--prompts", type=int, default=Work.prompts, help="prompts of a step")
+    cli.add_argument("--set", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the stack file")
     cli.add_argument("--model", type=Path, help="a model to take instead of the random one of 0.6B")
     cli.add_argument(
         "--work", type=Path, help="the folder `work` of a run before: its model and compile cache"
@@ -87,10 +90,13 @@ def main() -> int:
         description["placement"] = asked.placement
     if asked.sleep:
         description |= {"placement": "colocated", "generator": {"sleep_while_training": True}}
-    bench = Bench(asked.out, work, Work(4, 2, 16) if asked.small else Work(), asked.gpus)
+    document = Document(description)
+    for assignment in asked.set:
+        document.override(assignment)
+    bench = Bench(asked.out, work, Work(4, 2, 16) if asked.small else Work(asked.prompts), asked.gpus)
     try:
         started = time.monotonic()
-        with running_stack(description, work) as stack:
+        with running_stack(document.values, work) as stack:
             bench.say(up_s=round(time.monotonic() - started, 1), **_as_started(stack))
             alone = bench.alone(stack)
             for staleness in asked.staleness:
