@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import ProcessGroup
-from flotilla_testing.fault_victims import has_ended
 
 # Starts a grandchild, tells its pid, then ignores SIGTERM.
 STUBBORN = """
@@ -26,6 +27,7 @@ time.sleep(600)
 # A parent that starts a child in a group and then lives on.
 PARENT = """
 import asyncio, sys
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import ProcessGroup
 
 async def main():
@@ -45,12 +47,9 @@ async def first_number(group: ProcessGroup) -> int:
 
 
 def gone(pid: int) -> bool:
-    try:
-        process = psutil.Process(pid)
-        process.wait(10)
-    except psutil.NoSuchProcess:
-        return True
-    return has_ended(process)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(10)
+    return ProcessIdentity.of(pid) is None
 
 
 async def test_stop_ends_descendants_that_ignore_it() -> None:

@@ -17,7 +17,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from flotilla.launcher.v1.launcher_pb2 import ListResponse, ProcessState, ProcessStatus
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
-from flotilla_coordinator.cli.processes import process_json, process_row
+from flotilla_coordinator.cli.processes import as_the_coordinator_sees, process_json, process_row
 from flotilla_coordinator.cli.replicas import replica_json
 from flotilla_core.errors import NotFound
 from flotilla_launch import launcher as launchers
@@ -247,3 +247,19 @@ def test_a_generator_that_sleeps_says_so_in_both_lists() -> None:
         found = replica_json(service)
         assert found["asleep"] is asleep and found["why"] == ("asleep during the update" if asleep else "")
     assert process_json(process)["asleep"] is False
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [
+        (registration_pb2.INSTANCE_STATE_UNSPECIFIED, ProcessState.PROCESS_STATE_UNSPECIFIED),
+        (registration_pb2.INSTANCE_STATE_STARTING, ProcessState.PROCESS_STATE_STARTING),
+        (registration_pb2.INSTANCE_STATE_READY, ProcessState.PROCESS_STATE_READY),
+        (registration_pb2.INSTANCE_STATE_DRAINING, ProcessState.PROCESS_STATE_STOPPING),
+        (registration_pb2.INSTANCE_STATE_FAILED, ProcessState.PROCESS_STATE_FAILED),
+    ],
+)
+def test_a_service_that_was_started_elsewhere_is_shown_in_each_state(state: Any, shown: Any) -> None:
+    registration = registration_pb2.Registration(name="reward-7", state=state)
+    (process,) = as_the_coordinator_sees([], {"reward-7": pb.Service(registration=registration)})
+    assert (process.name, process.state) == ("reward-7", shown)

@@ -27,10 +27,10 @@ from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.config import StackConfig
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import InvalidRequest, RankFailed, Unavailable
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.service import Activities, Host
 from flotilla_core.transfer import FILE_SERVICE_NAME, Files, FileServicer
-from flotilla_testing.fault_victims import has_ended
 from flotilla_testing.files import TOKEN, files_in
 from flotilla_trainer.agent import SERVICE_NAME, RankServicer
 from flotilla_trainer.gang.fork_server import RankForkServer, RankOrder
@@ -173,9 +173,15 @@ async def host(pair: Pair) -> AsyncIterator[AgentHost]:
     await hosts.close()
 
 
-async def over(process: psutil.Process) -> None:
+def living(pid: int) -> ProcessIdentity:
+    process = ProcessIdentity.of(pid)
+    assert process is not None
+    return process
+
+
+async def over(process: ProcessIdentity) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while not has_ended(process):
+        while process.alive():
             await asyncio.sleep(0.02)
 
 
@@ -198,7 +204,7 @@ async def test_a_rank_reads_and_writes_what_it_would_on_the_hosts_own_socket(hos
 
 async def test_a_rank_is_killed_when_its_call_is_cut(host: AgentHost) -> None:
     rank = await host.start(1)
-    process = psutil.Process(rank.pid)
+    process = living(rank.pid)
     rank.kill()
     await rank.gone()
     await over(process)
@@ -233,7 +239,7 @@ async def test_a_rank_that_ends_says_how_and_with_which_last_line(host: AgentHos
 
 async def test_a_rank_is_lost_with_its_agent_and_the_message_says_so(pair: Pair, host: AgentHost) -> None:
     rank = await host.start(1)
-    process = psutil.Process(rank.pid)
+    process = living(rank.pid)
     await pair.stop_agent()
     async with asyncio.timeout(LIMIT_S):
         await rank.gone()
@@ -245,9 +251,9 @@ async def test_a_rank_is_lost_with_its_agent_and_the_message_says_so(pair: Pair,
 
 async def test_of_a_number_there_is_one_rank_the_newest(host: AgentHost) -> None:
     older = await host.start(1)
-    process = psutil.Process(older.pid)
+    process = living(older.pid)
     newer = await host.start(1)
-    assert has_ended(process)
+    assert not process.alive()
     assert await echoed(newer, b"here") == b"here"
     async with asyncio.timeout(LIMIT_S):
         await older.gone()
@@ -263,8 +269,8 @@ async def test_a_rank_of_another_host_is_refused(host: AgentHost) -> None:
 async def test_a_stopped_rank_is_known_as_one(host: AgentHost) -> None:
     rank = await host.start(1)
     assert not await rank.is_stopped()
-    process = psutil.Process(rank.pid)
-    process.suspend()
+    process = living(rank.pid)
+    psutil.Process(rank.pid).suspend()
     async with asyncio.timeout(LIMIT_S):
         while not await rank.is_stopped():
             await asyncio.sleep(0.02)

@@ -85,22 +85,14 @@ def guardian_of(stack: Stack) -> psutil.Process | None:
     return psutil.Process(identity.pid)
 
 
-def has_ended(process: psutil.Process) -> bool:
-    """Whether nothing of a process runs; it may end between two looks, and a zombie has ended."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def lives(stack: Stack, registered: Registration) -> bool:
     """Whether its slot is filled by this very instance; a killed one stays registered until its heartbeat is missed."""
     try:
         announced = json.loads((stack.directory / "instances" / f"{registered.name}.json").read_text())
-        ended = has_ended(psutil.Process(announced["pid"]))
-    except (FileNotFoundError, psutil.NoSuchProcess):
+    except FileNotFoundError:
         return False
-    return bool(announced["instance_id"] == registered.instance_id) and not ended
+    ours = bool(announced["instance_id"] == registered.instance_id)
+    return ours and ProcessIdentity.of(announced["pid"]) is not None
 
 
 def rank_of(stack: Stack, rank: int, gang: str = "trainer") -> psutil.Process:

@@ -48,10 +48,10 @@ _STARTING = 1
 _STATES = {
     _STARTING: "PROCESS_STATE_STARTING",
     2: "PROCESS_STATE_READY",
-    3: "PROCESS_STATE_DRAINING",
+    3: "PROCESS_STATE_STOPPING",
     4: "PROCESS_STATE_FAILED",
 }
-"""States of a process by those of a registration; what the protos say, without loading them for every command."""
+"""States of a process by those of a registration, for commands that do not load the protos. What drains exits then."""
 
 
 def process_json(process: ProcessStatus, service: Service | None = None) -> dict[str, Any]:
