@@ -23,6 +23,8 @@ EXAMPLE = HERE.relative_to(ROOT)
 FILES = {"topr": ("stack.yaml", "topr.yaml"), "ppo": ("stack-ppo.yaml", "ppo.yaml")}
 """The stack and the run of algorithms that need others than GRPO's."""
 MOE_STACK, MOE_MODEL = "stack-moe.yaml", HERE / "model-moe"
+WITHOUT_REWARDS = ("sft", "dpo", "reward_model")
+"""Algorithms that learn from answers or pairs, so that this story does not fit them."""
 
 HIGHEST_START = 0.65
 LOWEST_END = 0.93
@@ -37,7 +39,7 @@ def demo(seed: int, algorithm: str, *, lora: bool, moe: bool, control: bool) -> 
     if moe:
         stack_file = MOE_STACK
         if not MOE_MODEL.is_dir():  # `flotilla up` makes the rest of the example.
-            make(HERE / "make_model.py", "--moe", "--out", str(MOE_MODEL))
+            make(HERE / "make_model.py", "--moe")
     stack = ("--stack", str(EXAMPLE / stack_file))
     chapter(1, f"fleet: generator, trainer, rewards and coordinator on this machine ({stack_file})")
     with fleet(stack):
@@ -98,6 +100,11 @@ def main() -> int:
     parser.add_argument("--moe", action="store_true", help="a model with 8 experts in each layer")
     parser.add_argument("--control", action="store_true", help="shuffle the rewards: must not learn")
     arguments = parser.parse_args()
+    if arguments.algorithm in WITHOUT_REWARDS:
+        parser.error(
+            f"{arguments.algorithm} learns without rewards: start examples/arithmetic/{arguments.algorithm}.yaml "
+            "by hand, as README.md says"
+        )
     algorithm = arguments.algorithm or ("grpo" if arguments.lora else DEFAULT)
     return told(
         lambda: demo(

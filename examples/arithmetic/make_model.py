@@ -102,14 +102,15 @@ def make_model(out: Path, *, seed: int = 0, experts: bool = False) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=HERE / "model", help="folder to write (%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder to write (model/, or with --moe model-moe/)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (%(default)s)")
     parser.add_argument(
         "--moe", action="store_true", help="8 experts in each layer, of which a token visits 2"
     )
     arguments = parser.parse_args()
-    make_model(arguments.out, seed=arguments.seed, experts=arguments.moe)
-    print(json.dumps({"model": str(arguments.out), "seed": arguments.seed}))
+    out = arguments.out or HERE / ("model-moe" if arguments.moe else "model")
+    make_model(out, seed=arguments.seed, experts=arguments.moe)
+    print(json.dumps({"model": str(out), "seed": arguments.seed}))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ import pytest
 
 from flotilla_testing.chaos_run import chaos_fleet
 from flotilla_testing.stack import Stack
+from flotilla_testing.tiny_stacks import stacks
+
+__all__ = ["stacks"]
 
 
 @pytest.fixture(scope="package")

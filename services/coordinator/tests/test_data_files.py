@@ -392,6 +392,7 @@ def test_large_data_sets_are_streamed_by_themselves(
 
 
 CHAT = [{"role": "user", "content": "1"}]
+IMAGE = [{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image", "text": None}]}]
 
 
 @pytest.mark.parametrize(
@@ -405,6 +406,7 @@ CHAT = [{"role": "user", "content": "1"}]
         ([CHAT, None], False),
         ([1, 2], False),
         ([["user"], ["bot"]], False),
+        ([IMAGE, IMAGE], False),
     ],
 )
 def test_whole_columns_of_prompts_are_judged_as_their_rows_are(values: list[Any], usable: bool) -> None:

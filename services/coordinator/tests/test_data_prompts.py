@@ -282,6 +282,10 @@ def test_overlong_prompts_are_dropped_truncated_or_refused(tmp_path: Path, token
         ([{"prompt": "1"}, "", "[1]"], r"not a JSON object \(.*line 3\): it is a list"),
         ([{"question": "1"}], r"column 'prompt' is missing \(.*line 1\): the line has question"),
         ([{"prompt": 3}], r"neither text nor a list of chat messages \(.*line 1\)"),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
+            r"a part that is not text \(.*line 1\): its type is 'image'",
+        ),
         ([{"prompt": ""}], r"the prompt is empty \(.*line 1\)"),
         ([], r"the data set has no prompts"),
     ],

@@ -52,6 +52,8 @@ def test_running_further_ahead_than_the_run_is_long_is_a_warning() -> None:
         ({"type": "gspo"}, True),
         ({"type": "rloo"}, True),
         ({"type": "rloo", "correction": {"importance": "token"}}, False),
+        ({"type": "rloo", "correction": {"sequence_high": 1.5}}, False),
+        ({"type": "rloo", "correction": {"rejection": [{"measure": "k1", "high": 2.0}]}}, False),
         ({"type": "rloo", "correction": {"sequence_high": 2.0}}, False),
         ({"type": "tis_grpo"}, False),
     ],

@@ -109,6 +109,13 @@ def require_usable(values: dict[str, Any], columns: Columns, where: str) -> None
             where=where,
             why=f"it is a {type(prompt).__name__}",
         )
+    if not isinstance(prompt, str) and (kind := _part_other_than_text(prompt)):
+        raise InvalidConfig(
+            "a chat message has a part that is not text",
+            where=where,
+            why=f"its type is {kind!r}, and models read text alone",
+            next_step="leave such rows out",
+        )
     for name, value in columns.others(values).items():
         if problem := unfit(value, f"column {name}"):
             raise InvalidConfig(
@@ -119,6 +126,17 @@ def require_usable(values: dict[str, Any], columns: Columns, where: str) -> None
 def is_chat(prompt: Any) -> bool:
     """Return whether a prompt is a list of chat messages."""
     return isinstance(prompt, list) and all(isinstance(one, dict) and "role" in one for one in prompt)
+
+
+def _part_other_than_text(messages: Messages) -> str | None:
+    """Return the type of the first part of a message that is not text, such as image; None where all are text."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind != "text":
+                return str(kind)
+    return None
 
 
 def as_messages(prompt: Any, config: DataConfig) -> Messages | None:
@@ -146,6 +164,8 @@ def all_usable(batch: pa.RecordBatch, columns: Columns) -> bool:
         lengths = pc.list_value_length(prompts)
         messages = prompts.flatten()
         if messages.null_count or messages.type.get_field_index("role") < 0:
+            return False
+        if (at := messages.type.get_field_index("content")) >= 0 and not _is_text(messages.type[at].type):
             return False
     else:
         return False

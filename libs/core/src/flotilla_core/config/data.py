@@ -305,7 +305,8 @@ class EvaluationConfig(ConfigModel):
     """0 is greedy, which would make several answers to a prompt all equal."""
     answer_after: str = Field(default="", max_length=256)
     """Text before the final answer of a response, such as `####`: `eval/maj@n` compares the rest of the line after its
-    last occurrence, and a response without it has no vote. Empty compares whole responses."""
+    last occurrence, or the next line where that rest is blank. A response without it has no vote. Empty compares whole
+    responses."""
     pinned: bool = False
     """Evaluate during the next steps: with two or more generators, one keeps the version until the evaluation ends."""
 

@@ -228,7 +228,7 @@ class GeneratorConfig(ConfigModel):
     """Type of the weights in the engine. A file that does not say gets bfloat16 on GPUs that compute in it."""
     quantization: Literal["fp8"] | None = None
     """`fp8` decodes with 8-bit matrices, made of each published version at its commit: faster on GPUs of compute
-    capability 8.9 and newer, and further from the trainer. Runs on it need `algorithm.correction.importance`."""
+    capability 8.9 and newer, and further from the trainer. Runs on it need some `algorithm.correction`."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Workers that share one replica; with GPUs each worker takes one, after those of the trainer."""
     max_model_tokens: int | None = Field(default=None, ge=8, le=10_000_000)

@@ -136,7 +136,7 @@ USAGE = 2
 UNREACHABLE = 3
 """A service cannot be reached, is not running, or did not get ready in time."""
 UNAUTHENTICATED = 4
-"""The token is missing or wrong."""
+"""The token is missing, wrong or expired, its role is too low, or a certificate is not good."""
 PREFLIGHT = 5
 """The present state does not allow the command: a failed check, a service that died at its start, no free trainer or
 generator, a run that has ended, a full disk."""

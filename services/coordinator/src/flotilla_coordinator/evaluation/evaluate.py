@@ -295,7 +295,7 @@ def pass_at(k: int, right: int, drawn: int) -> float:
 
 
 def vote_of(response: str, after: str) -> str | None:
-    """Return the text that a response votes for: all of it, or the rest of the line after the last `after`."""
+    """Return the text that a response votes for: all of it, or the line after the last `after`."""
     if not after:
         return response.strip()
     _, found, rest = response.rpartition(after)

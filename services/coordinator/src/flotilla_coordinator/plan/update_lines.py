@@ -368,7 +368,7 @@ def _trusts_old_samples(algorithm: PolicyConfig) -> bool:
     """Return whether an update takes every sample as the policy's own, whichever version generated it."""
     correction = algorithm.correction
     ratio_to_rollout = algorithm.loss.has_ratio and correction.proximal == "rollout"
-    left_out = correction.sequence_low is not None or correction.sequence_high is not None
+    left_out = correction.rejection or (correction.sequence_low, correction.sequence_high) != (None, None)
     return not ratio_to_rollout and correction.importance == "none" and not left_out
 
 

@@ -1,6 +1,6 @@
 """The disk of a stack is full: its run says so and waits, and does meanwhile what its user says.
 
-Simulated engine, accepting trainer, everything else real. More strikes: `tests/chaos/test_full_disk.py`.
+Simulated engine, accepting trainer, everything else real. `test_full_disk.py` strikes at random moments.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str
         sys.stdout.write(f"segment {segment.name}\n")
         sys.stdout.flush()
         # As after a crash: nobody in this process will unlink it.
-        resource_tracker.unregister(segment._name, "shared_memory")
+        resource_tracker.unregister(f"/{segment.name}", "shared_memory")
     announcement = {
         "name": name,
         "kind": kind,
@@ -43,9 +43,8 @@ async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str
     aside.write_text(json.dumps(announcement))
     aside.replace(instances / f"{name}.json")
     stopping = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(
-        signal.SIGTERM, lambda: behaviour == "stubborn" or stopping.set()
-    )
+    on_sigterm = (lambda: None) if behaviour == "stubborn" else stopping.set
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
     server.set_serving(behaviour != "hang")
     await stopping.wait()
     await server.stop(0)
