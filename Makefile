@@ -58,6 +58,8 @@ bench: setup  ## Measure and print one table
 	@$(BIN)/python bench/run.py
 
 .PHONY: test test-unit integration-fleets integration-trainer unit-services unit-libs
+# Two suites share the cores: threads of one that wait for each other would wait for a core of the other.
+test: export OMP_NUM_THREADS ?= 1
 test: setup  ## Run the unit, contract and integration tests
 	@echo "==> integration, unit and contract tests, two suites at a time, each told when it ends"
 	@# In this order one half of the machine runs fleets and contracts, the other half the rest, and both end together.

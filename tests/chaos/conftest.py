@@ -1,4 +1,4 @@
-"""One fleet for all that may happen to it."""
+"""Two fleets for all that may happen to them, and stacks of tiny services for the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flotilla_testing.chaos_run import chaos_fleet
-from flotilla_testing.stack import Stack
+from flotilla_testing.stack import Stack, light_stack
 from flotilla_testing.tiny_stacks import stacks
 
 __all__ = ["stacks"]
@@ -18,4 +18,14 @@ __all__ = ["stacks"]
 def fleet_of_faults(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Three simulated generators, two reward replicas, a trainer of two ranks, coordinator, NATS."""
     with chaos_fleet(arithmetic / "model", tmp_path_factory.mktemp("faults")) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def quick(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Simulated engines and a trainer that accepts; all takes a moment, so that each phase is met."""
+    sim = {"seconds_per_token": 0.02, "commit_s": 0.1}
+    with light_stack(
+        arithmetic / "model", tmp_path_factory.mktemp("quick"), sim=sim, trainer_s=0.1
+    ) as running:
         yield running

@@ -12,21 +12,11 @@ from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.coordinator_faults import endless_run
 from flotilla_testing.late_replica import JOINER, joins_without_delay
 from flotilla_testing.replica_faults import PHASES, kill_inside, wait_for_work
-from flotilla_testing.stack import Stack, light_stack, wait_until
+from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
 WAIT_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def quick(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Simulated engines and a trainer that accepts; all takes a moment, so that each phase is met."""
-    sim = {"seconds_per_token": 0.02, "commit_s": 0.1}
-    with light_stack(
-        arithmetic / "model", tmp_path_factory.mktemp("quick"), sim=sim, trainer_s=0.1
-    ) as running:
-        yield running
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Three fleets for the whole session: one with vLLM and a trainer of two ranks, one with all gangs, one that is quick.
+"""Two fleets for the whole session: one with vLLM and a trainer of two ranks, and one with all gangs.
 
 All have real rewards, coordinator and NATS. A run takes a fleet for itself, so tests leave none behind.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flotilla_testing.runs import small_run
-from flotilla_testing.stack import Stack, light_stack, running_stack, sim_stack
+from flotilla_testing.stack import Stack, running_stack, sim_stack
 
 # What these tests share is found by its name, also by vLLM's workers.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -46,15 +46,6 @@ def gangs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         teachers={"math": {"replicas": 1}, "code": {"replicas": 1}},
         reference={"replicas": 1},
     ) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def quick(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Simulated engines and a trainer that accepts: a death costs seconds. All takes a moment, so each phase is met."""
-    directory = tmp_path_factory.mktemp("quick")
-    sim = {"seconds_per_token": 0.02, "commit_s": 0.1}
-    with light_stack(arithmetic / "model", directory, sim=sim, trainer_s=0.1) as running:
         yield running
 
 

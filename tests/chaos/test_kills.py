@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 WAIT_S = 120.0
 COORDINATOR_PHASES = ("train", "evaluate")
-"""The others are met in tests/chaos."""
+"""The fault matrix meets the others."""
 
 
 async def test_a_killed_coordinator_is_back_in_the_loop_and_nothing_is_lost_or_trained_twice(
