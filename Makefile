@@ -62,7 +62,7 @@ bench: setup  ## Measure and print one table
 test: export OMP_NUM_THREADS ?= 1
 test: setup  ## Run the unit, contract and integration tests
 	@echo "==> integration, unit and contract tests, two suites at a time, each told when it ends"
-	@# In this order both halves of the machine end together: each takes the next suite when it is free, the shortest last.
+	@# Each half of the machine takes the next suite when it is free.
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
 	integration-fleets test-contract unit-services integration-trainer unit-libs unit-launch
 
