@@ -117,7 +117,7 @@ class Registry:
         try:
             while not moved.done():
                 if entry is None:
-                    entry = asyncio.ensure_future(watcher.updates(timeout=None))  # type: ignore[no-untyped-call]
+                    entry = asyncio.ensure_future(watcher.updates(timeout=None))
                 await asyncio.wait((entry, moved), timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
                 if entry.done():
                     change = entry.result()
@@ -238,6 +238,6 @@ class _View:
 
 async def _stop(watcher: KeyValue.KeyWatcher) -> None:
     try:
-        await watcher.stop()  # type: ignore[no-untyped-call]
+        await watcher.stop()
     except BUS_ERRORS as error:
         logger.debug("a registry watcher did not stop in order: %r", error)
