@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flotilla_testing.chaos_run import chaos_fleet
+from flotilla_testing.small_disk import SmallDisk, small_disk
 from flotilla_testing.stack import Stack, light_stack
 from flotilla_testing.tiny_stacks import stacks
 
@@ -19,6 +21,18 @@ def fleet_of_faults(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) 
     """Three simulated generators, two reward replicas, a trainer of two ranks, coordinator, NATS."""
     with chaos_fleet(arithmetic / "model", tmp_path_factory.mktemp("faults")) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
+    """A small disk for the state of a stack."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small disk")
+    try:
+        with small_disk(tmp_path_factory.mktemp("full") / "state") as mounted:
+            yield mounted
+    except PermissionError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="package")

@@ -5,44 +5,24 @@ Simulated engine, accepting trainer, everything else real. `test_full_disk.py` s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.coordinator_faults import endless_run
-from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, small_disk, stack_on
+from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, stack_on, verdict
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small disk")
-    try:
-        with small_disk(tmp_path_factory.mktemp("full") / "state") as mounted:
-            yield mounted
-    except PermissionError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
 def fleet(disk: SmallDisk, arithmetic: Path) -> Iterator[Stack]:
     with stack_on(disk, arithmetic / "model") as running:
         yield running
-
-
-def verdict(run: RunOnDisk) -> str:
-    """Nothing was lost, trained twice or trained too late."""
-    found = check(run.fleet.directory / "ledger.sqlite", run.run["run_id"])
-    assert found.passed and found.lost == found.trained_twice == found.stale == 0, str(found)
-    return str(found)
 
 
 @pytest.fixture(scope="module")

@@ -19,20 +19,10 @@ from flotilla_launch import local
 from flotilla_launch.client import LauncherClient, find, require
 from flotilla_launch.records import Phase, StackRecord
 from flotilla_launch.stack_lock import is_held
+from flotilla_testing.tiny_stacks import status_of, until
 
 SHORT_LEASE = "from flotilla_launch import lease\nlease.LEASE_S = 3.0\n"
 MAIN = "from flotilla_launch.main import main\nmain()\n"
-
-
-async def status_of(launcher: LauncherClient, name: str):
-    return next(status for status in (await launcher.state()).processes if status.name == name)
-
-
-async def until(launcher: LauncherClient, name: str, condition):
-    async with asyncio.timeout(15):
-        while not condition(status := await status_of(launcher, name)):
-            await asyncio.sleep(0.05)
-    return status
 
 
 async def test_a_killed_guardian_comes_back_and_guards(stacks) -> None:

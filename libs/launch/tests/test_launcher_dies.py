@@ -22,20 +22,7 @@ from flotilla_launch.process_tree import MARK
 from flotilla_launch.records import ProcessRecord
 from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.stack_lock import is_held
-
-SHORT_LEASE = "from flotilla_launch import lease\nlease.LEASE_S = 3.0\n"
-MAIN = "from flotilla_launch.main import main\nmain()\n"
-
-
-async def status_of(launcher: LauncherClient, name: str):
-    return next(status for status in (await launcher.state()).processes if status.name == name)
-
-
-async def until(launcher: LauncherClient, name: str, condition):
-    async with asyncio.timeout(15):
-        while not condition(status := await status_of(launcher, name)):
-            await asyncio.sleep(0.05)
-    return status
+from flotilla_testing.tiny_stacks import until
 
 
 async def test_a_killed_launcher_comes_back_and_looks_after_what_lives(stacks) -> None:

@@ -34,6 +34,7 @@ from flotilla_launch.placement import Slot
 from flotilla_launch.process_tree import tree_of
 from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.stack_lock import hold_lock
+from flotilla_testing.tiny_stacks import until
 
 SERVICES = {"nats", "coordinator", "trainer", "generator-0"}
 
@@ -406,15 +407,6 @@ def reward(stacks) -> ServiceProcess:
 
 async def ready_again(launcher: LauncherClient, name: str):
     return await until(launcher, name, lambda s: s.state == PROCESS_STATE_READY and s.restarts > 0)
-
-
-async def until(launcher: LauncherClient, name: str, condition):
-    async with asyncio.timeout(15):
-        while True:
-            for status in (await launcher.state()).processes:
-                if status.name == name and condition(status):
-                    return status
-            await asyncio.sleep(0.05)
 
 
 def _open_to_others(directory: Path) -> list[str]:

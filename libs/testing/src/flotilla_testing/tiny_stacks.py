@@ -17,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_core.config import StackConfig
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_launch import local
-from flotilla_launch.client import find
+from flotilla_launch.client import LauncherClient, find
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.records import StackRecord
 from flotilla_launch.state import LauncherFile, read_json
@@ -108,6 +109,23 @@ class StackUnderTest:
                     if str(self.state_dir).encode() in text and ProcessIdentity.of(int(entry.name)):
                         found.add(int(entry.name))
         return found
+
+
+async def status_of(launcher: LauncherClient, name: str) -> ProcessStatus:
+    """Return what the launcher says of one process."""
+    return next(status for status in (await launcher.state()).processes if status.name == name)
+
+
+async def until(
+    launcher: LauncherClient, name: str, condition: Callable[[ProcessStatus], object]
+) -> ProcessStatus:
+    """Return the status of a process as soon as it meets the condition."""
+    async with asyncio.timeout(15):
+        while True:
+            for status in (await launcher.state()).processes:
+                if status.name == name and condition(status):
+                    return status
+            await asyncio.sleep(0.05)
 
 
 @pytest.fixture
