@@ -14,12 +14,13 @@ import pytest
 from safetensors.torch import load_file
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_testing.coordinator_faults import endless_run
 from flotilla_testing.fuzzed_fleet import MADE_UP_SAMPLES
 from flotilla_testing.runs import small_run
-from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, small_disk, stack_on, verdict
+from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, small_disk, stack_on
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -33,6 +34,13 @@ MIB = 1 << 20
 def fleet(disk: SmallDisk, arithmetic: Path) -> Iterator[Stack]:
     with stack_on(disk, arithmetic / "model") as running:
         yield running
+
+
+def verdict(run: RunOnDisk) -> str:
+    """Nothing was lost, trained twice or trained too late."""
+    found = check(run.fleet.directory / "ledger.sqlite", run.run["run_id"])
+    assert found.passed and found.lost == found.trained_twice == found.stale == 0, str(found)
+    return str(found)
 
 
 def test_a_run_on_a_full_disk_pauses_and_goes_on_by_itself_twenty_times(

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.ledger.checker import check
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.coordinator_faults import endless_run
-from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, stack_on, verdict
+from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, stack_on
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -23,6 +24,13 @@ pytestmark = pytest.mark.timeout(400)
 def fleet(disk: SmallDisk, arithmetic: Path) -> Iterator[Stack]:
     with stack_on(disk, arithmetic / "model") as running:
         yield running
+
+
+def verdict(run: RunOnDisk) -> str:
+    """Nothing was lost, trained twice or trained too late."""
+    found = check(run.fleet.directory / "ledger.sqlite", run.run["run_id"])
+    assert found.passed and found.lost == found.trained_twice == found.stale == 0, str(found)
+    return str(found)
 
 
 @pytest.fixture(scope="module")

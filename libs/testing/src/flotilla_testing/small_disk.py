@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.disk import free_bytes
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.stack import Stack, light_stack, wait_until
@@ -127,10 +126,3 @@ class RunOnDisk:
         wait_until("two more steps", lambda: self.steps >= before + 2, LIMIT_S)
         assert self.now().state == run_pb2.RUN_STATE_RUNNING
         return time.monotonic() - freed
-
-
-def verdict(run: RunOnDisk) -> str:
-    """Return what the ledger says of a run of which nothing was lost, trained twice or trained too late."""
-    found = check(run.fleet.directory / "ledger.sqlite", run.run["run_id"])
-    assert found.passed and found.lost == found.trained_twice == found.stale == 0, str(found)
-    return str(found)
