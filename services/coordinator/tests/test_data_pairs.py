@@ -124,6 +124,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "empty answer": ({"chosen": " "}, "column 'chosen' is an empty answer"),
     "a number": ({"rejected": 3}, "neither text nor a list of chat messages.*int"),
     "messages after bare text": ({"chosen": [says("assistant", "2")]}, r"data\.apply_chat_template"),
+    "an image": (
+        {
+            "prompt": CHAT,
+            "chosen": [{"role": "assistant", "content": [{"type": "image"}]}],
+            "rejected": [says("assistant", "3")],
+        },
+        "a part that is not text.*it is 'image'",
+    ),
     "an empty message": (
         {"prompt": CHAT, "chosen": [says("assistant", "")], "rejected": [says("assistant", "3")]},
         "column 'chosen' is an empty answer",

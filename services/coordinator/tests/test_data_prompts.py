@@ -284,7 +284,15 @@ def test_overlong_prompts_are_dropped_truncated_or_refused(tmp_path: Path, token
         ([{"prompt": 3}], r"neither text nor a list of chat messages \(.*line 1\)"),
         (
             [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
-            r"a part that is not text \(.*line 1\): its type is 'image'",
+            r"a part that is not text \(.*line 1\): it is 'image'",
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": [{"text": "What is this?"}, {"image": "cat.png"}]}]}],
+            r"a part that is not text \(.*line 1\): it is 'image'",
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": {"value": 3}}]}],
+            r"a part that is not text \(.*line 1\): it is 'value'",
         ),
         ([{"prompt": ""}], r"the prompt is empty \(.*line 1\)"),
         ([], r"the data set has no prompts"),

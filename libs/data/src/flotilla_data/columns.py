@@ -109,13 +109,8 @@ def require_usable(values: dict[str, Any], columns: Columns, where: str) -> None
             where=where,
             why=f"it is a {type(prompt).__name__}",
         )
-    if not isinstance(prompt, str) and (kind := _part_other_than_text(prompt)):
-        raise InvalidConfig(
-            "a chat message has a part that is not text",
-            where=where,
-            why=f"its type is {kind!r}, and models read text alone",
-            next_step="leave such rows out",
-        )
+    if not isinstance(prompt, str):
+        require_text(prompt, where)
     for name, value in columns.others(values).items():
         if problem := unfit(value, f"column {name}"):
             raise InvalidConfig(
@@ -128,15 +123,28 @@ def is_chat(prompt: Any) -> bool:
     return isinstance(prompt, list) and all(isinstance(one, dict) and "role" in one for one in prompt)
 
 
-def _part_other_than_text(messages: Messages) -> str | None:
-    """Return the type of the first part of a message that is not text, such as image; None where all are text."""
+def require_text(messages: Messages, where: str) -> None:
+    """Refuse chat messages that hold something else than text, such as an image."""
     for message in messages:
         content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type", "text") if isinstance(part, dict) else "text"
-            if kind != "text":
-                return str(kind)
-    return None
+        for part in content if isinstance(content, list) else [content]:
+            if (kind := _kind_of_part(part)) != "text":
+                raise InvalidConfig(
+                    "a chat message has a part that is not text",
+                    where=where,
+                    why=f"it is {kind!r}, and models read text alone",
+                    next_step="leave such rows out",
+                )
+
+
+def _kind_of_part(part: Any) -> str:
+    """Return the type of a part of a message: by its own word, else by the key that it has in place of text."""
+    if part is None or isinstance(part, str):
+        return "text"
+    if not isinstance(part, dict):
+        return type(part).__name__
+    others = (key for key, value in part.items() if key != "text" and value is not None)
+    return str(part.get("type") or next(others, "text"))
 
 
 def as_messages(prompt: Any, config: DataConfig) -> Messages | None:

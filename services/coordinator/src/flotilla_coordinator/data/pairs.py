@@ -18,7 +18,7 @@ from flotilla_coordinator.data.prompts import Answer, AnswerPair, LeftOut, Made,
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig
-from flotilla_data.columns import Columns, Messages, as_messages, value_at
+from flotilla_data.columns import Columns, Messages, as_messages, require_text, value_at
 
 
 def load_pairs(
@@ -133,6 +133,7 @@ class _AnswerReader:
                 why=f"after the prompt it has messages of {', '.join(map(str, roles)) or 'no role'}",
                 next_step="put everything before the last message into the prompt",
             )
+        require_text(answer, place)
         if not str(answer[0].get("content") or "").strip():
             return ""
         whole = self.tokenizer.render_chat([*self.messages, *answer], begin_answer=False)
