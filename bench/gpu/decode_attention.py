@@ -2,8 +2,9 @@
 
 Every sample has one query and a cache of keys and values in blocks of 16 tokens, which lie anywhere in memory. A CUDA
 graph calls the kernel once for each of several layers, so many that no call finds its cache in the L2 cache of the GPU.
-Kernels: FlashAttention 3 as vLLM calls it in its graphs, the same with one split, the one of vLLM in Triton, and that
-of FlashInfer with and without tensor cores. The error is the largest difference from float32 over the largest value.
+Kernels: FlashAttention 3 as vLLM calls it in its graphs, the same with one split, FlashAttention 2, the one of vLLM in
+Triton, and that of FlashInfer with and without tensor cores. The error is the largest difference from float32 over the
+largest value.
 Prints one JSON object for each and appends it to `figures.jsonl`. `python bench/gpu/decode_attention.py --out DIR`.
 """
 
@@ -90,7 +91,7 @@ class Caches:
 
 
 def flash(caches: Caches, splits: int) -> Attend:
-    """Attend by FlashAttention as the backend of vLLM calls it, with one plan of the splits for all layers."""
+    """Attend by FlashAttention 3 as the backend of vLLM calls it, with one plan of the splits for all layers."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     samples, heads, _ = caches.queries.shape
@@ -124,6 +125,30 @@ def flash(caches: Caches, splits: int) -> Attend:
             scheduler_metadata=plan,
             num_splits=splits,
             fa_version=3,
+        )
+
+    return attend
+
+
+def flash_2(caches: Caches) -> Attend:
+    """Attend by FlashAttention 2, which plans its splits in each call."""
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    starts = torch.arange(caches.queries.shape[0] + 1, device="cuda", dtype=torch.int32)
+
+    def attend(layer: int) -> None:
+        flash_attn_varlen_func(
+            caches.queries,
+            caches.keys[layer],
+            caches.values[layer],
+            1,
+            starts,
+            caches.longest,
+            seqused_k=caches.lengths,
+            causal=True,
+            block_table=caches.table,
+            out=caches.out,
+            fa_version=2,
         )
 
     return attend
@@ -209,6 +234,7 @@ def flashinfer(caches: Caches, *, tensor_cores: bool) -> Attend:
 KERNELS: dict[str, Callable[[Caches], Attend]] = {
     "flash-attention-3, up to 32 splits": partial(flash, splits=32),
     "flash-attention-3, one split": partial(flash, splits=1),
+    "flash-attention-2": flash_2,
     "triton": triton,
     "flashinfer": partial(flashinfer, tensor_cores=False),
     "flashinfer, tensor cores": partial(flashinfer, tensor_cores=True),
@@ -256,6 +282,7 @@ def main() -> int:
     cli.add_argument("--shapes", choices=HEADS, nargs="+", default=["0.6b", "8b"])
     cli.add_argument("--samples", type=int, nargs="+", default=[32, 128, 256])
     cli.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    cli.add_argument("--kernels", choices=KERNELS, nargs="+", default=list(KERNELS))
     cli.add_argument("--bandwidth", type=float, help="bytes a second; else what a copy on this GPU reaches")
     asked = cli.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -268,9 +295,9 @@ def main() -> int:
                     continue
                 caches = Caches.of(samples, tokens, HEADS[shape])
                 batch = {"shape": shape, "samples": samples, "tokens": tokens}
-                for name, kernel in KERNELS.items():
+                for name in asked.kernels:
                     try:
-                        figures = measure(caches, kernel(caches), bandwidth)
+                        figures = measure(caches, KERNELS[name](caches), bandwidth)
                     except (ImportError, OSError, RuntimeError, ValueError) as error:
                         figures = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
                     say(asked.out, **batch, kernel=name, **figures)
