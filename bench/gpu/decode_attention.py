@@ -4,8 +4,8 @@ Every sample has one query and a cache of keys and values in blocks of 16 tokens
 graph calls the kernel once for each of several layers, so many that no call finds its cache in the L2 cache of the GPU.
 Kernels: FlashAttention 3 as vLLM calls it in its graphs, the same with one split, FlashAttention 2, the one of vLLM in
 Triton, and that of FlashInfer with and without tensor cores. The error is the largest difference from float32 over the
-largest value.
-Prints one JSON object for each and appends it to `figures.jsonl`. `python bench/gpu/decode_attention.py --out DIR`.
+largest value. Prints one JSON object for each and appends it to `figures.jsonl`.
+`python bench/gpu/decode_attention.py --out DIR`.
 """
 
 from __future__ import annotations
@@ -90,25 +90,27 @@ class Caches:
         return torch.stack(found)
 
 
-def flash(caches: Caches, splits: int) -> Attend:
-    """Attend by FlashAttention 3 as the backend of vLLM calls it, with one plan of the splits for all layers."""
+def flash(caches: Caches, splits: int, version: int = 3) -> Attend:
+    """Attend by FlashAttention as the backend of vLLM calls it; version 3 has one plan of the splits for all layers."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, get_scheduler_metadata
 
     samples, heads, _ = caches.queries.shape
     starts = torch.arange(samples + 1, device="cuda", dtype=torch.int32)
-    plan = get_scheduler_metadata(
-        samples,
-        1,
-        caches.longest,
-        heads,
-        caches.keys[0].shape[2],
-        HEAD,
-        caches.lengths,
-        cu_seqlens_q=starts,
-        page_size=BLOCK,
-        causal=True,
-        num_splits=splits,
-    )
+    plan = None
+    if version == 3:
+        plan = get_scheduler_metadata(
+            samples,
+            1,
+            caches.longest,
+            heads,
+            caches.keys[0].shape[2],
+            HEAD,
+            caches.lengths,
+            cu_seqlens_q=starts,
+            page_size=BLOCK,
+            causal=True,
+            num_splits=splits,
+        )
 
     def attend(layer: int) -> None:
         flash_attn_varlen_func(
@@ -124,31 +126,7 @@ def flash(caches: Caches, splits: int) -> Attend:
             out=caches.out,
             scheduler_metadata=plan,
             num_splits=splits,
-            fa_version=3,
-        )
-
-    return attend
-
-
-def flash_2(caches: Caches) -> Attend:
-    """Attend by FlashAttention 2, which plans its splits in each call."""
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
-
-    starts = torch.arange(caches.queries.shape[0] + 1, device="cuda", dtype=torch.int32)
-
-    def attend(layer: int) -> None:
-        flash_attn_varlen_func(
-            caches.queries,
-            caches.keys[layer],
-            caches.values[layer],
-            1,
-            starts,
-            caches.longest,
-            seqused_k=caches.lengths,
-            causal=True,
-            block_table=caches.table,
-            out=caches.out,
-            fa_version=2,
+            fa_version=version,
         )
 
     return attend
@@ -234,7 +212,7 @@ def flashinfer(caches: Caches, *, tensor_cores: bool) -> Attend:
 KERNELS: dict[str, Callable[[Caches], Attend]] = {
     "flash-attention-3, up to 32 splits": partial(flash, splits=32),
     "flash-attention-3, one split": partial(flash, splits=1),
-    "flash-attention-2": flash_2,
+    "flash-attention-2": partial(flash, splits=0, version=2),
     "triton": triton,
     "flashinfer": partial(flashinfer, tensor_cores=False),
     "flashinfer, tensor cores": partial(flashinfer, tensor_cores=True),

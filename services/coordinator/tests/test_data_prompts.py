@@ -291,8 +291,8 @@ def test_overlong_prompts_are_dropped_truncated_or_refused(tmp_path: Path, token
             r"a part that is not text \(.*line 1\): it is 'image'",
         ),
         (
-            [{"prompt": [{"role": "user", "content": {"value": 3}}]}],
-            r"a part that is not text \(.*line 1\): it is 'value'",
+            [{"prompt": [{"role": "user", "content": {"text": "a part without a list"}}]}],
+            r"a part that is not text \(.*line 1\): it is 'dict'",
         ),
         ([{"prompt": ""}], r"the prompt is empty \(.*line 1\)"),
         ([], r"the data set has no prompts"),

@@ -126,9 +126,8 @@ def is_chat(prompt: Any) -> bool:
 def require_text(messages: Messages, where: str) -> None:
     """Refuse chat messages that hold something else than text, such as an image."""
     for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else [content]:
-            if (kind := _kind_of_part(part)) != "text":
+        for kind in _kinds_of(message.get("content")):
+            if kind != "text":
                 raise InvalidConfig(
                     "a chat message has a part that is not text",
                     where=where,
@@ -137,9 +136,18 @@ def require_text(messages: Messages, where: str) -> None:
                 )
 
 
-def _kind_of_part(part: Any) -> str:
-    """Return the type of a part of a message: by its own word, else by the key that it has in place of text."""
-    if part is None or isinstance(part, str):
+def _kinds_of(content: Any) -> list[str]:
+    """Return the types of the parts of a message, or the Python type of what is neither text nor a list of parts."""
+    if content is None or isinstance(content, str):
+        return ["text"]
+    if not isinstance(content, list):
+        return [type(content).__name__]
+    return [_kind_of(part) for part in content]
+
+
+def _kind_of(part: Any) -> str:
+    """Return the type of a part: by its own word, else by the key that it has in place of text."""
+    if isinstance(part, str):
         return "text"
     if not isinstance(part, dict):
         return type(part).__name__
