@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-THIS_FILE = Path(__file__).resolve().relative_to(ROOT)
 GENERATED = "libs/proto/src/"
 
 LONGEST_FILE = 800
@@ -63,10 +62,15 @@ RPC_DOOR = (
 RAW_GRPC = re.compile(r"\bgrpc\.aio\.server\(|\bgrpc\.server\(|\b(in)?secure_channel\(")
 
 PACKAGE_INDEX = re.compile(
-    r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|registry\.npmjs\.org"
-    r"|index-url|index_url\W+https?:|--find-links\W+https?:",
+    # The name of a registry as a host, an address below which packages lie, or the option that would be given one.
+    r"\b(py[-]?pi|pythonhosted|npm|npmjs|yarnpkg|conda|anaconda)[.](org|com|io|cloud|dev)\b"
+    r"|https?://[^\s'\"<>)]*/(simple|whl|pypi|wheels?)(/|\b)"
+    r"|\b(index[-]url|registry\W+https?:)|(index_url|find[-]links)\W+https?:",
     re.IGNORECASE,
 )
+
+SERVICES = ("coordinator", "generator", "reward", "trainer")
+SERVICE_IMPORT = re.compile(r"^\s*(?:from|import)\s+flotilla_(" + "|".join(SERVICES) + r")\b", re.MULTILINE)
 
 
 def tracked_files(*patterns: str) -> list[str]:
@@ -175,17 +179,51 @@ def test_every_channel_and_server_goes_through_the_one_door() -> None:
     assert outside == []
 
 
+def package_indexes(text: str) -> list[str]:
+    return [match.group() for match in PACKAGE_INDEX.finditer(text)]
+
+
 def test_no_file_names_a_package_index() -> None:
     named = []
     for path in tracked_files():
-        if path == str(THIS_FILE):
-            continue
         try:
             text = read(path)
         except UnicodeDecodeError:
             continue
-        named += [f"{path}: {match.group()}" for match in PACKAGE_INDEX.finditer(text)]
+        named += [f"{path}: {found}" for found in package_indexes(text)]
     assert named == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("https://", "pypi", ".org/project/torch"),
+        ("files.", "pythonhosted", ".org"),
+        ("https://download.", "pytorch.org/", "whl/cpu"),
+        ("https://registry.", "npmjs", ".org"),
+        ("https://mirror.example/artifactory/api/", "simple/", "torch"),
+        ("--extra-index", "-url=file:///opt"),
+        ("--find", "-links https://wheels.example"),
+        ("PIP_INDEX", "_URL=https://mirror.example"),
+        ("npm config set registry=", "https", "://mirror.example"),
+    ],
+    ids="".join,
+)
+def test_the_ban_of_package_indexes_knows_their_forms(words: tuple[str, ...]) -> None:
+    assert package_indexes("".join(words))
+
+
+def test_no_test_of_a_package_imports_a_service_that_is_not_its_own() -> None:
+    """import-linter reads packages alone; their tests are none."""
+    strangers = []
+    for path in python_files():
+        top, _, rest = path.partition("/")
+        if top not in ("libs", "services"):
+            continue
+        own = rest.partition("/")[0] if top == "services" else ""
+        imported = SERVICE_IMPORT.findall(code_that_may_hold(SERVICE_IMPORT, path))
+        strangers += [f"{path}: flotilla_{name}" for name in imported if name != own]
+    assert strangers == []
 
 
 def test_locks_hold_names_and_versions_only() -> None:
