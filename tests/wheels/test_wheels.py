@@ -120,7 +120,10 @@ def test_every_command_starts(environment: Path, tmp_path: Path) -> None:
     commands = sorted(command for file in PROJECTS for command in project(file).get("scripts", {}))
     assert commands == [
         "flotilla",
-        *(f"flotilla-{name}" for name in ("coordinator", "generator", "launcher", "reward", "trainer")),
+        *(
+            f"flotilla-{name}"
+            for name in ("coordinator", "generator", "launcher", "ranks", "reward", "trainer")
+        ),
     ]
     for command in commands:
         assert "usage" in run(environment / command, "--help", cwd=tmp_path).lower()
