@@ -28,6 +28,8 @@ import pytest
 import structlog
 import torch
 import yaml
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from nats.aio.client import Client
@@ -73,8 +75,7 @@ SERVED = {
     "launcher": ("flotilla.launcher.v1.LauncherService", *REFLECTION),
 }
 RANKS = "flotilla.trainer.v1.RankService"
-# Newer than any coordinator: a call that is refused must not move a fence.
-FENCE = (("flotilla-fence", f"{2**62} {2**62} ledger run"),)
+UNKNOWN_FENCE = rpc.Fence("ledger", 1000, "run", 1)
 AT_ONCE = 16
 A_MOMENT_AGO = -0.01
 OVERLAP_S = 4.0
@@ -88,6 +89,7 @@ class Method:
     path: str
     client_streaming: bool
     server_streaming: bool
+    request: type[Message]
 
 
 def _services() -> dict[str, list[Method]]:
@@ -99,7 +101,12 @@ def _services() -> dict[str, list[Method]]:
     files += [trace_service_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
     found = {
         service.full_name: [
-            Method(f"/{service.full_name}/{one.name}", one.client_streaming, one.server_streaming)
+            Method(
+                f"/{service.full_name}/{one.name}",
+                one.client_streaming,
+                one.server_streaming,
+                GetMessageClass(one.input_type),
+            )
             for one in service.methods
         ]
         for file in files
@@ -121,10 +128,15 @@ class Attempt:
     who: str
     token: Token
     refusal: type[FlotillaError]
+    fenced: bool = True
+    """Whether it sends a fence that would shut the coordinator out."""
 
 
 def attempts(method: str, secret: str, tls: TlsConfig | None) -> Iterator[Attempt]:
-    """Yield the callers that this method refuses."""
+    """Yield the callers that this method refuses.
+
+    A role that may call it is refused because of the fence alone, and one below without a fence as well.
+    """
 
     def role_token(role: str, ends_s: int | None = None, of: str = secret) -> Token:
         return Token(make_role_token(of, Claims(role, "eve", ends_s)), tls)
@@ -133,24 +145,26 @@ def attempts(method: str, secret: str, tls: TlsConfig | None) -> Iterator[Attemp
     yield Attempt("a wrong secret", Token("0" * 64, tls), Unauthenticated)
     yield Attempt("a role of another stack", role_token("admin", of="another"), Unauthenticated)
     yield Attempt("an expired admin", role_token("admin", int(time.time()) - 1), Unauthenticated)
+    for role in LADDER:
+        yield Attempt(f"role {role} with a fence", role_token(role), PermissionDenied)
     for role in LADDER[: LADDER.index(ROLES[method])]:
-        yield Attempt(f"role {role}", role_token(role), PermissionDenied)
+        yield Attempt(f"role {role}", role_token(role), PermissionDenied, fenced=False)
 
 
-def call(channel: Any, method: Method, metadata: Any) -> Any:
-    """Begin a call with an empty request, of whatever kind it is."""
+def call(channel: Any, method: Method, metadata: Any, request: bytes) -> Any:
+    """Begin a call of whatever kind it is."""
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     start = getattr(channel, kind)(method.path)
-    request = iter([b""]) if method.client_streaming else b""
-    return start(request, timeout=20, metadata=metadata)
+    return start(iter([request]) if method.client_streaming else request, timeout=20, metadata=metadata)
 
 
-async def outcome(channel: Any, method: Method, metadata: Any = FENCE) -> grpc.StatusCode:
-    begun = call(channel, method, metadata)
+async def outcome(channel: Any, method: Method, metadata: Any = (), request: bytes = b"") -> grpc.StatusCode:
+    begun = call(channel, method, metadata, request)
     with contextlib.suppress(grpc.aio.AioRpcError):
         if method.server_streaming:
             async for _ in begun:
-                break
+                begun.cancel()
+                return grpc.StatusCode.OK
         else:
             await begun
     code: grpc.StatusCode = await begun.code()
@@ -163,7 +177,13 @@ CODES = {
 }
 
 
-async def offences(address: str, services: tuple[str, ...], secret: str, tls: TlsConfig | None) -> list[str]:
+async def offences(
+    address: str,
+    services: tuple[str, ...],
+    secret: str,
+    tls: TlsConfig | None,
+    fence: rpc.Fence = UNKNOWN_FENCE,
+) -> list[str]:
     """Try every caller on every method of a server; what was answered otherwise than it must be."""
     wrong: list[str] = []
     limit = asyncio.Semaphore(AT_ONCE)
@@ -174,9 +194,10 @@ async def offences(address: str, services: tuple[str, ...], secret: str, tls: Tl
         if text not in channels:
             channels[text] = rpc.connect(address, token=attempt.token)
         # Signed as our clients do, and sent as a tool of others would.
-        bearer = (("authorization", f"Bearer {text}"), *FENCE)
+        sent = fence.metadata if attempt.fenced else ()
+        bearer = (("authorization", f"Bearer {text}"), *sent)
         async with limit:
-            codes = [await outcome(channels[""], method, bearer), await outcome(channels[text], method)]
+            codes = [await outcome(channels[""], method, bearer), await outcome(channels[text], method, sent)]
         wrong.extend(
             f"{method.path} {attempt.who}: {code}" for code in codes if code is not CODES[attempt.refusal]
         )
@@ -189,6 +210,21 @@ async def offences(address: str, services: tuple[str, ...], secret: str, tls: Tl
     for channel in channels.values():
         await channel.close()
     return wrong
+
+
+async def reads(address: str, services: tuple[str, ...], secret: str, tls: TlsConfig, run: str) -> set[str]:
+    """Make every call that a holder of the role `read` may make, about `run` where it names one; which were served."""
+    token = Token(make_role_token(secret, Claims("read", "eve", None)), tls)
+    served: set[str] = set()
+    async with rpc.connect(address, token=token) as channel:
+        for method in (one for name in services for one in SERVICES[name] if ROLES[one.path] == "read"):
+            names_a_run = "run_id" in method.request.DESCRIPTOR.fields_by_name
+            request = method.request(**({"run_id": run} if names_a_run else {}))
+            code = await outcome(channel, method, request=request.SerializeToString())
+            assert code not in CODES.values(), method.path
+            if code is grpc.StatusCode.OK:
+                served.add(method.path.rpartition("/")[2])
+    return served
 
 
 def _without_proof(address: str, tls: TlsConfig | None) -> Any:
@@ -287,6 +323,15 @@ def address_of(stack: Stack, name: str) -> str:
     return f"127.0.0.1:{LAUNCHER_PORT}" if name == "launcher" else stack.address(name)
 
 
+def takeover_of(stack: Stack, run: str) -> rpc.Fence:
+    """Return a fence that would shut the coordinator out of all its runs: as far ahead as a service believes."""
+    with contextlib.closing(sqlite3.connect(f"file:{stack.directory}/ledger.sqlite?mode=ro", uri=True)) as db:
+        (ledger,), (epoch,) = (
+            db.execute(f"SELECT {what}").fetchone() for what in ("name FROM identity", "epoch FROM owner")
+        )
+    return rpc.Fence(ledger, epoch + 1000, run, 1)
+
+
 def refusals_told(stack: Stack, name: str) -> int:
     return (stack.directory / "logs" / f"{name}.log").read_text().count("calls are refused")
 
@@ -320,8 +365,13 @@ def test_who_does_not_belong_is_refused_on_every_call_and_changes_nothing(
     before, began = settled(stack), time.monotonic()
     for kind, fewest in (("table ", 6), ("instance ", 4), ("file ", 10)):
         assert sum(name.startswith(kind) for name in before) >= fewest, kind
+    fence = takeover_of(stack, ended["run_id"])
+    served: set[str] = set()
     for name, services in SERVED.items():
-        assert asyncio.run(offences(address_of(stack, name), services, stack.token, tls)) == []
+        address = address_of(stack, name)
+        assert asyncio.run(offences(address, services, stack.token, tls, fence)) == []
+        served |= asyncio.run(reads(address, services, stack.token, tls, ended["run_id"]))
+    assert {"Check", "GetRun", "WatchRun", "ListSamples", "GetWeightStatus", "ListRewards", "List"} <= served
     assert changes(before, state_of(stack)) == []
     minutes = int((time.monotonic() - began) // 60) + 1
     for name in SERVED:

@@ -14,6 +14,8 @@ from flotilla_core import errors, rpc
 from flotilla_core.config import BindConfig
 from flotilla_core.rpc import Fence
 from flotilla_core.rpc.fence import FENCE_HEADER, NewestFences
+from flotilla_core.trust import Claims, make_role_token
+from flotilla_core.trust.role_tokens import LADDER
 
 SERVICE = "flotilla.common.v1.OperateService"
 
@@ -118,6 +120,39 @@ async def test_a_call_that_is_refused_moves_no_fence() -> None:
     for caller in (own, stranger, friend):
         await caller.channel.close()
     await server.stop(0)
+
+
+@pytest.mark.parametrize("role", LADDER)
+async def test_no_role_moves_a_fence(address: str, role: str) -> None:
+    own = Caller(address, Fence("ledger", 1, "run", 1))
+    await own.check()
+    token = make_role_token("secret", Claims(role, "eve", None))
+    holder = Caller(address, None, token)
+    bearer = (("authorization", f"Bearer {token}"),)
+    for fence in (
+        Fence("ledger", 1001, "run", 1),  # the largest leap
+        Fence("ledger", 1, "run", 2),
+        Fence("ledger", 1, "another run", 1),
+        Fence("ledger", 1, "run", 1),
+        Fence("another", 1, "run", 1),
+    ):
+        holder.fence = fence
+        for call in (holder.check, holder.lines):
+            with pytest.raises(errors.PermissionDenied, match="carries a fence") as refused:
+                await call()
+            assert "without the header flotilla-fence" in str(refused.value)
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="carries a fence") as sent:
+                await channel.unary_unary(f"/{SERVICE}/Check")(
+                    b"", timeout=5, metadata=bearer + fence.metadata
+                )
+            assert sent.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        await own.check()
+    holder.fence = None
+    await holder.check()
+    assert await holder.lines() == ["a line"]
+    await own.channel.close()
+    await holder.channel.close()
 
 
 def _without_deadline(method: Any) -> Any:

@@ -25,6 +25,7 @@ from flotilla_core.errors import FlotillaError, PortInUse
 from flotilla_core.rpc.auth import ANY_ADDRESS, dialable, is_loopback, joined, own_names, require_token
 from flotilla_core.rpc.channel import SERVER_OPTIONS
 from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor, abort, read_to_its_end
+from flotilla_core.rpc.fence import FENCE_HEADER
 from flotilla_core.rpc.handlers import is_open_to_all, wrapped
 from flotilla_core.rpc.interface import check_interface, ports_of
 from flotilla_core.telemetry.grpc import server_interceptor
@@ -260,7 +261,9 @@ class TokenServerInterceptor(grpc.aio.ServerInterceptor):
         return wrapped(handler, refuse, refuse_stream)
 
     def _refusal(self, method: str, details: grpc.HandlerCallDetails) -> FlotillaError | None:
-        for key, value in details.invocation_metadata or ():
+        headers = details.invocation_metadata or ()
+        fenced = any(key == FENCE_HEADER for key, _ in headers)
+        for key, value in headers:
             if key == HEADER:
-                return self._verifier.refusal(method, value)
+                return self._verifier.refusal(method, value, fenced=fenced)
         return unproven(method)

@@ -84,8 +84,11 @@ class CallVerifier:
         self._keys: dict[str, bytes] = {}
         """What is derived from each accepted secret."""
 
-    def refusal(self, method: str, given: str | bytes) -> FlotillaError | None:
-        """Return why a call with this header is refused; None lets it pass, and counts it."""
+    def refusal(self, method: str, given: str | bytes, *, fenced: bool = False) -> FlotillaError | None:
+        """Return why a call with this header is refused; None lets it pass, and counts it.
+
+        `fenced` says that the call carries a fence, which only the stack's own secret may send.
+        """
         text = given.decode("ascii", "replace") if isinstance(given, bytes) else given
         match text.split(" "):
             case [scheme, moment, sender, count, address, signature] if scheme == SCHEME:
@@ -95,7 +98,7 @@ class CallVerifier:
                 if claims is None:
                     return unproven(method)
             case _:
-                return self._judged_bearer(method, text)
+                return self._judged_bearer(method, text, fenced)
         if (
             not self._is_signed(claims, method, f"{moment} {sender} {count} {address}", signature)
             or not moment.isdecimal()
@@ -104,7 +107,7 @@ class CallVerifier:
             or len(sender) > _LONGEST_SENDER
         ):
             return unproven(method)
-        if claims is not None and (refusal := claims.refusal(method)) is not None:
+        if claims is not None and (refusal := claims.refusal(method, fenced=fenced)) is not None:
             return refusal
         # A holder of a token must not use up the calls of another sender.
         return self._judged(method, int(moment), f"{claims or ''} {sender}", int(count), unquote(address))
@@ -121,7 +124,7 @@ class CallVerifier:
         given = signature.encode()
         return any(hmac.compare_digest(given, _signature(key, method, stated).encode()) for key in keys)
 
-    def _judged_bearer(self, method: str, text: str) -> FlotillaError | None:
+    def _judged_bearer(self, method: str, text: str, fenced: bool) -> FlotillaError | None:
         """Judge a tool that is not ours (grpcurl), whose user chose to send the token itself."""
         scheme, _, token = text.partition(" ")
         role = opened(token)
@@ -129,7 +132,7 @@ class CallVerifier:
             expected = secret if role is None else key_of(secret, role[0])
             given = token if role is None else role[1]
             if scheme == "Bearer" and hmac.compare_digest(given.encode(), expected.encode()):
-                return None if role is None else role[0].refusal(method)
+                return None if role is None else role[0].refusal(method, fenced=fenced)
         return unproven(method)
 
     def _judged(

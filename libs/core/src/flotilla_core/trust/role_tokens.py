@@ -50,8 +50,11 @@ class Claims:
     def __str__(self) -> str:
         return f"{self.role}:{self.name}:{_NEVER if self.ends_s is None else self.ends_s}"
 
-    def refusal(self, method: str) -> FlotillaError | None:
-        """Return why the holder may not make this call; None lets it pass."""
+    def refusal(self, method: str, *, fenced: bool = False) -> FlotillaError | None:
+        """Return why the holder may not make this call; None lets it pass.
+
+        No role may send a fence (`fenced`): whoever moves one shuts the coordinator out of its own run.
+        """
         if self.ends_s is not None and time.time() >= self.ends_s:
             return Unauthenticated(
                 f"the token of {self.name} (role {self.role}) has expired",
@@ -67,6 +70,13 @@ class Claims:
                 where=method,
                 next_step=f"ask the owner of the stack, who can do it or make such a token: flotilla token create "
                 f"--role {needed} --name {self.name}",
+            )
+        if fenced:
+            return PermissionDenied(
+                f"the call carries a fence, and the token of {self.name} has the role {self.role}",
+                where=method,
+                why="a fence says which coordinator owns a run, so only the stack's own token may send one",
+                next_step="send the call without the header flotilla-fence",
             )
         return None
 
