@@ -20,7 +20,7 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.api.coordinator_servicer import add_recorded
 from flotilla_coordinator.ledger.records import TokenSpan
-from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.records.directory import MOST_LOG_BYTES, RunDirectory
 from flotilla_coordinator.records.report import conclude, export_parquet, write_plots
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_core.errors import AlreadyExists, DiskFull
@@ -139,6 +139,30 @@ def test_an_earlier_attempt_is_never_overwritten(directory: RunDirectory) -> Non
     assert len(list(directory.read_samples())) == 3
 
 
+def test_a_run_keeps_what_logs_say_since_it_began_and_no_more_than_its_bound(directory: RunDirectory) -> None:
+    logs = directory.path.parent.parent / "logs"
+    logs.mkdir()
+    run = run_pb2.Run(run_id="count-1", state=run_pb2.RUN_STATE_SUCCEEDED)
+    run.created_at.FromJsonString("2030-01-02T00:00:00Z")
+    old, new = ({"time": f"2030-01-0{day}T00:00:01.5Z", "event": f"of day {day}"} for day in (1, 2))
+    (logs / "trainer.log").write_text(f"{json.dumps(old)}\nof day 1\n{json.dumps(new)}\nof day 2\n")
+    (logs / "reward-0.log").write_bytes(b"x" * 9 * MOST_LOG_BYTES)
+    directory.keep_logs(run)
+    kept = directory.path / "logs"
+    assert (kept / "trainer.log").read_text() == f"{json.dumps(new)}\nof day 2\n"
+    assert 0 < (kept / "reward-0.log").stat().st_size <= MOST_LOG_BYTES
+    (logs / "trainer.log").write_text("cut\n")
+    assert "of day 2" in (kept / "trainer.log").read_text()
+
+
+def test_half_a_line_is_removed_however_long_the_lines_are(directory: RunDirectory) -> None:
+    directory.write_metrics(0, {"loss": 0.1})
+    with (directory.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 1, "x": "' + b"x" * 300_000)
+    directory.write_metrics(1, {"loss": 0.2})
+    assert list(directory.read_metrics()) == [(0, {"loss": 0.1}), (1, {"loss": 0.2})]
+
+
 def test_a_finished_run_has_outcome_logs_and_plots(directory: RunDirectory) -> None:
     logs = directory.path.parent.parent / "logs"
     logs.mkdir()
@@ -151,8 +175,7 @@ def test_a_finished_run_has_outcome_logs_and_plots(directory: RunDirectory) -> N
     directory.write_evaluation(3, "0.3", 0.9)
     run = run_pb2.Run(run_id="count-1", state=run_pb2.RUN_STATE_SUCCEEDED, step=3)
     assert conclude(directory, run) == ""
-    (logs / "trainer-0.log").open("a").write("draining\n")
-    assert (directory.path / "logs" / "trainer-0.log").read_text() == "ready\ndraining\n"
+    assert (directory.path / "logs" / "trainer-0.log").read_text() == "ready\n"
     assert json.loads((directory.path / "outcome.json").read_text())["state"] == "RUN_STATE_SUCCEEDED"
     plots = sorted(path.name for path in (directory.path / "plots").iterdir())
     assert plots == ["agreement.png", "reward.png", "time.png", "training.png"]

@@ -8,13 +8,36 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from flotilla_core.errors import InvalidConfig
 
 MOST_BYTES = 64 << 20
 """Limit for one file; the index of the weights of a very large model has a tenth of that."""
+MOST_LINE_BYTES = 16 << 20
+"""Limit for one line of a file that grows by lines."""
+
+
+def json_lines(file: IO[bytes], position: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the object of each whole line, with the position behind the line, where `file` stands at `position`.
+
+    A line that is damaged, half written or longer than MOST_LINE_BYTES is skipped.
+    """
+    skipping = False
+    while line := file.readline(MOST_LINE_BYTES):
+        position += len(line)
+        whole = line.endswith(b"\n")
+        if skipping or not whole:
+            skipping = not whole
+            continue
+        try:
+            values = json.loads(line.decode("utf-8", errors="replace"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(values, dict):
+            yield position, values
 
 
 def json_object(raw: bytes, where: str, *, what: str = "the text", finite: bool = False) -> dict[str, Any]:

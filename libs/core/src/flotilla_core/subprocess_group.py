@@ -28,6 +28,8 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
+MOST_OUTPUT_BYTES = 64 << 20
+MOST_ERROR_BYTES = 16 << 10
 UNKNOWN_STATUS = 256
 """The status of a process whose parent is another one; no process ends with it."""
 
@@ -126,6 +128,23 @@ class ProcessGroup:
             os.killpg(self._process.pid, signum)
         except ProcessLookupError:
             pass
+
+
+async def outputs(process: Process) -> tuple[bytes, bytes]:
+    """Return what a process prints and says of errors until it ends; what is beyond the limits is dropped."""
+    assert process.stdout is not None and process.stderr is not None
+    out, err = await asyncio.gather(
+        _begin_of(process.stdout, MOST_OUTPUT_BYTES), _begin_of(process.stderr, MOST_ERROR_BYTES)
+    )
+    await process.wait()
+    return out, err
+
+
+async def _begin_of(stream: asyncio.StreamReader, most_bytes: int) -> bytes:
+    begin = bytearray()
+    while block := await stream.read(1 << 16):
+        begin += block[: most_bytes - len(begin)]
+    return bytes(begin)
 
 
 class AdoptedProcess:

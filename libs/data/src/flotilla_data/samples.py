@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import zstandard
+
+from flotilla_core.json_text import json_lines
 
 
 def read_samples(run_dir: Path, kind: str, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
@@ -20,5 +21,5 @@ def read_samples(run_dir: Path, kind: str, steps: Collection[int] | None = None)
             newest[step] = max(newest.get(step, (0, path)), (int(number or 1), path))
     for _, (_, path) in sorted(newest.items()):
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
-            for line in io.TextIOWrapper(reader, "utf-8"):
-                yield json.loads(line)
+            for _, line in json_lines(io.BufferedReader(reader)):
+                yield line

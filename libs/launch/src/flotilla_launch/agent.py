@@ -30,6 +30,7 @@ from flotilla_core.bus import Bus, Login
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Unavailable
 from flotilla_core.files import make_private_folder
+from flotilla_core.log_files import keep_bounded
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.rpc.auth import dialable, joined
 from flotilla_core.trust import TokenFile
@@ -233,6 +234,7 @@ class Agent:
                 return True
             await self._follow(wanted)
             await self._follow_head(wanted)
+            await asyncio.to_thread(keep_bounded, self._logs())
             if all(service.state in _DEAD for service in self._services.values()):
                 log.error("every service of this node is given up", node=self._node)
                 return False
@@ -274,6 +276,16 @@ class Agent:
         if self._nats is not None:
             await self._nats.stop()
         log.info("ended", node=self._node)
+
+    def _logs(self) -> list[Path]:
+        """Return the logs of this node; other nodes may have theirs in the same folder."""
+        logs = [
+            self._paths.log_file(f"launcher-{self._node}"),
+            *([self._paths.nats_log] if self._nats else []),
+        ]
+        for name in self._services:
+            logs += [self._paths.log_file(name), *self._paths.logs.glob(f"{name}.rank-*.log")]
+        return logs
 
     def _record(self) -> None:
         """Tell the launcher what runs here; on a full disk the next change tells it."""

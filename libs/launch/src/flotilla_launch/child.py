@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.log_files import HEADER
 from flotilla_core.process_identity import ProcessIdentity, boot_id, stat_fields
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_launch import lease
-from flotilla_launch.logs import HEADER
 from flotilla_launch.process_tree import MARK
 
 

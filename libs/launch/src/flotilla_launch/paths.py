@@ -12,6 +12,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from flotilla_core.bus.server import log_of
 from flotilla_core.disk import check_state_directory
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, PermissionDenied
 from flotilla_core.files import make_private_folder
@@ -95,6 +96,10 @@ class StackPaths:
     @property
     def nats(self) -> Path:
         return self.directory / "nats"
+
+    @property
+    def nats_log(self) -> Path:
+        return log_of(self.nats)
 
     def announce_file(self, name: str) -> Path:
         """Written by the service itself as soon as its port is open."""

@@ -24,6 +24,7 @@ from flotilla_core.config.stack import MOST_REPLICAS
 from flotilla_core.disk import why_full
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.files import write_atomically
+from flotilla_core.log_files import keep_bounded
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust import TokenFile
 from flotilla_launch.child import under_lease
@@ -52,6 +53,7 @@ log = structlog.get_logger()
 
 _NOTE_SHARED_MEMORY_EVERY_S = 10.0
 _LOOK_FOR_GUARDIAN_EVERY_S = 1.0
+_LOOK_AT_LOGS_EVERY_S = 0.5
 
 
 class Supervisor:
@@ -382,6 +384,7 @@ class Supervisor:
         self._watches = [
             asyncio.create_task(self._watch_shared_memory(), name="watch shared memory"),
             asyncio.create_task(self._watch_guardian(), name="watch the guardian"),
+            asyncio.create_task(self._watch_logs(), name="watch the logs"),
         ]
 
     async def _watch_shared_memory(self) -> None:
@@ -400,6 +403,12 @@ class Supervisor:
             except OSError as error:
                 log.error("the guardian cannot be started", why=str(error))
             await asyncio.sleep(_LOOK_FOR_GUARDIAN_EVERY_S)
+
+    async def _watch_logs(self) -> None:
+        while True:
+            # Of ranks, too, whose files the trainer makes.
+            await asyncio.to_thread(keep_bounded, [*self.paths.logs.glob("*.log"), self.paths.nats_log])
+            await asyncio.sleep(_LOOK_AT_LOGS_EVERY_S)
 
     def _record(self) -> None:
         processes = [service.record() for service in self._services.values()]

@@ -1,7 +1,8 @@
 """A real service process without a model: port, health, announcement, drain, as the launcher sees it.
 
 `FLOTILLA_TEST_BEHAVIOUR` is a JSON object {name: behaviour}: "die", "die while PATH" (is there), "hang" (never
-READY), "stubborn" (ignores SIGTERM), "parent" (has a grandchild in a session of its own and shared memory).
+READY), "stubborn" (ignores SIGTERM), "parent" (has a grandchild in a session of its own and shared memory), "flood"
+(prints FLOOD_BYTES without a newline once it is READY, and is killed).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import yaml
 
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.rpc import RpcServer
+
+FLOOD_BYTES = 200 << 20
 
 
 async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str) -> None:
@@ -46,8 +49,17 @@ async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str
     on_sigterm = (lambda: None) if behaviour == "stubborn" else stopping.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
     server.set_serving(behaviour != "hang")
+    if behaviour == "flood":
+        await asyncio.to_thread(flood)
     await stopping.wait()
     await server.stop(0)
+
+
+def flood() -> None:
+    for _ in range(FLOOD_BYTES >> 20):
+        sys.stdout.write("x" * (1 << 20))
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(kind: str) -> None:

@@ -33,6 +33,7 @@ from flotilla_core.config import (
     WandbConfig,
 )
 from flotilla_core.files import write_atomically
+from flotilla_core.json_text import json_lines
 from flotilla_data.samples import read_samples
 from flotilla_trackers.mlflow import MlflowTracker
 from flotilla_trackers.tensorboard import TensorBoardTracker
@@ -44,6 +45,7 @@ LOOK_EVERY_S = 1.0
 LONGEST_CALL_S = 120.0
 """A call of a client that takes longer counts as hanging."""
 NICE = 10
+_BLOCK = 64 << 10
 FAILED = 1
 LONGEST_REASON = 300
 METRICS, EVALUATIONS = "metrics", "evaluations"
@@ -84,7 +86,8 @@ class Progress:
             if path.is_file():
                 with path.open("rb") as file:
                     file.seek(self.positions.get(name, 0))
-                    left += sum(line.endswith(b"\n") for line in file)
+                    while block := file.read(_BLOCK):
+                        left += block.count(b"\n")
         return left
 
 
@@ -205,14 +208,7 @@ def _lines(path: Path, position: int) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     with path.open("rb") as file:
         file.seek(position)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            position += len(line)
-            try:
-                yield position, json.loads(line)
-            except ValueError:
-                continue
+        yield from json_lines(file, position)
 
 
 @contextmanager

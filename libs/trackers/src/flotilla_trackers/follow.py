@@ -21,6 +21,7 @@ import structlog
 
 from flotilla_core.config import DIRECT, HostedTrackerConfig, RunConfig, TrackerConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig
+from flotilla_core.log_files import keep_bounded
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_core.trust import read_secret
 from flotilla_trackers import SHOWS
@@ -170,6 +171,7 @@ class TrackerProcess:
         """Start a process and hear it to its end; return whether it took everything."""
         environment, secrets = environment_of(self._config, os.environ)
         self._log.parent.mkdir(exist_ok=True)
+        keep_bounded([self._log])
         with self._log.open("ab") as log_file:
             child = await ProcessGroup.start(
                 COMMAND,
@@ -186,6 +188,7 @@ class TrackerProcess:
             assert child.process.stdout is not None
             async for line in child.process.stdout:
                 finished = self._hear(json.loads(line), tell) or finished
+                keep_bounded([self._log])
         except ValueError as error:  # a client has found the way to the output
             self.reason = f"its process told nonsense: {error}"
         finally:

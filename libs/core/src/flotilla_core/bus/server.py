@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from flotilla_core.bus.connection import COORDINATOR, OWN_FILES, SERVICE, Login
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, PortInUse
 from flotilla_core.files import make_private_folder, write_atomically
+from flotilla_core.log_files import tail
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_core.trust.certificates import TlsFiles
 
@@ -35,6 +36,7 @@ _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _HANDSHAKE_S = 10
 _MAX_PAYLOAD_BYTES = 1 << 20
+_LAST_BYTES = 8 << 10
 LOOPBACK = "127.0.0.1"
 
 _KEEP_THE_REGISTRY = (
@@ -101,7 +103,7 @@ class NatsServer:
         write_atomically(config, server_config(directory, host, port, passwords, tls))
         for file in OWN_FILES.values():
             (directory / file.name).unlink(missing_ok=True)
-        log = _log(directory)
+        log = log_of(directory)
         with log.open("ab") as output:
             process = await ProcessGroup.start(
                 [binary, "--config", str(config)],
@@ -132,7 +134,7 @@ class NatsServer:
     @classmethod
     def adopt(cls, directory: Path, pid: int, url: str, tls: TlsConfig | None = None) -> NatsServer:
         """Return the server that another process started; raise ProcessLookupError where it is gone."""
-        return cls(ProcessGroup.adopt(pid), url, _log(directory), _login(directory, tls))
+        return cls(ProcessGroup.adopt(pid), url, log_of(directory), _login(directory, tls))
 
     @property
     def pid(self) -> int:
@@ -171,7 +173,8 @@ def find_binary() -> str:
     return found
 
 
-def _log(directory: Path) -> Path:
+def log_of(directory: Path) -> Path:
+    """Return the log of the server that keeps everything in `directory`."""
     return directory / "nats.log"
 
 
@@ -244,7 +247,7 @@ async def _listening(process: ProcessGroup, directory: Path, log: Path, port: in
                 break  # half written; the next look finds it whole
             return str(urls[0])
         await asyncio.sleep(0.01)
-    last_lines = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+    last_lines = "\n".join(tail(log, 5, most_bytes=_LAST_BYTES))
     if "address already in use" in last_lines:
         raise PortInUse(
             f"port {port} is taken",

@@ -24,11 +24,11 @@ from flotilla.common.v1 import operate_pb2_grpc
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core.disk import free_bytes, lacks_room, room
 from flotilla_core.errors import Exhausted, InvalidRequest, NotFound
+from flotilla_core.log_files import Follower
 from flotilla_core.service.host import Host, Service
 
 SERVICE_NAME = "flotilla.common.v1.OperateService"
 _POLL_S = 0.2
-_BLOCK_BYTES = 64 * 1024
 _LONGEST_PROFILE_S = 120.0
 _LOW_DISK_BYTES = 2 * 1024**3
 
@@ -79,18 +79,17 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
                 where=str(path),
                 why="it was started by hand, so its log is where its output goes",
             )
-        with path.open("rb") as file:
-            for line in _last_lines(file, request.lines):
+        log = Follower(path)
+        # What is read at once is small and local: it does not hold up the loop.
+        lines = log.last(request.lines)
+        while True:
+            for line in lines:
                 yield pb.TailLogResponse(line=line)
-            rest = b""
-            while request.follow:
-                # The block is small and local: reading it does not hold up the loop.
-                rest += file.read(_BLOCK_BYTES)
-                *lines, rest = rest.split(b"\n")
-                for raw in lines:
-                    yield pb.TailLogResponse(line=raw.decode(errors="replace"))
-                if not lines:
-                    await asyncio.sleep(_POLL_S)
+            if not request.follow:
+                return
+            if not lines:
+                await asyncio.sleep(_POLL_S)
+            lines = log.more()
 
     async def Profile(self, request: pb.ProfileRequest, context: Any) -> pb.ProfileResponse:
         duration_s = request.duration.ToTimedelta().total_seconds()
@@ -141,23 +140,6 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
             finding=finding,
             remedy="Free space or move state_dir.",
         )
-
-
-def _last_lines(file: Any, count: int) -> list[str]:
-    """Return the last `count` whole lines; leave the file at the end of the last one."""
-    position = end = file.seek(0, os.SEEK_END)
-    blocks: list[bytes] = []
-    newlines = 0
-    while position > 0 and newlines <= count:
-        start = max(0, position - _BLOCK_BYTES)
-        file.seek(start)
-        blocks.append(file.read(position - start))
-        newlines += blocks[-1].count(b"\n")
-        position = start
-    whole, newline, rest = b"".join(reversed(blocks)).rpartition(b"\n")
-    file.seek(end - len(rest))
-    lines = whole.split(b"\n") if newline else []
-    return [line.decode(errors="replace") for line in lines[-count:]] if count else []
 
 
 def format_stacks() -> str:

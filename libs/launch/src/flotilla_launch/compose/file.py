@@ -21,6 +21,7 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
 from flotilla_core.config.stack import SecretReference
 from flotilla_core.gangs import gang_of, roles_of
+from flotilla_core.log_files import KEPT_BYTES, MOST_BYTES
 from flotilla_core.roles import role_of_process
 from flotilla_launch.gpus import VISIBLE, Gpus
 from flotilla_launch.placement import Slot, refuse, slots_of
@@ -35,8 +36,17 @@ CONTAINERS = "containers"
 _EXECUTABLES = Path("/opt/flotilla/bin")
 """Of the images."""
 _SCRATCH = ("/tmp:exec", "/var/lib/flotilla:exec,mode=1777")
+# No launcher runs beside the containers, so each keeps the bound of its logs (flotilla_core.log_files) itself. Forked
+# twice, because a service may wait for any child of its own.
+_KEEP_BOUNDED = f"""while sleep 1; do
+  for log in "${{0%/*}}"/*.log; do
+    if [ "$(stat -c %s "$log")" -gt {MOST_BYTES} ]; then
+      tail -c {KEPT_BYTES} "$log" >"$log.1" && : >"$log"
+    fi
+  done
+done"""
 # The launcher reads this file as it reads those of processes; Docker keeps the lines of the entry point alone.
-_TO_LOG = ("sh", "-c", 'exec "$@" >>"$0" 2>&1')
+_TO_LOG = ("sh", "-c", f'( ( {_KEEP_BOUNDED} ) >/dev/null 2>&1 & ); exec "$@" >>"$0" 2>&1')
 _GRACE = "30s"
 
 

@@ -27,6 +27,7 @@ from flotilla_core.bus.server import MAY_PUBLISH, server_config
 from flotilla_core.config import StackConfig, dump_yaml, load
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from flotilla_core.files import make_private_folder, write_atomically
+from flotilla_core.subprocess_group import outputs
 from flotilla_core.trust import TokenFile, make_token
 from flotilla_launch import local
 from flotilla_launch.compose.file import (
@@ -328,7 +329,7 @@ async def _run(
             "without containers: flotilla up --on local",
         ) from None
     try:
-        out, err = await asyncio.wait_for(process.communicate(), limit_s)
+        out, err = await asyncio.wait_for(outputs(process), limit_s)
     except TimeoutError:
         process.kill()
         raise Unavailable(

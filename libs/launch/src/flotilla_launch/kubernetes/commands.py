@@ -24,6 +24,8 @@ from flotilla_core.errors import (
     Unauthenticated,
     Unavailable,
 )
+from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
+from flotilla_core.subprocess_group import outputs
 
 _ASK_LIMIT_S = 60.0
 _CHANGE_LIMIT_S = 300.0
@@ -163,13 +165,21 @@ class Cluster:
     async def lines(self, *arguments: str) -> AsyncGenerator[str]:
         """Give each line that kubectl prints, until it ends or the reader stops."""
         command = self.kubectl_command(*arguments)
-        process = await _started(command, limit=1 << 20)
+        process = await _started(command)
         assert process.stdout is not None and process.stderr is not None
         try:
-            while line := await process.stdout.readline():
-                yield line.decode(errors="replace").rstrip("\n")
+            rest = b""
+            while block := await process.stdout.read(LONGEST_LINE_BYTES):
+                *lines, rest = (rest + block).split(b"\n")
+                if len(rest) >= LONGEST_LINE_BYTES:  # Its end is not waited for.
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    yield line_text(line)
+            if rest:
+                yield line_text(rest)
             if await process.wait():
-                raise meaning_of(command, (await process.stderr.read()).decode(errors="replace"))
+                told = await process.stderr.read(LONGEST_LINE_BYTES)
+                raise meaning_of(command, told.decode(errors="replace"))
         finally:
             await _end(process)
 
@@ -183,7 +193,7 @@ async def run(command: Sequence[str], limit_s: float) -> str:
     """Run a command; return what it prints, and raise what its error means."""
     process = await _started(command)
     try:
-        out, err = await asyncio.wait_for(process.communicate(), limit_s)
+        out, err = await asyncio.wait_for(outputs(process), limit_s)
     except TimeoutError:
         raise DeadlineExceeded(
             f"{command[0]} does not answer",
@@ -214,14 +224,13 @@ def meaning_of(command: Sequence[str], text: str) -> FlotillaError:
     )
 
 
-async def _started(command: Sequence[str], *, limit: int = 1 << 16) -> asyncio.subprocess.Process:
+async def _started(command: Sequence[str]) -> asyncio.subprocess.Process:
     try:
         return await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            limit=limit,
         )
     except OSError as error:
         raise FailedPrecondition(

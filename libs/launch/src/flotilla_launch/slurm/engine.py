@@ -12,6 +12,7 @@ from pathlib import Path
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition, Unavailable
 from flotilla_core.files import write_atomically
+from flotilla_core.subprocess_group import outputs
 from flotilla_launch.cluster import Unit
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.slurm.job import Job, SlurmNodes, check, script
@@ -95,7 +96,7 @@ async def _slurm(*command: str, must: bool = True) -> str:
             next_step="run the command where Slurm's own commands are, such as a login node",
         ) from None
     try:
-        out, err = await asyncio.wait_for(process.communicate(), _TOOL_LIMIT_S)
+        out, err = await asyncio.wait_for(outputs(process), _TOOL_LIMIT_S)
     except TimeoutError:
         raise Unavailable(
             f"{command[0]} does not answer",

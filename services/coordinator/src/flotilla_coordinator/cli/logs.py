@@ -88,8 +88,7 @@ def _files(stack: str | None) -> dict[str, Path]:
 
     paths = stack_paths(stack)
     found = {path.stem: path for path in sorted(paths.logs.glob("*.log"))}
-    nats = paths.nats / "nats.log"
-    return found | {"nats": nats} if nats.exists() else found
+    return found | {"nats": paths.nats_log} if paths.nats_log.exists() else found
 
 
 async def _of_pods(stack: str | None) -> dict[str, PodLog]:

@@ -44,6 +44,7 @@ _ENGINE_PHASES = {
 }
 """What an engine does after a line of vLLM's log, by a part of that line."""
 _LINES_OF_A_START = 400
+_BYTES_OF_A_START = 1 << 20
 _STARTING = 1
 _STATES = {
     _STARTING: "PROCESS_STATE_STARTING",
@@ -168,11 +169,11 @@ def doing(process: ProcessStatus) -> str:
 
 def _engine_phase(process: ProcessStatus) -> str:
     """Return what a starting engine does by the log of its present start; nothing where that does not say it."""
-    from flotilla_launch.logs import HEADER, tail
+    from flotilla_core.log_files import HEADER, tail
 
     if kind_of(process) != "generator" or not process.log_path:
         return ""
-    for line in reversed(tail(Path(process.log_path), _LINES_OF_A_START)):
+    for line in reversed(tail(Path(process.log_path), _LINES_OF_A_START, most_bytes=_BYTES_OF_A_START)):
         if line.startswith(HEADER):
             break
         for mark, what in _ENGINE_PHASES.items():

@@ -12,11 +12,11 @@ import errno
 import json
 import math
 import os
-import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -28,12 +28,17 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_core.disk import names_full_disk, why_full
 from flotilla_core.errors import AlreadyExists
 from flotilla_core.files import write_atomically
+from flotilla_core.json_text import json_lines
+from flotilla_core.log_files import copy_last
 from flotilla_data.samples import read_samples
 
 if TYPE_CHECKING:
     from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 
 OUTCOME = "outcome.json"
+MOST_LOG_BYTES = 4 << 20
+"""The most that a run keeps of the log of one process."""
+_BLOCK = 64 << 10
 MOST_WAITING = 10_000
 """The most lines of one file that wait while its disk is full; the oldest are dropped first."""
 
@@ -128,14 +133,23 @@ class RunDirectory:
         )
 
     def finish(self, run: run_pb2.Run) -> None:
-        """Write the outcome and the logs of a run that has ended; a second call adds only what is missing."""
+        """Write the outcome of a run that has ended; a second call adds only what is missing."""
         outcome = json_format.MessageToDict(run, preserving_proto_field_name=True)
         with names_full_disk("the outcome cannot be written", self.path):
             for name in list(self._waiting):
                 self._append_waiting(name)
             if not (self.path / OUTCOME).exists():
                 write_atomically(self.path / OUTCOME, _pretty(outcome))
-        self._keep_logs(sorted((self.path.parent.parent / "logs").glob("*.log")))
+
+    def keep_logs(self, run: run_pb2.Run) -> None:
+        """Copy what the logs of the stack say since the run was created, of each the last MOST_LOG_BYTES."""
+        since = run.created_at.ToDatetime(UTC) if run.HasField("created_at") else None
+        with names_full_disk("the logs cannot be copied", self.path):
+            (self.path / "logs").mkdir(exist_ok=True)
+            for log in sorted((self.path.parent.parent / "logs").glob("*.log")):
+                target = _free(self.path / "logs" / log.name)
+                if log.exists():
+                    copy_last(log, target, since=since, most_bytes=MOST_LOG_BYTES)
 
     def read_outcome(self) -> run_pb2.Run | None:
         """Return the run as it ended; None while it is active, and where its coordinator was killed."""
@@ -186,16 +200,6 @@ class RunDirectory:
     def read_answers(self, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
         """Return the answers of all evaluations, or of those after so many steps, in the same way."""
         return read_samples(self.path, "eval", steps)
-
-    def _keep_logs(self, logs: Iterable[Path]) -> None:
-        """Link the logs, so that later lines are included; copy them where the file system allows no links."""
-        for log in logs:
-            target = _free(self.path / "logs" / log.name)
-            target.parent.mkdir(exist_ok=True)
-            try:
-                os.link(log, target)
-            except OSError:  # another file system
-                shutil.copyfile(log, target)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """Add a line now, or with the next one where the disk is full."""
@@ -283,8 +287,14 @@ def _cut_unfinished_line(file: IO[bytes]) -> None:
         return
     file.seek(-1, os.SEEK_END)
     if file.read(1) != b"\n":
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
+        end = file.tell()
+        while end > 0:
+            begin = file.seek(max(0, end - _BLOCK))
+            if newline := file.read(end - begin).rfind(b"\n") + 1:
+                end = begin + newline
+                break
+            end = begin
+        file.truncate(end)
 
 
 def _pretty(value: Mapping[str, Any]) -> str:
@@ -315,11 +325,6 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Return whole lines; the last one may be incomplete while it is written, or because its writer was killed."""
     if not path.is_file():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not line.endswith("\n"):
-                return
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+    with path.open("rb") as file:
+        for _, line in json_lines(file):
+            yield line

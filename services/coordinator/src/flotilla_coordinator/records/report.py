@@ -26,13 +26,17 @@ _REFUSED = 3
 
 
 def conclude(directory: RunDirectory, run: run_pb2.Run) -> str:
-    """Write outcome, logs and plots of a run that has ended; return a sentence where plots could not be made."""
+    """Write outcome, logs and plots of a run that has ended; return a sentence where one of the last two is missing."""
     directory.finish(run)
+    missing = ""
     try:
+        missing = "no logs"
+        directory.keep_logs(run)
+        missing = "no plots"
         with names_full_disk("the plots cannot be written", directory.path):
             write_plots(directory.path)
     except (FailedPrecondition, DiskFull) as error:
-        return f"no plots: {error}"
+        return f"{missing}: {error}"
     return ""
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 from pathlib import Path
 
+from flotilla_core.log_files import keep_bounded, tail
 from flotilla_trainer.gang.fork_server import RankChild, RankForkServer, RankOrder
 from flotilla_trainer.gang.plan import GangPlan
 
@@ -18,6 +19,10 @@ STACK_DUMP_TIMEOUT_S = 5.0
 STACK_DUMP_QUIET_S = 0.25
 POLL_S = 0.05
 LINE_BREAKS_WITHIN_S = 2.0
+_LAST_LINES = 100
+_LAST_BYTES = 16 << 10
+_LONGEST_LINE = 1000
+_MOST_STACKS_BYTES = 4 << 20
 
 
 class LocalRank:
@@ -47,6 +52,7 @@ class LocalRank:
         ours, theirs = socket.socketpair()
         files = plan.log_path(rank), plan.stacks_path(rank)
         files[0].parent.mkdir(parents=True, exist_ok=True)
+        keep_bounded([files[0]])
         with theirs, files[0].open("ab") as log:
             log_start = log.tell()
             order = RankOrder(f"rank-{rank} {plan.name}", str(files[1]), plan.environment())
@@ -81,13 +87,9 @@ class LocalRank:
 
     def last_log_line(self) -> str:
         """Return the last line that this process wrote, which names the error of a rank that failed."""
-        try:
-            with self._log.open("rb") as log:
-                log.seek(self._log_start)
-                lines = log.read().decode(errors="replace").rstrip().splitlines()
-        except OSError:
-            return ""
-        return lines[-1] if lines else ""
+        lines = tail(self._log, _LAST_LINES, start=self._log_start, most_bytes=_LAST_BYTES)
+        said = (line.strip() for line in reversed(lines))
+        return next((line[:_LONGEST_LINE] for line in said if line), "")
 
     async def is_stopped(self) -> bool:
         """Return whether the process is stopped by SIGSTOP or a debugger."""
@@ -116,7 +118,7 @@ class LocalRank:
             return ""
         with path.open("rb") as dump:
             dump.seek(before)
-            return dump.read().decode(errors="replace")
+            return dump.read(_MOST_STACKS_BYTES).decode(errors="replace")
 
     def kill(self) -> None:
         """End the process and everything that it started."""
