@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,3 +72,28 @@ def test_rewards_are_normalised_by_what_is_kept_and_by_nothing_where_they_are_al
     )
     of_kept = np.array(kept)
     np.testing.assert_allclose(found[of_kept], np.array(expected)[of_kept], rtol=1e-9, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("mean", ["group", "batch"])
+def test_a_part_of_which_nothing_is_kept_has_no_mean_and_is_not_centred(mean: str) -> None:
+    """A critic learns from samples that are left out, whichever of them comes first."""
+    kept = np.array([mean == "group"] * 4 + [False] * 3)
+    rewards = [1.0, 3.0, 5.0, 7.0, 2.0, 8.0, 5.0]
+    settings: dict[str, Any] = {"mean": mean, "std": "none", "clip": None, "scale": 1.0}
+    found = normalised_rewards(np.array(rewards), np.array([4, 3]), kept, history=RewardHistory(), **settings)
+    centred = [reward - statistics.fmean(rewards[:4]) for reward in rewards[:4]]
+    expected = [*(centred if mean == "group" else rewards[:4]), *rewards[4:]]
+    assert found.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, -1 / 3, 1e9 / 7])
+def test_equal_rewards_of_a_run_have_no_deviation_to_divide_by(reward: float) -> None:
+    """What rounding left of one was divided by: 0.1 became 100,000."""
+    history = RewardHistory()
+    for count in (3, 7, 1, 5):
+        history = history.after([reward] * count)
+    assert (history.mean, history.deviation) == (pytest.approx(reward), 0.0)
+    rewards = np.full(5, reward)
+    settings: dict[str, Any] = {"mean": "none", "std": "running", "clip": None, "scale": 1.0}
+    found = normalised_rewards(rewards, np.array([5]), np.ones(5, np.bool_), history=history, **settings)
+    assert found.tolist() == pytest.approx([reward] * 5)

@@ -26,6 +26,7 @@ from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.policy import PolicyObjective
+from flotilla_trainer.objective.policy_columns import outcomes_of
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.update_metrics import objective_metrics
 from flotilla_trainer.wire.objective import ObjectiveSettings
@@ -322,15 +323,54 @@ def test_an_update_of_dropped_groups_alone_has_no_gradient() -> None:
     assert (loss, np.abs(gradient).max()) == (0.0, 0.0)
 
 
-def test_stale_tokens_count_less() -> None:
+def test_stale_tokens_count_less_in_every_term_of_the_loss() -> None:
+    batch = UpdateBatch.read(make_groups([3, 4]), ModelLimits(VOCABULARY, 0), VERSION)
+    assert batch.logprobs is not None
+    batch = replace(batch, reference_logprobs=batch.logprobs - 0.1)
+    terms = {name: EVERYTHING[name] for name in ("kl", "teacher", "entropy_coefficient")}
+    plain, _ = PolicyObjective(objective_of("grpo", **terms)).sequences(batch, 0)
+    decay = {"correction": {"staleness_decay": 0.5}}
+    decayed, _ = PolicyObjective(objective_of("grpo", **terms, **decay)).sequences(batch, 0)
+    factors = 0.5 ** batch.staleness[batch.trained]
+    assert 0 < (factors < 1).sum() < factors.size
+    for name in ("weights", "kl_weights", "teacher_weights"):
+        np.testing.assert_allclose(decayed.columns[name], plain.columns[name] * factors, rtol=1e-6)
+
+
+def test_tokens_of_one_age_scale_the_whole_loss_by_one_factor() -> None:
+    """So the terms of the loss keep their balance, whatever the age."""
     groups = make_groups([3, 4])
-    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
-    objective = objective_of("grpo", correction={"staleness_decay": 0.5})
-    plain, _ = PolicyObjective(objective_of("grpo")).sequences(batch, 0)
-    decayed, _ = PolicyObjective(objective).sequences(batch, 0)
-    expected = plain.columns["weights"] * 0.5 ** batch.staleness[batch.trained]
-    np.testing.assert_allclose(decayed.columns["weights"], expected, rtol=1e-6)
-    assert (decayed.columns["weights"] < plain.columns["weights"]).any()
+    for group in groups:
+        for sample in group.samples:
+            (span,) = sample.version_spans
+            span.end = len(from_tensor(sample.token_ids))
+    terms = {name: EVERYTHING[name] for name in ("kl", "teacher", "entropy_coefficient")}
+    plain = result(objective_of("grpo", **terms), groups)
+    decay = {"correction": {"staleness_decay": 0.5, "fail_at": None}}
+    halved = result(objective_of("grpo", **terms, **decay), groups)
+    assert halved[0] == pytest.approx(plain[0] / 2, abs=TOLERANCE)
+    np.testing.assert_allclose(halved[1], plain[1] / 2, atol=TOLERANCE)
+
+
+def test_a_reward_is_bounded_before_a_long_response_costs_anything() -> None:
+    """A wild reward stays within its bounds, and the punishment of a wrong answer is not swallowed by them."""
+    group = pb.TrainGroup(group_id="g", prompt_token_ids=to_tensor(np.zeros(2, np.int32)))
+    lengths, rewards = [20, 22, 24, 3], [50.0, -1.0, -7.0, 0.5]
+    for number, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
+        tokens = np.ones(length, np.int32)
+        group.samples.add(
+            sample_id=f"g/{number}",
+            token_ids=to_tensor(tokens),
+            logprobs=to_tensor(np.full(length, -1.0, np.float32)),
+            reward=reward,
+        )
+    batch = UpdateBatch.read([group], ModelLimits(VOCABULARY, 0), VERSION)
+    overlong = {"buffer_tokens": 4, "penalty": 2.0}
+    policy = objective_of("grpo", advantage={"reward_clip": 1.0, "overlong": overlong}).policy
+    assert policy is not None
+    outcomes, _ = outcomes_of(batch, policy, LIMIT, np.ones(4, np.bool_), 0, None)
+    # Within [-1, 1]; then 0 at 20 tokens, a half of the punishment at 22, all of it at 24.
+    assert outcomes.rewards.tolist() == pytest.approx([1.0, -1.0 - 1.0, -1.0 - 2.0, 0.5])
 
 
 def test_divergence_in_the_reward_is_paid_token_by_token() -> None:

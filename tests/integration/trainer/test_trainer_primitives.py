@@ -90,6 +90,29 @@ async def test_several_calls_and_a_step_are_one_update_on_all_groups(
         assert step.metrics[name] == pytest.approx(update.metrics[name], rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean_of_token_mean"])
+async def test_calls_whose_samples_weigh_little_are_one_update_on_all_groups(
+    trainer: Any, groups_of: MakeGroups, policy_of: Callable[..., Any], tmp_path: Path, kind: str
+) -> None:
+    """Weights of rewards to a power may sum up to far less than 1, and only their ratios matter."""
+    groups = groups_of(SIZES)
+    for number, sample in enumerate(sample for group in groups for sample in group.samples):
+        sample.reward = 0.01 * (1 + number % 5)
+    weights = {"by_reward": "pow", "power": 2.0}
+    objective = policy_of(aggregation={"type": kind}, sample_weights=weights)
+    await trainer.open(objective, **STEP)
+    update = await trainer.train(0, groups)
+    expected = await weights_of(trainer, tmp_path / "train", 1)
+
+    await trainer.open(objective, **STEP)
+    for part in (groups[:1], groups[1:]):
+        await forward_backward(trainer, part)
+    step = await optim_step(trainer)
+    for name in ("loss", "grad_norm"):
+        assert step.metrics[name] == pytest.approx(update.metrics[name], rel=1e-4), name
+    assert_equal(await weights_of(trainer, tmp_path / "calls", 1), expected)
+
+
 async def test_a_repeated_call_or_step_counts_once(
     trainer: Any, groups_of: MakeGroups, tmp_path: Path
 ) -> None:

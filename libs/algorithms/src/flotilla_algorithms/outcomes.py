@@ -56,12 +56,14 @@ class RewardHistory:
         if not values.size:
             return self
         count = self.count + values.size
-        distance = float(values.mean()) - self.mean
+        # From the first one on, so that equal rewards have a deviation of exactly zero.
+        relative = values - values[0]
+        distance = float(values[0] + relative.mean()) - self.mean
         return type(self)(
             count,
-            self.mean + distance * values.size / count,
+            self.mean + distance * (values.size / count),
             self.squares
-            + float(np.square(values - values.mean()).sum())
+            + float(np.square(relative - relative.mean()).sum())
             + distance**2 * self.count * values.size / count,
         )
 

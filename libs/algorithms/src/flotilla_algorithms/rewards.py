@@ -1,8 +1,9 @@
 """Transformations of rewards before advantages are made of them: normalised, shortened near the limit, or shuffled.
 
-Invariants: mean and deviation come from the samples that are kept, and are applied to all; rewards that are all alike
-are divided by nothing, so that no rounding is blown up. Shuffled rewards, the control experiment, stay the same
-multiset, so everything but their meaning is kept; the permutation depends on the seed alone.
+Invariants: mean and deviation come from the samples that are kept, and are applied to all; where none is kept, nothing
+is subtracted. Rewards that are all alike are divided by nothing, so that no rounding is blown up. Shuffled rewards, the
+control experiment, stay the same multiset, so everything but their meaning is kept; the permutation depends on the seed
+alone.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ def _parts(group_sizes: Ints, samples: int, kind: str) -> Ints:
 
 
 def _centred(values: Floats, sizes: Ints, kept: NDArray[np.bool_]) -> Floats:
-    """Return each value less the mean of the kept ones of its part."""
+    """Return each value less the mean of the kept ones of its part; a part of which nothing is kept stays as it is."""
     if not values.size:
         return values
+    counts = segment_sums(kept.astype(np.float64), sizes)
     # From the first one of each part on, so that equal values cancel exactly.
     relative = values - np.repeat(values[np.cumsum(sizes) - sizes], sizes)
-    counts = np.maximum(segment_sums(kept.astype(np.float64), sizes), 1.0)
-    centred: Floats = relative - np.repeat(segment_sums(np.where(kept, relative, 0.0), sizes) / counts, sizes)
+    means = segment_sums(np.where(kept, relative, 0.0), sizes) / np.maximum(counts, 1.0)
+    centred: Floats = np.where(np.repeat(counts > 0, sizes), relative - np.repeat(means, sizes), values)
     return centred
 
 

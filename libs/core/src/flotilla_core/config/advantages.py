@@ -66,7 +66,7 @@ class AdvantageConfig(ConfigModel):
     reward_clip: float | None = Field(default=None, gt=0, le=1e9)
     """Largest absolute value of a reward, applied before anything else; empty is off."""
     overlong: OverlongConfig | None = None
-    """Punish responses that come near the limit; empty is off."""
+    """Punish responses that come near the limit, after `reward_clip`; empty is off."""
     reward_normalization: RewardNormalizationConfig | None = None
     """Centre and scale rewards, after `reward_clip` and `overlong`; empty is off."""
     drop_truncated: bool = False

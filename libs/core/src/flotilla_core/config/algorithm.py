@@ -168,7 +168,8 @@ class CorrectionConfig(ConfigModel):
     sequence_high: float | None = Field(default=None, gt=0, le=1e6)
     """Leave out sequences whose geometric mean of trainer / generator is above this; empty is off."""
     staleness_decay: float = Field(default=1.0, gt=0, le=1)
-    """Factor on the weight of a token for each version by which it is older than the version that is trained."""
+    """Factor on the weight of a token, in every term of the loss, for each version by which it is older than the
+    trained one."""
     warn_at: AgreementLimit | None = "auto"
     """Mean difference of token probabilities between generator and trainer, under one version, that logs a warning;
     `auto` is what rounding explains in the dtypes of the stack, or more where the canary measured more."""

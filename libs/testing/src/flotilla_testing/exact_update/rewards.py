@@ -18,7 +18,7 @@ class Judgement:
 
     rollouts: Rollouts
     rewards: Floats
-    """One a sample: punished, bounded and shuffled as the configuration asks."""
+    """One a sample: bounded, punished and shuffled as the configuration asks."""
     earned: Floats
     """One a sample: the reward as it came, shuffled with the other."""
     greedy_rewards: Floats
@@ -109,14 +109,14 @@ def judged(
     """The rewards of an update as its advantage sees them."""
     advantage: AdvantageConfig = algorithm.advantage
     rewards, greedy = rollouts.rewards.copy(), rollouts.greedy_rewards
+    if advantage.reward_clip is not None:
+        limit = advantage.reward_clip
+        rewards, greedy = np.clip(rewards, -limit, limit), np.clip(greedy, -limit, limit)
     if advantage.overlong is not None:
         buffer = advantage.overlong.buffer_tokens
         for sample, own in enumerate(rollouts.own_tokens):
             over = min(max(len(own) - (max_response_tokens - buffer), 0), buffer)
             rewards[sample] -= advantage.overlong.penalty * over / buffer
-    if advantage.reward_clip is not None:
-        limit = advantage.reward_clip
-        rewards, greedy = np.clip(rewards, -limit, limit), np.clip(greedy, -limit, limit)
     earned = rollouts.rewards
     if algorithm.shuffle_rewards:
         rewards = np.random.default_rng(seed).permutation(rewards)

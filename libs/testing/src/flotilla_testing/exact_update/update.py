@@ -235,12 +235,12 @@ def _policy_step(
             measured = distance.mean().item()
         else:
             distance = divergences.estimated(algorithm.kl.estimator, now, logprobs_of(reference, ids))
-        loss = loss + whole.kl_coefficient * (weight * distance).sum()
+        loss = loss + whole.kl_coefficient * (aged * distance).sum()
     if algorithm.teacher is not None:
         likeliest = torch.from_numpy(rollouts.teacher_ids[own])
         said = of(rollouts.teacher_id_logprobs)
         taught = divergences.from_teacher(algorithm.teacher, logits, likeliest, said)
-        loss = loss + algorithm.teacher.coefficient * (weight * taught).sum()
+        loss = loss + algorithm.teacher.coefficient * (aged * taught).sum()
     if algorithm.entropy_coefficient:
         probabilities = torch.softmax(logits, dim=-1)
         entropy = -(probabilities * torch.log(probabilities)).sum(-1)

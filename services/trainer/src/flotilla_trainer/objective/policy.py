@@ -186,12 +186,13 @@ class PolicyObjective:
         counted = columns.counted_tokens(batch, kept, shares)
         advantages = self._advantages(policy, batch, kept, seed, penalties)
         weights = columns.weights_of(batch, policy.aggregation, self._limit, counted, parts, shares)
+        weights = weights * policy.correction.staleness_decay**batch.staleness
         metrics["advantages/std"] = float(advantages[counted].std()) if counted.any() else 0.0
         metrics["tokens/counted_share"] = float(counted.sum() / batch.trained.sum())
 
         made: Columns = {
             "advantages": advantages,
-            "weights": weights * policy.correction.staleness_decay**batch.staleness,
+            "weights": weights,
             "sequences": np.repeat(np.arange(len(batch.sample_ids)), batch.response_lengths),
         }
         if batch.logprobs is not None:

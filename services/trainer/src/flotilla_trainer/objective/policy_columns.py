@@ -62,10 +62,13 @@ def outcomes_of(
 ) -> tuple[Outcomes, RewardHistory]:
     """Return the rewards as the advantage sees them, and the history with this update.
 
-    Rewards are punished, bounded, in a control shuffled, and then normalised by the samples that are kept.
+    Rewards are bounded, punished, in a control shuffled, and then normalised by the samples that are kept.
     """
     check_rewards(batch)
     rewards, greedy, advantage = batch.rewards, batch.greedy_reward, policy.advantage
+    if advantage.reward_clip is not None:
+        rewards = np.clip(rewards, -advantage.reward_clip, advantage.reward_clip)
+        greedy = None if greedy is None else np.clip(greedy, -advantage.reward_clip, advantage.reward_clip)
     if advantage.overlong is not None:
         rewards = rewards + overlong_penalties(
             own_lengths(batch),
@@ -73,9 +76,6 @@ def outcomes_of(
             buffer_tokens=advantage.overlong.buffer_tokens,
             penalty=advantage.overlong.penalty,
         )
-    if advantage.reward_clip is not None:
-        rewards = np.clip(rewards, -advantage.reward_clip, advantage.reward_clip)
-        greedy = None if greedy is None else np.clip(greedy, -advantage.reward_clip, advantage.reward_clip)
     earned = batch.rewards
     if policy.shuffle_rewards:
         # One seed, one permutation: a reward and what was made of it stay together.

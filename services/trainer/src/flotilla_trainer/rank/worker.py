@@ -184,7 +184,7 @@ class RankWorker:
         if self._pending is None:
             self._pending = Update(self._model, settings, objective, self._link)
         self._pending.absorb(update)
-        update.scale_loss(1 / max(units, 1.0))
+        update.scale_loss(_over(units))
         metrics, _ = update.reduced()
         metrics["time/forward_backward_s"] = time.monotonic() - started
         metrics |= self._compilation.metrics()
@@ -198,7 +198,7 @@ class RankWorker:
         if not command.fields["units"]:
             optimizer.discard_gradients()
             return {"metrics": update.reduced()[0], "skipped": ""}, {}
-        scale = 1 / max(command.fields["units"], 1.0)
+        scale = _over(command.fields["units"])
         update.scale_loss(scale)
         optimizer.scale_gradients(scale)
         limit = self._refuse_above(command)
@@ -328,6 +328,11 @@ class RankWorker:
         # The front sends these commands only in a session; anything else is a defect and ends the process.
         assert self._settings is not None and self._objective is not None and self._optimizer is not None
         return self._settings, self._objective, self._optimizer
+
+
+def _over(units: float) -> float:
+    """Return the factor that divides sums by their units, which weights of samples make smaller than 1 or larger."""
+    return 1 / units if units else 1.0
 
 
 def _device(setup: RankSetup) -> torch.device:
