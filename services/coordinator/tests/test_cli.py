@@ -383,6 +383,14 @@ def test_failed_run_ends_with_1_and_its_reason(flotilla: Command, serve: Any) ->
     assert "run trial-1 failed: the loss is not finite" in err
 
 
+def test_a_run_that_ended_says_what_would_have_helped_it(flotilla: Command, serve: Any) -> None:
+    coordinator = RecordedCoordinator(run_pb2.RUN_STATE_SUCCEEDED)
+    coordinator.run.advice = "look at the rewards"
+    serve(coordinator)
+    code, _, err = flotilla("run", "watch")
+    assert code == 0 and err.splitlines()[-2:] == ["advice: look at the rewards", "files: /runs/x"]
+
+
 def test_error_of_the_coordinator_arrives_whole(flotilla: Command, serve: Any) -> None:
     serve(RecordedCoordinator(run_pb2.RUN_STATE_SUCCEEDED))
     code, out, err = flotilla("run", "show", "other", "--json")

@@ -64,6 +64,8 @@ def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_jso
     say(f"run {ended.run_id} {state_name(ended)}" + (f": {ended.reason}" if ended.reason else ""))
     for line in (*before_and_after(ended.metrics), *told.lines()):
         say(line)
+    if ended.advice:
+        say(f"advice: {ended.advice}")
     say(f"files: {ended.directory}")
     if ended.state == RUN_STATE_FAILED:
         raise typer.Exit(RUN_FAILED)

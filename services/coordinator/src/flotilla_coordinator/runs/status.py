@@ -128,6 +128,8 @@ class RunStatus:
         if state in TERMINAL:
             self._phase = ""
             self.run.eta_seconds = 0
+            if self._signal is not None and (verdict := self._signal.verdict(self.run.step)):
+                self.run.advice = verdict
             self.run.ended_at.FromNanoseconds(time.time_ns())
         self._show()
         self._announce()
