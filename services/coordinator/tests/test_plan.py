@@ -345,7 +345,14 @@ def test_a_sequence_that_the_model_cannot_hold_is_refused(run: dict[str, Any], s
     run["rollout"]["sampling"]["max_response_tokens"] = 11
     assert plan(run, stack).errors == []
     run["evaluation"]["max_response_tokens"] = 12
-    assert "evaluation.max_response_tokens = 12" in the_error(plan(run, short))
+    refused = plan(run, short)
+    assert "evaluation.max_response_tokens = 12" in the_error(refused)
+    assert (
+        "need 17 tokens, and generator.max_model_tokens of the stack is 16 (the model has 64): "
+        "raise it to 17, or lower evaluation.max_response_tokens" in the_error(refused)
+    )
+    (model,) = [line for line in refused.lines if line.name == "model"]
+    assert "sequences up to 16 tokens (generator.max_model_tokens of the stack)" in model.explanation
 
 
 def test_the_plan_shows_the_preset_resolved(run: dict[str, Any], stack: StackConfig) -> None:

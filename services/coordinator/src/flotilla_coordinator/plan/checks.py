@@ -8,7 +8,7 @@ from __future__ import annotations
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.functions import file_errors
-from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
 from flotilla_coordinator.plan.size_limits import count_errors
 from flotilla_coordinator.trainers.spec import critic_of, critic_warmup_steps
 from flotilla_core.config import AlgorithmConfig, OptimizerConfig, PolicyConfig, RunConfig, StackConfig
@@ -108,25 +108,23 @@ def longest_pair(data: PromptFile) -> int:
     )
 
 
-def answer_errors(limit: int, longest: int) -> list[str]:
-    """Refuse given answers that are longer than the model allows."""
-    if longest <= limit:
+def answer_errors(limit: SequenceLimit, longest: int) -> list[str]:
+    """Refuse given answers that are longer than the model or the stack allows."""
+    if longest <= limit.tokens:
         return []
-    return [
-        f"the longest prompt with its answer has {longest} tokens, the model has {limit}: "
-        "lower data.max_prompt_tokens or shorten the answers"
-    ]
+    way = "lower data.max_prompt_tokens or shorten the answers"
+    return [limit.error("the longest prompt with its answer has", longest, way)]
 
 
-def length_errors(limit: int, prompt_tokens: int, response_tokens: int, response_key: str) -> list[str]:
-    """Refuse sequences that are longer than the model allows."""
-    if prompt_tokens + response_tokens <= limit:
+def length_errors(
+    limit: SequenceLimit, prompt_tokens: int, response_tokens: int, response_key: str
+) -> list[str]:
+    """Refuse sequences that are longer than the model or the stack allows."""
+    needed = prompt_tokens + response_tokens
+    if needed <= limit.tokens:
         return []
-    return [
-        f"the longest prompt ({prompt_tokens} tokens) and {response_key} = {response_tokens} need "
-        f"{prompt_tokens + response_tokens} tokens, the model has {limit}: lower {response_key} "
-        "or data.max_prompt_tokens"
-    ]
+    what = f"the longest prompt ({prompt_tokens} tokens) and {response_key} = {response_tokens} need"
+    return [limit.error(what, needed, f"lower {response_key} or data.max_prompt_tokens")]
 
 
 def data_warnings(config: RunConfig, data: PromptFile) -> list[str]:

@@ -13,7 +13,7 @@ from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.training_sets import HeldOut, LoadedSet
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.lines import STARTING_WEIGHTS, Line, shown_bytes
-from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts
+from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, SequenceLimit
 from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER, HostMemory, TrainerMemory
 from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, most_prompts_per_step
 from flotilla_coordinator.trainers.spec import critic_of
@@ -136,8 +136,10 @@ def _threshold(success_at: float) -> str:
     return f"; an answer is right from a reward of {success_at:g} on"
 
 
-def evaluation_errors(config: RunConfig, one: HeldOut, held_out: PromptFile, limit: int) -> list[str]:
-    """Refuse an evaluation whose sequences are longer than `limit` tokens."""
+def evaluation_errors(
+    config: RunConfig, one: HeldOut, held_out: PromptFile, limit: SequenceLimit
+) -> list[str]:
+    """Refuse an evaluation whose sequences are longer than the limit."""
     if config.evaluates_pairs:
         return checks.answer_errors(limit, checks.longest_pair(held_out))
     longest = held_out.longest_prompt
@@ -145,9 +147,9 @@ def evaluation_errors(config: RunConfig, one: HeldOut, held_out: PromptFile, lim
 
 
 def model_lines(
-    config: RunConfig, model: ModelFacts, adapters: AdapterFacts | None, longest: int
+    config: RunConfig, model: ModelFacts, adapters: AdapterFacts | None, limit: SequenceLimit
 ) -> Iterator[Line]:
-    """Describe the model, its starting weights and its adapters; a sequence may have up to `longest` tokens."""
+    """Describe the model, its starting weights and its adapters."""
     experts = (
         f"; of the {model.experts} experts of a layer a token visits {model.visited_experts}: "
         f"it meets {_count(model.active_parameters, 'parameters')}"
@@ -156,7 +158,9 @@ def model_lines(
         "model",
         _count(model.parameters, "parameters"),
         f"{model.layers} layers, hidden size {model.hidden_size}, vocabulary {model.vocabulary_size}, "
-        f"sequences up to {longest} tokens" + (experts if model.experts else ""),
+        f"sequences up to {limit.tokens} tokens"
+        + ("" if limit.tokens == limit.model else " (generator.max_model_tokens of the stack)")
+        + (experts if model.experts else ""),
     )
     if config.initial_weights:
         yield STARTING_WEIGHTS, str(config.initial_weights), "initial_weights"

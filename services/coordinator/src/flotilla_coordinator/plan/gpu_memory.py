@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flotilla_coordinator.plan.lines import shown_bytes
-from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
 from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY, has_gpus
 from flotilla_coordinator.plan.trainer_memory import BYTES, frozen_bytes, offloads, resident_bytes
 from flotilla_coordinator.plan.update_lines import groups_under_way
@@ -170,7 +170,7 @@ def share_beside_standby(model: ModelFacts, stack: StackConfig, total: int) -> f
 
 def longest_sample_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
     """Return the KV cache in one worker of a sample as long as the generator allows."""
-    longest = min(generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
+    longest = SequenceLimit.of(model, generator).tokens
     return longest * token_bytes(model, generator)
 
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from flotilla_core.config import LoraConfig
+from flotilla_core.config import GeneratorConfig, LoraConfig
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.gpu_shares import IN_TURN
 from flotilla_core.json_text import read_json_object
@@ -233,3 +233,31 @@ def _ends_with(name: str, target: str) -> bool:
 
 def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+class SequenceLimit(NamedTuple):
+    """The most tokens of a sequence: those of the model, or fewer where the stack says so."""
+
+    model: int
+    stack: int | None
+
+    @classmethod
+    def of(cls, model: ModelFacts, generator: GeneratorConfig) -> Self:
+        """Return the limit of this model in these generators."""
+        return cls(model.longest_sequence, generator.max_model_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """The limit itself."""
+        return min(self.stack or self.model, self.model)
+
+    def error(self, what: str, needed: int, way: str) -> str:
+        """Say that something needs too many tokens, whose limit that is, and what to do."""
+        said = f"{what} {needed} tokens"
+        if self.tokens == self.model:
+            return f"{said}, the model has {self.model}: {way}"
+        raised = f"raise it to {needed}, or " if needed <= self.model else ""
+        return (
+            f"{said}, and generator.max_model_tokens of the stack is {self.tokens} (the model has {self.model}): "
+            f"{raised}{way}"
+        )

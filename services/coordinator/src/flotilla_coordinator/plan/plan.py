@@ -29,7 +29,7 @@ from flotilla_coordinator.plan.batching_choice import batching_line, chosen_batc
 from flotilla_coordinator.plan.checks import role_errors
 from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.lines import shown_bytes
-from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, adapter_errors
+from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, SequenceLimit, adapter_errors
 from flotilla_coordinator.plan.trainer_memory import HostMemory, TrainerMemory, microbatch_tokens
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
@@ -116,7 +116,7 @@ class _Planner:
         self._response_tokens = config.rollout.sampling.max_response_tokens
         self._longest = longest
         self._adapters = None if config.lora is None else AdapterFacts.of(model, config.lora)
-        self._limit = min(stack.generator.max_model_tokens or model.longest_sequence, model.longest_sequence)
+        self._limit = SequenceLimit.of(model, stack.generator)
 
     def write(self) -> None:
         """Write all lines, warnings and errors."""
