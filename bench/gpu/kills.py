@@ -45,7 +45,7 @@ def main() -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     work: Path = asked.work or asked.out / "work"
     show_gpus(0 if asked.small else GENERATORS)
-    model = make_files(work, small=asked.small)
+    model = make_files(work, shape="tiny" if asked.small else "0.6b")
     description: dict[str, Any] = {"name": "loop", "model": str(model), "restart_budget": 20}
     if asked.small:
         description |= {"trainer": {"nproc": 2}, "generator": {"replicas": GENERATORS}}
@@ -62,7 +62,7 @@ def main() -> int:
 
 def _run(stack: Stack, asked: argparse.Namespace, work: Path, started: float) -> None:
     sizes = Work(8, 4, 32) if asked.small else Work(16, 8, 128)
-    described = run_file("kills", work / "data" / "rl.jsonl", sizes, asked.steps, staleness=1)
+    described = run_file("kills", work.absolute(), sizes, asked.steps, staleness=1)
     file = work / "run-kills.yaml"
     file.write_text(yaml.safe_dump(described | {"checkpoint": {"every_steps": 3}}))
     run = stack.ok("run", "start", str(file))
