@@ -28,7 +28,7 @@ def with_room(free: int, monkeypatch: pytest.MonkeyPatch) -> MicroBatchMemory:
     """Return the memory of a GPU with so much room, on which a token takes a mebibyte, and any pass a gibibyte."""
     taken = [0]
 
-    def probe(tokens: int) -> None:
+    def probe(tokens: int, again: Callable[[], None]) -> None:
         taken[0] = GIB + (tokens << 20)
 
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * GIB)
@@ -36,6 +36,7 @@ def with_room(free: int, monkeypatch: pytest.MonkeyPatch) -> MicroBatchMemory:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * GIB + taken[0])
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: free)
     monkeypatch.setattr(device_memory, "agree_on_room", lambda missing, device: agreed(missing))
+    monkeypatch.setattr(device_memory, "_took", lambda piece, pieces, device: True)
     return MicroBatchMemory(GPU, probe)
 
 
@@ -72,8 +73,81 @@ def test_a_rank_without_room_stops_all_ranks_before_the_pass(
         assert fits or "a rank lacks 1.0 GiB" in said
 
 
+class SimulatedGpu:
+    """The counters of a GPU on which the gradients of a pass take 8 GiB and stay, and a token takes a mebibyte."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gradients = self.peak = 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.gradients)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.reset())
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+
+    def reset(self) -> None:
+        self.peak = self.gradients
+
+    def one_pass(self, tokens: int) -> None:
+        """Activations are at their largest before the gradients of this pass are there."""
+        self.peak = max(self.peak, self.gradients + (tokens << 20))
+        self.gradients = 8 * GIB
+        self.peak = max(self.peak, self.gradients)
+
+    def probe(self, tokens: int, again: Callable[[], None] | None = None) -> None:
+        """Run what it is asked for, which ends without gradients."""
+        self.one_pass(tokens)
+        if again is not None:
+            again()
+            self.one_pass(tokens)
+        self.gradients = 0
+
+
+def test_a_micro_batch_is_measured_beside_the_gradients_of_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    gpu = SimulatedGpu(monkeypatch)
+    needed = MicroBatchMemory(GPU, gpu.probe).require(8192)
+    assert needed >= 8 * GIB + (8192 << 20)
+
+
+@pytest.mark.parametrize(("piece", "fits"), [(0.6, True), (0.1, False)])
+def test_ranks_take_the_memory_of_a_pass_before_it_begins(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, piece: float, fits: bool
+) -> None:
+    def act() -> tuple[str, list[int]]:
+        memory = with_room(100 * GIB, monkeypatch)
+        asked: list[int] = []
+        # Rank 1 has the memory in pieces of so many gibibytes alone.
+        largest = 100 * GIB if dist.get_rank() == 0 else piece * GIB
+
+        def took(size: float, pieces: int, device: torch.device) -> bool:
+            asked.append(pieces)
+            return size <= largest
+
+        monkeypatch.setattr(device_memory, "_took", took)
+        try:
+            memory.require(1024)
+        except Exhausted as error:
+            return str(error), asked
+        return "", asked
+
+    (said, whole), (_, in_pieces) = on_ranks(2, act)
+    assert whole == [1]
+    assert in_pieces == ([1, 2, 4] if fits else [1, 2, 4, 8])
+    assert (said == "") == fits
+    assert fits or "in small pieces only" in said
+
+
+def test_a_session_begins_with_micro_batches_that_fit(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def act() -> int:
+        return with_room(100 * GIB if dist.get_rank() == 0 else 4 * GIB, monkeypatch).fitting(8192)
+
+    assert on_ranks(2, act) == [2048, 2048]
+
+
 def test_a_cpu_measures_nothing() -> None:
-    def never(tokens: int) -> None:
+    def never(tokens: int, again: Callable[[], None]) -> None:
         raise AssertionError(tokens)
 
     assert MicroBatchMemory(torch.device("cpu"), never).require(1 << 40) == 0.0
@@ -93,7 +167,7 @@ def test_a_measuring_pass_leaves_no_gradient(
         model = ShardedModel(tmp_path, torch.float32, RankMesh.form("cpu"), cpu, frozen=lora is not None)
         model.load(tmp_path)
         model.adapt(lora, 0)
-        one_pass(model, [8, 8, 8], packed)
+        one_pass(model, [8, 8, 8], packed, lambda: None)
         return [name for name, parameter in model.trainable().items() if parameter.grad is not None]
 
     assert on_ranks(1, act) == [[]]

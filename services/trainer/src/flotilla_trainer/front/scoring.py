@@ -110,6 +110,15 @@ class ScoringSession:
         self._ranks = SessionRanks(request.run_id, batching, gang, activities)
         self._scores = SequenceScores(self._ranks, lambda: self.version)
 
+    @property
+    def budget(self) -> int:
+        """The most tokens of a micro-batch now."""
+        return self._ranks.budget
+
+    def shrink(self, budget: int) -> None:
+        """Give micro-batches no more tokens than this: with more, ranks of this run ran out of memory."""
+        self._ranks.shrink(budget, "ranks of this run ran out of memory with more")
+
     async def open(self) -> None:
         """Refuse a layout that the model does not allow; the ranks need no command."""
         self._ranks.layout()

@@ -89,11 +89,21 @@ class Session:
         """The id of the update that was sent last; empty before the first."""
         return self.updates.last_id
 
+    @property
+    def budget(self) -> int:
+        """The most tokens of a micro-batch now."""
+        return self._ranks.budget
+
+    def shrink(self, budget: int) -> None:
+        """Give micro-batches no more tokens than this: with more, ranks of this run ran out of memory."""
+        self._ranks.shrink(budget, "ranks of this run ran out of memory with more")
+
     async def open(self) -> None:
-        """Build the optimizer on the ranks."""
+        """Build the optimizer on the ranks, and let micro-batches be as large as the ranks have memory for."""
         packed, refusal = self._ranks.layout().packed, self._ranks.packing_refusal
         logger.info("session opens", run_id=self.run_id, packed=packed, packing_refusal=refusal)
-        await self._ranks.command("open_session", self._settings.fields())
+        answers = await self._ranks.command("open_session", self._settings.fields())
+        self._ranks.shrink(answers[0].fields["fits"], "a rank lacks the memory for larger ones")
 
     def end(self, why: FlotillaError) -> None:
         """Send no more work of this session to the ranks; a command that already runs is finished."""

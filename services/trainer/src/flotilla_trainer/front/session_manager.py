@@ -30,6 +30,7 @@ from flotilla_core.errors import (
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Activities
 from flotilla_trainer.front.checkpoints import Checkpoints
+from flotilla_trainer.front.memory_losses import MemoryLosses
 from flotilla_trainer.front.model_shape import check_same_shape, model_digest
 from flotilla_trainer.front.scoring import ScoringSession
 from flotilla_trainer.front.session import Session
@@ -70,6 +71,7 @@ class SessionManager:
         self._new = plan.model, first_head(plan.role), False
         """The weights and the head that a new gang holds, and whether they are frozen."""
         self._pristine: tuple[Path, str, bool] | None = self._new
+        self._memory_losses = MemoryLosses()
         self.checkpoints = Checkpoints(gang, plan.model, activities, files)
         self.weights = WeightGroups(gang, stack.bind, plan.rank_timeout_s, activities)
 
@@ -173,6 +175,7 @@ class SessionManager:
         logger.error("the ranks were lost and are being restarted", error=str(error))
         if self._session is not None:
             self._why_none = f"the session of run {self._session.run_id} was lost: {error.what}"
+            self._memory_losses.note(self._session.run_id, self._session.budget, error)
             self._session.end(error)
         self._session = None
         self._pristine = self._new
@@ -249,5 +252,6 @@ class SessionManager:
             session = Session(request, asked, folder, self._gang, self._activities)
         else:
             session = ScoringSession(request, asked, folder, self._gang, self._activities)
+        session.shrink(self._memory_losses.allowed(request.run_id, session.budget))
         await session.open()
         return session

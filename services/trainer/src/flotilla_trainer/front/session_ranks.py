@@ -1,7 +1,7 @@
 """Send the work of one session to the ranks, and put their scores in the order of the tokens.
 
 Invariants: callers that read or change weights hold `turn`; a session that has ended sends nothing any more;
-micro-batches that exceed the memory of a lone rank are halved, with a notice, for the rest of the session.
+micro-batches that exceed the memory of a rank are halved, with a notice, for the rest of the session.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.front.session_settings import layout
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Array, Frame
+from flotilla_trainer.wire.settings import SMALLEST_BUDGET
 
 logger = structlog.get_logger()
-
-SMALLEST_BUDGET = 256
-"""The tokens below which a micro-batch is halved no more: the reason must be another one."""
 
 T = TypeVar("T")
 
@@ -44,6 +42,11 @@ class SessionRanks:
         self._activities = activities
         self._over: FlotillaError | None = None
         self.turn = asyncio.Lock()
+
+    @property
+    def budget(self) -> int:
+        """The most tokens of a micro-batch now."""
+        return self._budget
 
     def end(self, why: FlotillaError) -> None:
         """Send no more work of this session to the ranks; a command that already runs is finished."""
@@ -107,13 +110,16 @@ class SessionRanks:
             except Exhausted as error:
                 if self._budget < 2 * SMALLEST_BUDGET:
                     raise
-                self._budget //= 2
-                logger.warning(
-                    "smaller micro-batches from now on",
-                    run_id=self.run_id,
-                    tokens_per_microbatch=self._budget,
-                    why=error.why,
-                )
+                self.shrink(self._budget // 2, error.why)
+
+    def shrink(self, budget: int, why: str) -> None:
+        """Give micro-batches at most so many tokens from now on, and say so."""
+        if budget >= self._budget:
+            return
+        self._budget = budget
+        logger.warning(
+            "smaller micro-batches from now on", run_id=self.run_id, tokens_per_microbatch=budget, why=why
+        )
 
     async def work(self, kind: str, packed: list[list[MicroBatch]], fields: dict[str, Any]) -> list[Frame]:
         """Let every lane do its micro-batches; return the answers of the first rank of each."""

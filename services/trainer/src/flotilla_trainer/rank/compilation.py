@@ -71,8 +71,13 @@ class Compilation:
         return not self.refusal
 
 
-def one_pass(model: ShardedModel, lengths: Sequence[int], packed: bool) -> None:
-    """Run forward without and with gradient, and backward where something learns."""
+def one_pass(
+    model: ShardedModel, lengths: Sequence[int], packed: bool, again: Callable[[], None] | None = None
+) -> None:
+    """Run forward without and with gradient, and backward where something learns.
+
+    With `again`, which is called in between, all of it runs once more beside the gradients of the first time.
+    """
     row = PackedRow.of(lengths, model.device) if packed else None
     size = (1, sum(lengths)) if packed else (len(lengths), max(lengths))
     tokens = torch.zeros(size, dtype=torch.long, device=model.device)
@@ -87,16 +92,22 @@ def one_pass(model: ShardedModel, lengths: Sequence[int], packed: bool) -> None:
         )
         return scores.logprobs
 
-    with torch.no_grad():
-        forward()
-    with torch.enable_grad():
-        numbers = forward()
-    if numbers.requires_grad:
-        numbers.sum().backward()
-        model.policy.zero_grad(set_to_none=True)
-        # Adapters are no part of the policy's module.
-        for parameter in model.trainable().values():
-            parameter.grad = None
+    def forward_backward() -> None:
+        with torch.no_grad():
+            forward()
+        with torch.enable_grad():
+            numbers = forward()
+        if numbers.requires_grad:
+            numbers.sum().backward()
+
+    forward_backward()
+    if again is not None:
+        again()
+        forward_backward()
+    model.policy.zero_grad(set_to_none=True)
+    # Adapters are no part of the policy's module.
+    for parameter in model.trainable().values():
+        parameter.grad = None
 
 
 class CompilerWatch:

@@ -1,12 +1,14 @@
 """The memory that a GPU has left, and what a micro-batch takes of it, measured before ranks work together.
 
-Invariants: a pass over zeros measures what a micro-batch takes, in two sizes, from which others follow; what a session
-changes is measured again. Ranks that work together agree before a pass whether the largest micro-batch of each fits, so
-that none runs out of memory while others wait for it. A lone rank tries: it may run out of memory.
+Invariants: a pass over zeros measures what a micro-batch takes beside the gradients of an earlier one, in two sizes,
+from which others follow; what a session changes is measured again. Ranks that work together agree before a pass
+whether the largest micro-batch of each fits, and take the memory for it before any of them begins. So none runs out of
+memory while others wait for it, and no other process takes that memory meanwhile. A lone rank tries: it may run out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,12 +17,15 @@ import torch
 import torch.distributed as dist
 
 from flotilla_core.errors import Exhausted
+from flotilla_trainer.wire.settings import SMALLEST_BUDGET
 
 GIB = 1 << 30
 PROBES = (1024, 3072)
 """Tokens of the two measured micro-batches."""
 PROBE_SEQUENCE = 512
 """Tokens of each sequence of theirs."""
+PIECES = (1, 2, 4, 8)
+"""Into so many pieces the memory of a pass may be divided, before it counts as too scattered for one."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -48,8 +53,11 @@ class MicroBatchMemory:
     """Knows what micro-batches take, once they were measured."""
 
     device: torch.device
-    probe: Callable[[int], None]
-    """Runs forward and backward over about so many tokens; a collective."""
+    probe: Callable[[int, Callable[[], None]], None]
+    """Runs forward and backward over about so many tokens, calls back, and runs them again; a collective.
+
+    The gradients of the first time are there in the second.
+    """
     _taken: Taken | None = None
 
     def forget(self) -> None:
@@ -67,8 +75,19 @@ class MicroBatchMemory:
             self._taken = self._measured()
         needed = self._taken.by(tokens)
         if dist.get_world_size() > 1:
-            agree_on_room(needed - free_bytes(self.device), self.device)
+            agree_on_room(lacking(needed, self.device), self.device)
         return needed
+
+    def fitting(self, tokens: int) -> int:
+        """Return how many tokens a micro-batch may have: those asked for, halved until they fit; a collective."""
+        while tokens >= 2 * SMALLEST_BUDGET:
+            try:
+                self.require(tokens)
+            except Exhausted:
+                tokens //= 2
+            else:
+                break
+        return tokens
 
     def _measured(self) -> Taken:
         few, many = (self._peak(tokens) for tokens in PROBES)
@@ -77,15 +96,37 @@ class MicroBatchMemory:
 
     def _peak(self, tokens: int) -> int:
         before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.probe(tokens)
+        # Every micro-batch but the first of an update has gradients beside it, whose memory small ones never reach.
+        self.probe(tokens, lambda: torch.cuda.reset_peak_memory_stats(self.device))
         return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def lacking(needed: float, device: torch.device) -> float:
+    """Return the bytes that this rank lacks; infinity where it has them in too small pieces; 0 where it took them.
+
+    What it took stays with torch, so that the pass gets it and other processes do not.
+    """
+    missing = needed - free_bytes(device)
+    if missing > 0:
+        return missing
+    return 0.0 if any(_took(needed / pieces, pieces, device) for pieces in PIECES) else math.inf
+
+
+def _took(piece: float, pieces: int, device: torch.device) -> bool:
+    try:
+        held = [torch.empty(math.ceil(piece), dtype=torch.uint8, device=device) for _ in range(pieces)]
+    except torch.OutOfMemoryError:
+        return False
+    del held
+    return True
 
 
 def agree_on_room(missing: float, device: torch.device) -> None:
     """Raise on all ranks if one of them lacks bytes; a collective."""
     most = torch.tensor(missing, dtype=torch.float64, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
+    if math.isinf(float(most)):
+        raise out_of_memory("a rank has the memory for its largest one in small pieces only")
     if float(most) > 0:
         raise out_of_memory(
             f"a rank lacks {float(most) / GIB:.1f} GiB for its largest one, as measured before"

@@ -52,6 +52,10 @@ class PolicyOptimizer:
         moves = settings.offload and not self._on_host
         self._offload = OptimizerOffload(self._adamw, self._parameters) if moves else None
         self.discard_gradients()
+        if not moves:
+            # Here and not in the first step: what lasts is there before anyone measures what is left.
+            for parameter in self._parameters:
+                self._begin(parameter)
 
     def discard_gradients(self) -> None:
         """Drop the accumulated gradients."""
@@ -92,8 +96,10 @@ class PolicyOptimizer:
 
     def moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the moments of a parameter; empty before its first step."""
-        state = self._adamw.state.get(parameter, {})
-        return {name: state[name] for name in MOMENTS if name in state}
+        if not self.steps(parameter):
+            return {}
+        state = self._adamw.state[parameter]
+        return {name: state[name] for name in MOMENTS}
 
     def steps(self, parameter: torch.Tensor) -> int:
         """Return the number of steps that a parameter has taken."""
@@ -102,6 +108,8 @@ class PolicyOptimizer:
     def restore(self, parameter: torch.Tensor, moments: dict[str, torch.Tensor], steps: int) -> None:
         """Replace the moments with this rank's part of `moments`; without any, reset as before the first step."""
         self._adamw.state.pop(parameter, None)
+        if self._offload is None:
+            self._begin(parameter)
         if not moments:
             return
         state = self._adamw.state[parameter]
@@ -110,8 +118,14 @@ class PolicyOptimizer:
             if self._offload is not None:
                 state[name] = values
                 continue
-            state[name] = torch.zeros_like(parameter)
             local(state[name]).copy_(values)
+
+    def _begin(self, parameter: torch.Tensor) -> None:
+        """Make the state of a parameter that has taken no step, as AdamW would in the first one."""
+        state = self._adamw.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for name in MOMENTS:
+            state[name] = torch.zeros_like(parameter)
 
     def _norms(self) -> list[torch.Tensor]:
         gradients = self._local_gradients()

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from opentelemetry import context
 from transformers import AutoConfig
 
 from flotilla_core import telemetry
-from flotilla_core.errors import FailedPrecondition, FlotillaError
+from flotilla_core.config import OptimizerConfig
+from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError
 from flotilla_core.telemetry import names
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compilation import Compilation, one_pass
@@ -151,7 +154,7 @@ class RankWorker:
         self._model.recomputed_layers.on = settings.batching.recomputes_layers
         self._model.selective_layers.on = settings.batching.recomputes_wide_parts
         self._model.recomputed_layers.inputs_rest_on_host = settings.batching.activation_offload
-        self._optimizer = PolicyOptimizer(self._model, settings.optimizer)
+        self._optimizer = self._with_moments(settings.optimizer)
         self._memory.forget()
         self._pending = None
         self._reference = ReferenceWeights(self._model) if settings.objective.keeps_reference else None
@@ -159,7 +162,28 @@ class RankWorker:
         if self._reference is not None:
             self._distribution = ReferenceDistribution(self._model, self._reference)
         self._objective = rank_objective(settings.objective, self._distribution)
-        return {}, {}
+        budget = settings.batching.microbatch_budget
+        # Generators that sleep in updates are awake now, and have the memory that updates get.
+        return {"fits": budget if self._setup.returns_memory else self._memory.fitting(budget)}, {}
+
+    def _with_moments(self, settings: OptimizerConfig) -> PolicyOptimizer:
+        """Build the optimizer with all that it keeps; refused by all ranks alike where one lacks the memory."""
+        optimizer, lacking = None, ""
+        try:
+            optimizer = PolicyOptimizer(self._model, settings)
+        except torch.OutOfMemoryError as error:
+            lacking = str(error).partition("\n")[0]
+        lacks = torch.tensor(int(bool(lacking)), device=self._device)
+        dist.all_reduce(lacks)
+        if optimizer is not None and not lacks.item():
+            return optimizer
+        del optimizer
+        raise Exhausted(
+            "the state of the optimizer does not fit into the memory of the GPU",
+            where="optimizer.offload",
+            why=lacking or "another rank lacks the memory for it",
+            next_step="set it or trainer.cpu_offload to true, or raise trainer.nproc",
+        )
 
     def _train(self, command: Frame) -> Answer:
         settings, objective, optimizer = self._session()
@@ -290,11 +314,11 @@ class RankWorker:
         self._publisher = Publisher(self._model, self._link)
         self._checkpoints = RankCheckpoints(self._model, self._link)
 
-    def _probe(self, tokens: int) -> None:
-        """Run a pass over so many zeros, laid out as updates are on GPUs."""
+    def _probe(self, tokens: int, again: Callable[[], None]) -> None:
+        """Run two passes over so many zeros, laid out as updates are on GPUs, and call back between them."""
         self._link.progress("measuring the memory of a micro-batch")
         length = min(PROBE_SEQUENCE, self._model.longest_sequence or PROBE_SEQUENCE)
-        one_pass(self._model, [length] * (tokens // length), packed=not self._packing_refusal)
+        one_pass(self._model, [length] * (tokens // length), not self._packing_refusal, again)
 
     def _rebuild(self, head: str, frozen: bool) -> None:
         """Build the model again, after the old one is freed: the device may hold only one. No session is open then."""

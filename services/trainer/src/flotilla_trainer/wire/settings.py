@@ -22,6 +22,8 @@ SHARDS = "shards"
 """The folder inside a checkpoint that ranks write to, each a file."""
 OPEN_STORE = "open_store"
 """The command before a setup by which rank 0 opens a store for ranks of other hosts."""
+SMALLEST_BUDGET = 256
+"""The tokens below which a micro-batch is halved no more: what lacks memory then is another thing."""
 
 
 @dataclass(frozen=True)
