@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flotilla_core.errors import Exhausted, RankFailed
-from flotilla_trainer.front.memory_losses import MemoryLosses
+from flotilla_trainer.front.session_ranks import MemoryLosses
 
 OUT_OF_MEMORY = RankFailed(
     "rank 1 (pid 5) ended with status 1",

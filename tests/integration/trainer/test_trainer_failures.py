@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from flotilla.common.v1 import weights_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import (
+    Exhausted,
     FailedPrecondition,
     FlotillaError,
     RankFailed,
@@ -167,6 +168,12 @@ async def stop_rank(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
+def write_last_line(log: Path, line: str) -> None:
+    """End the log of a rank as the error would that ends the rank."""
+    with log.open("a") as lines:
+        lines.write(line + "\n")
+
+
 async def test_a_killed_rank_is_named_and_the_gang_comes_back(pair: Any, groups_of: MakeGroups) -> None:
     await pair.open()
     victim = pair.gang.pids()[1]
@@ -187,6 +194,32 @@ async def test_a_killed_rank_is_named_and_the_gang_comes_back(pair: Any, groups_
     pair.runs += 1
     await pair.open()  # waits for the new gang
     assert victim not in pair.gang.pids()
+    assert not (await pair.train(0, groups_of([3, 3]))).skipped
+
+
+async def test_a_run_that_lost_its_ranks_to_memory_gets_half_the_tokens_and_not_a_third_gang(
+    pair: Any, groups_of: MakeGroups
+) -> None:
+    await pair.open()
+    asked = pair.manager.session(pair.run_id).budget
+    for budget in (asked // 2, None):
+        log, victim = pair.gang._ranks[1].process.log, pair.gang.pids()[1]
+        await stop_rank(victim)
+        write_last_line(Path(log), "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.45 GiB.")
+        os.kill(victim, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while pair.manager._session is not None:
+                await asyncio.sleep(0.01)
+        pair.runs -= 1  # the same run opens its session again
+        if budget is None:
+            with pytest.raises(Exhausted, match=r"batching\.tokens_per_microbatch"):
+                await pair.open()
+        else:
+            await pair.open()
+            assert pair.manager.session(pair.run_id).budget == budget
+    pair.runs += 1
+    await pair.open()  # another run is not held to it
+    assert pair.manager.session(pair.run_id).budget == asked
     assert not (await pair.train(0, groups_of([3, 3]))).skipped
 
 
