@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flotilla.common.v1.operate_pb2 import DrainRequest
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
-from flotilla.reward.v1 import reward_pb2 as pb
-from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_core import rpc
-from flotilla_core.bus import NatsServer
-from flotilla_core.config import BindConfig
 from flotilla_core.errors import Unavailable
-from flotilla_core.files import make_private_folder
-from flotilla_core.subprocess_group import ProcessGroup
-from flotilla_core.trust import make_token
+from flotilla_testing.reward_process import LIMIT_S, RewardProcess, exists, reward_process
 
-LIMIT_S = 30.0
 SLOW = """
 import time
 from pathlib import Path
@@ -43,21 +30,15 @@ def slow(prompt, response, answer, info):
 
 
 class Replica:
-    """A running reward service, its channel, and a file with a slow reward."""
+    """A running reward service, and a file with a slow reward."""
 
-    def __init__(self, folder: Path, process: ProcessGroup, channel: grpc.aio.Channel) -> None:
+    def __init__(self, folder: Path, service: RewardProcess) -> None:
         self.folder = folder
-        self.process = process
-        self._channel = channel
+        self._service = service
 
     async def score(self, reward: str) -> list[float]:
-        request = pb.ScoreRequest(
-            items=[pb.ScoreItem(sample_id="run/0/0/0", response="1", answer="1")],
-            rewards=[pb.RewardSpec(reward=reward, weight=1)],
-        )
-        request.rewards[0].timeout.FromSeconds(600)
-        stream = rpc.server_stream(RewardServiceStub(self._channel).Score, request, idle_timeout_s=LIMIT_S)
-        return [outcome.value.total async for response in stream for outcome in response.outcomes]
+        outcomes = await self._service.outcomes(reward, ["1"], timeout_s=600)
+        return [outcome.value.total for outcome in outcomes]
 
     async def slow_call(self) -> asyncio.Task[list[float]]:
         """Start a call whose reward runs when this returns."""
@@ -68,7 +49,7 @@ class Replica:
     async def drain(self, grace_s: int) -> None:
         request = DrainRequest()
         request.grace.FromSeconds(grace_s)
-        await rpc.unary(OperateServiceStub(self._channel).Drain, request, timeout_s=LIMIT_S)
+        await rpc.unary(OperateServiceStub(self._service.channel).Drain, request, timeout_s=LIMIT_S)
 
     async def refusal(self) -> str:
         """Return why a call is refused, once one is."""
@@ -80,41 +61,14 @@ class Replica:
                     return str(error)
 
     async def ended(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), LIMIT_S)
-
-
-async def exists(file: Path) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not file.exists():
-            await asyncio.sleep(0.02)
-
-
-async def serves(channel: grpc.aio.Channel) -> None:
-    health: Any = health_pb2_grpc.HealthStub(channel)
-    request = health_pb2.HealthCheckRequest()
-    async with aclosing(rpc.server_stream(health.Watch, request, idle_timeout_s=LIMIT_S)) as changes:
-        async for change in changes:
-            if change.status == health_pb2.HealthCheckResponse.SERVING:
-                return
+        return await asyncio.wait_for(self._service.process.wait(), LIMIT_S)
 
 
 @pytest.fixture
 async def replica(tmp_path: Path) -> AsyncIterator[Replica]:
-    directory = tmp_path / "state" / "drained"
-    make_private_folder(directory)
-    token = make_token(BindConfig(), directory)
     (tmp_path / "slow.py").write_text(SLOW)
-    (tmp_path / "stack.yaml").write_text(f"name: drained\nstate_dir: {tmp_path}/state\n")
-    nats = await NatsServer.start(directory / "nats")
-    command = [sys.executable, "-m", "flotilla_reward.main", "--stack", str(tmp_path / "stack.yaml")]
-    process = await ProcessGroup.start([*command, "--nats", nats.url])
-    announced = directory / "instances" / "reward-0.json"
-    await exists(announced)
-    async with rpc.connect(json.loads(announced.read_text())["address"], token=token) as channel:
-        await serves(channel)
-        yield Replica(tmp_path, process, channel)
-    await process.stop(0)
-    await nats.stop()
+    async with reward_process(tmp_path) as service:
+        yield Replica(tmp_path, service)
 
 
 async def test_a_running_call_is_answered_within_the_grace_and_the_service_ends_with_it(

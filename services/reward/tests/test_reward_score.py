@@ -72,10 +72,12 @@ async def score(
     return {outcome.sample_id: outcome for outcome in outcomes}
 
 
-async def every_place_filled(pool: WorkerPool) -> None:
-    """Both workers run at once, so both are alive."""
+async def every_place_filled(pool: WorkerPool) -> set[int]:
+    """Both workers of the file run at once, so both are alive; their process ids are returned."""
     await score(pool, [spec(user("slow"))], items("x", "x"))
-    assert len(pool.pids) == 2
+    pids = {pid for worker, pid in pool.pids.items() if str(USER_FILE) in worker}
+    assert len(pids) == 2
+    return pids
 
 
 async def test_a_total_is_the_weighted_sum_of_its_components(pool: WorkerPool) -> None:
@@ -162,17 +164,14 @@ async def test_a_total_that_overflows_is_an_error(pool: WorkerPool) -> None:
 async def test_a_function_that_never_returns_times_out_alone_and_its_worker_is_replaced(
     pool: WorkerPool,
 ) -> None:
-    await every_place_filled(pool)
+    before = await every_place_filled(pool)
     replaced = pool.replaced
-    before = set(pool.pids.values())
     outcomes = await score(pool, [spec(user("hangs"), timeout_s=0.2)], items("hang", *["fine"] * 8))
     assert outcomes["s0"].WhichOneof("outcome") == "timeout"
     assert outcomes["s0"].timeout.reward == user("hangs")
     assert outcomes["s0"].timeout.limit.ToTimedelta().total_seconds() == pytest.approx(0.2)
     assert all(outcomes[f"s{index}"].value.total == 1.0 for index in range(1, 9))
-    await every_place_filled(pool)
-    after = set(pool.pids.values())
-    assert len(after) == 2
+    after = await every_place_filled(pool)
     assert len(before & after) == 1
     assert pool.replaced == replaced + 1
 
@@ -186,9 +185,8 @@ async def test_a_pattern_that_backtracks_for_ever_is_killed(pool: WorkerPool) ->
 
 
 async def test_a_caller_that_goes_away_stops_the_work(pool: WorkerPool) -> None:
-    await every_place_filled(pool)
+    before = await every_place_filled(pool)
     terms = await loaded(pool, [spec(user("hangs"), timeout_s=600)])
-    before = set(pool.pids.values())
     stream = scoring.score_items(items("hang", "fine", "hang", "hang", "hang"), terms, pool)
     first = await anext(stream)
     assert [outcome.sample_id for outcome in first.outcomes] == ["s1"]

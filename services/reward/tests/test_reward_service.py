@@ -46,7 +46,7 @@ async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class(tmp_path:
         service.describe(registration)
         assert registration.capacity["workers"] == 1
         assert {check.status for check in await service.check()} == {CHECK_STATUS_PASSED}
-        assert [stacks.process for stacks in await service.dump_stacks()] == ["worker 0"]
+        assert [stacks.process for stacks in await service.dump_stacks()] == ["worker 0 (unused)"]
     finally:
         await server.stop(0)
         await service.stop()

@@ -93,3 +93,14 @@ async def test_whoever_goes_away_while_it_waits_costs_nobody_a_worker() -> None:
     assert bench.has == {"fourth": 1}
     await bench.end("fourth")
     assert not bench.has
+
+
+async def test_a_free_place_that_suits_is_taken_before_the_one_that_is_warm() -> None:
+    bench = Bench(3)
+    async with (
+        bench.turns.place("run", lambda place: place == 2) as first,
+        bench.turns.place("run") as second,
+    ):
+        assert (first, second) == (2, 1)
+    async with bench.turns.place("run") as third:
+        assert third == 2

@@ -1,55 +1,72 @@
-"""The protocol between the service and its workers: JSON objects with a length prefix, over private socket pairs.
+"""The protocol between the service and its workers: one question, one answer, over a private socket pair.
 
 Not over standard output: user code prints there.
+
+Invariants: each question carries a fresh secret and its answer begins with it, so nothing that was written for another
+question, by another process or by accident is ever taken for the answer. What follows is a JSON object with a length.
+Nothing heavy is imported here: workers start with this.
 """
 
 from __future__ import annotations
 
-import asyncio
+import hmac
 import json
+import secrets
 import socket
 import struct
 from typing import Any
 
-LENGTH = struct.Struct(">I")
-MAX_BYTES = 256 * 1024 * 1024
+HEAD = struct.Struct(">16sI")
+"""The secret of the question, and the length of the object behind it."""
+MOST_ANSWER_BYTES = 1024 * 1024
+"""An answer is a number, or a message with a traceback."""
 
 
-def encode(message: dict[str, Any]) -> bytes:
-    """One frame."""
+class NoAnswer(Exception):
+    """A worker wrote what cannot be the answer to its question; the message says why."""
+
+
+def new_secret() -> bytes:
+    return secrets.token_bytes(16)
+
+
+def encode(secret: bytes, message: dict[str, Any]) -> bytes:
+    """One question or answer."""
     body = json.dumps(message, separators=(",", ":")).encode()
-    return LENGTH.pack(len(body)) + body
+    return HEAD.pack(secret, len(body)) + body
 
 
-async def read(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Return the next message; raise `EOFError` where the other side is gone or speaks something else."""
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    if length > MAX_BYTES:
-        raise EOFError(f"a frame of {length} bytes: the other side does not speak this protocol")
-    return _object(await reader.readexactly(length))
+def length_of_answer(head: bytes, secret: bytes) -> int:
+    """Return how many bytes follow the head of the answer to the question with this secret."""
+    said, length = HEAD.unpack(head)
+    if not hmac.compare_digest(said, secret):
+        raise NoAnswer("it does not begin with the secret of the question")
+    if length > MOST_ANSWER_BYTES:
+        raise NoAnswer(f"it has {length} bytes, and an answer has at most {MOST_ANSWER_BYTES}")
+    return int(length)
 
 
-def receive(connection: socket.socket) -> dict[str, Any]:
-    """The blocking twin of `read`."""
-    (length,) = LENGTH.unpack(_receive_exactly(connection, LENGTH.size))
-    return _object(_receive_exactly(connection, length))
-
-
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            raise EOFError("the other side closed the connection")
-        parts += part
-    return bytes(parts)
-
-
-def _object(body: bytes) -> dict[str, Any]:
+def decode_answer(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
-    except ValueError as error:
-        raise EOFError("a frame that is not JSON: the other side does not speak this protocol") from error
+    except (ValueError, RecursionError) as error:
+        raise NoAnswer("it is not JSON") from error
     if not isinstance(message, dict):
-        raise EOFError("a frame that is not an object: the other side does not speak this protocol")
+        raise NoAnswer("it is not an object")
     return message
+
+
+def receive_question(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
+    """Return the next question with its secret; blocks until it is there."""
+    secret, length = HEAD.unpack(_receive_exactly(channel, HEAD.size))
+    return secret, json.loads(_receive_exactly(channel, length))
+
+
+def _receive_exactly(channel: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = channel.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise EOFError("the other side closed the channel")
+        parts += part
+    return bytes(parts)

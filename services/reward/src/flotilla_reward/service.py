@@ -109,16 +109,15 @@ class RewardHostService:
         registration.capacity["workers"] = self._workers
 
     async def check(self) -> list[CheckResult]:
-        alive = len(self._pool.pids)
-        enough = alive == self._workers
+        alive, dead = len(self._pool.pids), self._pool.dead
         # A worker that was killed comes back with the next sample that needs it.
         short = CHECK_STATUS_WARNING if alive else CHECK_STATUS_FAILED
         results = [
             CheckResult(
                 name="reward workers",
-                status=CHECK_STATUS_PASSED if enough else short,
-                finding=f"{alive} of {self._workers} alive, {self._pool.replaced} replaced since the start",
-                remedy="" if enough else "Read the log of this service: user code may crash or hang.",
+                status=short if dead else CHECK_STATUS_PASSED,
+                finding=f"{alive} alive, {dead} dead, {self._pool.replaced} replaced since the start",
+                remedy="Read the log of this service: user code may crash or hang." if dead else "",
             )
         ]
         if hidden := catalog.hidden_entry_points():
@@ -135,8 +134,8 @@ class RewardHostService:
     async def dump_stacks(self) -> list[ProcessStacks]:
         """Workers run user code that may be stuck: their kernel state is all that is safe to read."""
         return [
-            ProcessStacks(process=f"worker {place}", pid=pid, text=await asyncio.to_thread(_state_of, pid))
-            for place, pid in self._pool.pids.items()
+            ProcessStacks(process=worker, pid=pid, text=await asyncio.to_thread(_state_of, pid))
+            for worker, pid in self._pool.pids.items()
         ]
 
     async def drain(self, grace_s: float) -> None:

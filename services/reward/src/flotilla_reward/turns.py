@@ -2,15 +2,15 @@
 
 Invariants: while items of several runs wait, a run that has more workers than another one that waits gets no further
 one. Of equals, the one whose turn is longest ago is next. Items of one run keep their order, and a run that is alone
-has all workers. Nothing is free while a run waits, and what was given back last is handed out first: its caches are
-warm.
+has all workers. Nothing is free while a run waits. Of free places an item takes the one that suits it best, and of
+equals the one that was given back last: its caches are warm.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
@@ -39,18 +39,21 @@ class Turns(Generic[PlaceT]):
             self._waiting[run_id] = waiting
 
     @asynccontextmanager
-    async def place(self, run_id: str) -> AsyncIterator[PlaceT]:
-        """One place for an item of a run, as long as the block lasts; waits for it."""
-        place = await self._take(run_id)
+    async def place(self, run_id: str, suits: Callable[[PlaceT], int] = lambda _: 0) -> AsyncIterator[PlaceT]:
+        """One place for an item of a run, as long as the block lasts; waits for it.
+
+        `suits` rates a free place for this item, where there is a choice.
+        """
+        place = await self._take(run_id, suits)
         try:
             yield place
         finally:
             self._give_back(run_id, place)
 
-    async def _take(self, run_id: str) -> PlaceT:
+    async def _take(self, run_id: str, suits: Callable[[PlaceT], int]) -> PlaceT:
         if self._free:
             self._working[run_id] += 1
-            return self._free.pop()
+            return self._free.pop(max(reversed(range(len(self._free))), key=lambda at: suits(self._free[at])))
         turn: asyncio.Future[PlaceT] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(run_id, deque()).append(turn)
         try:

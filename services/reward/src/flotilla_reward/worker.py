@@ -1,10 +1,11 @@
 """One worker: a process that loads rewards and scores samples until it is killed or its service goes away.
 
 Run as `python -m flotilla_reward.worker CHANNEL_FD PARENT_PID`. It holds no state that the service needs:
-whatever happens here, from an endless loop to a crash, costs one sample and one restart. Two requests: `load`
-a target and `score` a sample by a loaded target. Standard output is the service's standard error, so that
-prints of user code end in its log. What user code raises is told with the line of the user's file that it came from,
-and its traceback shows no frame of ours.
+whatever happens here, from an endless loop to a crash, costs one sample and one restart. Three questions: `begin`,
+`load` a target and `score` a sample by a loaded target. Only the process that was started answers: a process that user
+code forked and that comes back here ends. Standard output is the service's standard error, so that prints of user code
+end in its log. What user code raises is told with the line of the user's file that it came from, and its traceback
+shows no frame of ours.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from flotilla_reward import frames
-from flotilla_reward.builtin import BUILTIN
 from flotilla_reward.job import CannotScore, Failure, Sample, Target, judge
 
 PR_SET_PDEATHSIG = 1
@@ -45,6 +45,9 @@ class CannotLoad(Exception):
 def load(target: Target) -> Score:
     """Return the callable behind a target."""
     if target.kind == "builtin":
+        # Workers that run a function of the user's start faster without it.
+        from flotilla_reward.builtin import BUILTIN
+
         return BUILTIN[target.source](**target.parameters).score
     function = _user_function(target)
     if not callable(function):
@@ -98,6 +101,8 @@ def _import_file(path: Path) -> Any:
 def answer(request: dict[str, Any], loaded: dict[str, Score]) -> dict[str, Any]:
     """Return the reply to one request; user code may raise anything."""
     try:
+        if request["do"] == "begin":
+            return {"pid": os.getpid()}
         if request["do"] == "load":
             target = Target(**request["target"])
             loaded[target.key] = load(target)
@@ -106,17 +111,18 @@ def answer(request: dict[str, Any], loaded: dict[str, Score]) -> dict[str, Any]:
         return {"failed": verdict.message} if isinstance(verdict, Failure) else {"value": verdict.value}
     except (CannotLoad, CannotScore) as error:
         return {"failed": str(error)}
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary between user code and the service
+    except BaseException as error:  # noqa: BLE001 - the boundary between user code and the service
         return _describe(error)
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     told = traceback.TracebackException.from_exception(error)
     trimmed: traceback.TracebackException | None = told
     while trimmed is not None:
         trimmed.stack = traceback.StackSummary.from_list(_users_frames(trimmed.stack))
         trimmed = trimmed.__cause__ or trimmed.__context__
+    # The text of an exception of the user's may raise in its turn; `told` has its text, or says that.
+    message = f"{type(error).__name__}: {told}" if str(told) else type(error).__name__
     if told.stack:
         last = told.stack[-1]
         message = f"{last.filename}:{last.lineno} in {last.name}: {message}"
@@ -135,16 +141,28 @@ def _die_with(parent: int) -> None:
         sys.exit("the reward service went away before its worker started")
 
 
+def serve(connection: socket.socket) -> None:
+    """Answer questions until the service goes away."""
+    # User code may replace what it finds in modules, but not these.
+    process_id, leave = os.getpid, os._exit
+    started_as = process_id()
+    loaded: dict[str, Score] = {}
+    while True:
+        secret, request = frames.receive_question(connection)
+        reply = answer(request, loaded)
+        if process_id() != started_as:
+            leave(0)  # A process that user code forked, with a copy of the secret: the answer is not its.
+        connection.sendall(frames.encode(secret, reply))
+
+
 def main() -> None:
     channel, parent = map(int, sys.argv[1:])
     _die_with(parent)
     connection = socket.socket(fileno=channel)
-    loaded: dict[str, Score] = {}
-    connection.sendall(frames.encode({"ready": os.getpid()}))
+    connection.set_inheritable(False)
+    os.register_at_fork(after_in_child=connection.close)
     try:
-        while True:
-            request = frames.receive(connection)
-            connection.sendall(frames.encode(answer(request, loaded)))
+        serve(connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 

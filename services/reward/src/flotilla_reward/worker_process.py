@@ -1,7 +1,8 @@
-"""The service's side of one worker: start it, talk to it, kill it.
+"""The service's side of one worker: start it, ask it, kill it.
 
-Invariants: one request at a time; after a timeout, a cancellation or a broken channel the process is killed
-together with everything that it started, so a late reply can never be taken for another sample's.
+Invariants: one question at a time. An answer is taken only where it begins with the secret of its question and nothing
+follows it. After anything else, a timeout, a cancellation or a broken channel the worker is killed together with
+everything that it started, by its keeper, so a late answer can never be taken for another sample's.
 """
 
 from __future__ import annotations
@@ -14,110 +15,179 @@ import sys
 from typing import Any
 
 from flotilla_core.errors import Unavailable
-from flotilla_reward import frames
-from flotilla_reward.job import Target
+from flotilla_reward import frames, keeper
+from flotilla_reward.job import Failure, Sample, Target, Value, judge
 
 START_LIMIT_S = 60.0
-EXIT_LIMIT_S = 5.0
+EXIT_LIMIT_S = keeper.KILL_LIMIT_S + 5.0
+LOG = "/proc/self/fd/2"
 
 
 class WorkerDied(Exception):
-    """The process ended in the middle of a request; the message says how."""
+    """The worker ended in the middle of a question, or was killed for what it said."""
+
+    def __init__(self, how: str, why: str = "") -> None:
+        super().__init__(how)
+        self.how = how
+        self.why = why
+        """Empty where how it ended says all."""
+
+    def while_it(self, did: str) -> str:
+        """Return the whole sentence."""
+        return f"the worker {self.how} while it {did}" + (f": {self.why}" if self.why else "")
 
 
 class WorkerProcess:
-    """One running worker."""
+    """One running worker with its keeper."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
+        self._keeper = process
+        self._channel = channel
         self._loaded: set[str] = set()
+        self.pid = 0
+        """Process id of the worker itself, once it has begun."""
 
     @classmethod
     async def start(cls) -> WorkerProcess:
         ours, theirs = socket.socketpair()
-        with theirs:
+        ours.setblocking(False)
+        log = _log()
+        try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
+                *(sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno())),
                 # Only installed packages: nothing in the current folder can pose as one of them.
-                "-P",
-                "-m",
-                "flotilla_reward.worker",
-                str(theirs.fileno()),
-                str(os.getpid()),
+                *(sys.executable, "-P", "-m", "flotilla_reward.worker"),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if sys.stderr else asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        worker = cls(process, *await asyncio.open_connection(sock=ours))
+        finally:
+            theirs.close()
+            if log >= 0:
+                os.close(log)
+        worker = cls(process, ours)
         try:
-            async with asyncio.timeout(START_LIMIT_S):
-                await frames.read(worker._reader)
-        except (EOFError, ConnectionError, TimeoutError) as error:
-            how = await worker.kill()
+            begun = await worker._ask({"do": "begin"}, START_LIMIT_S)
+        except (WorkerDied, TimeoutError) as error:
             raise Unavailable(
                 "a reward worker did not start",
                 where=f"pid {process.pid}",
-                why=f"no sign of life within {START_LIMIT_S:g} s" if isinstance(error, TimeoutError) else how,
+                why=str(error) or f"no sign of life within {START_LIMIT_S:g} s",
                 next_step="Read the log of the reward service.",
             ) from error
-        except asyncio.CancelledError:
-            await worker.kill()
-            raise
+        worker.pid = int(begun["pid"])
         return worker
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def alive(self) -> bool:
+        return self._keeper.returncode is None and self._said() is not None
 
     @property
-    def alive(self) -> bool:
-        return self._process.returncode is None and not self._reader.at_eof()
+    def quiet(self) -> bool:
+        """Whether it lives and has said nothing since its last answer."""
+        return self._keeper.returncode is None and self._said() is False
 
-    def has_loaded(self, target: Target) -> bool:
-        return target.key in self._loaded
+    def _said(self) -> bool | None:
+        """Return whether bytes wait in the channel; None where the channel has closed."""
+        try:
+            return bool(self._channel.recv(1, socket.MSG_PEEK)) or None
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
 
-    async def load(self, target: Target, limit_s: float) -> dict[str, Any]:
-        """Return the worker's reply; raise `TimeoutError` or `WorkerDied`, and then the worker is dead."""
-        reply = await self._ask({"do": "load", "target": target.to_json()}, limit_s)
-        if "loaded" in reply:
-            self._loaded.add(target.key)
-        return reply
+    async def load(self, target: Target, limit_s: float) -> Failure | None:
+        """Return why the target does not load; raise `TimeoutError` or `WorkerDied`, and then the worker is dead."""
+        if target.key in self._loaded:
+            return None
+        answer = await self._ask({"do": "load", "target": target.to_json()}, limit_s)
+        if "loaded" not in answer:
+            return await self._failure(answer)
+        self._loaded.add(target.key)
+        return None
 
-    async def score(self, target: Target, sample: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Return the worker's reply; raise `TimeoutError` or `WorkerDied`, and then the worker is dead."""
-        return await self._ask({"do": "score", "key": target.key, "sample": sample}, limit_s)
+    async def score(self, target: Target, sample: Sample, limit_s: float) -> Value | Failure:
+        """Return what the reward gave; raise `TimeoutError` or `WorkerDied`, and then the worker is dead."""
+        answer = await self._ask({"do": "score", "key": target.key, "sample": sample._asdict()}, limit_s)
+        value = answer.get("value")
+        return judge(value) if isinstance(value, int | float) else await self._failure(answer)
 
-    async def _ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    async def _failure(self, answer: dict[str, Any]) -> Failure:
+        message, traceback = answer.get("failed"), answer.get("traceback", "")
+        if not isinstance(message, str) or not isinstance(traceback, str):
+            await self.kill()
+            raise WorkerDied("was killed", "it gave neither a value nor a failure")
+        return Failure(_unicode(message), _unicode(traceback))
+
+    async def _ask(self, question: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        secret = frames.new_secret()
         try:
             async with asyncio.timeout(limit_s):
-                self._writer.write(frames.encode(request))
-                await self._writer.drain()
-                return await frames.read(self._reader)
+                await asyncio.get_running_loop().sock_sendall(self._channel, frames.encode(secret, question))
+                length = frames.length_of_answer(await self._read(frames.HEAD.size), secret)
+                body = await self._read(length)
+            if self._said():
+                raise frames.NoAnswer("more bytes follow it")
+            return frames.decode_answer(body)
+        except frames.NoAnswer as error:
+            await self.kill()
+            raise WorkerDied(
+                "was killed",
+                f"what came from it is no answer to its question, because {error}. The reward, or something that it "
+                "started, wrote to a descriptor that is not its own",
+            ) from error
         except (EOFError, ConnectionError) as error:
             raise WorkerDied(await self.kill()) from error
         except (TimeoutError, asyncio.CancelledError):
             await self.kill()
             raise
 
+    async def _read(self, count: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        parts = bytearray()
+        while len(parts) < count:
+            part = await loop.sock_recv(self._channel, count - len(parts))
+            if not part:
+                raise EOFError("the worker closed its channel")
+            parts += part
+        return bytes(parts)
+
     async def kill(self) -> str:
-        """End the process and all that it started; says how it ended."""
-        self._writer.close()
-        if self._process.returncode is None:
-            # A worker that ends by itself closes its channel shortly before its exit status is there.
-            try:
-                async with asyncio.timeout(0.2 if self._reader.at_eof() else 0):
-                    await self._process.wait()
-            except TimeoutError:
-                pass
+        """End the worker and all that it started; says how it ended."""
+        # The keeper sees that the channel closes, even where it was stopped by user code.
+        self._channel.close()
+        self._signal(signal.SIGCONT)
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        async with asyncio.timeout(EXIT_LIMIT_S):
-            code = await self._process.wait()
+            async with asyncio.timeout(EXIT_LIMIT_S):
+                code = await self._keeper.wait()
+        except TimeoutError:
+            self._signal(signal.SIGKILL)
+            code = await self._keeper.wait()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._keeper.returncode is None:
+            self._keeper.send_signal(number)
+
+
+def _unicode(text: str) -> str:
+    """Return text that the wire can carry: halves of surrogate pairs are written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _log() -> int:
+    """Return a descriptor for what workers print, into the log of the service.
+
+    It is opened anew where that is possible, for user code can change the modes of a descriptor for all who share it.
+    """
+    if not sys.stderr:
+        return asyncio.subprocess.DEVNULL
+    try:
+        # A pipe that nobody reads refuses, and does not wait.
+        log = os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:
+        return os.dup(2)
+    os.set_blocking(log, True)
+    return log

@@ -362,7 +362,7 @@ class RewardServiceConfig(ConfigModel):
     replicas: int = Field(default=1, ge=0, le=MOST_REPLICAS)
     """Number of replicas that the launcher starts."""
     workers: int = Field(default=2, ge=1, le=1024)
-    """Killable worker processes for checkers and user functions."""
+    """Killable worker processes for checkers and user functions that run at the same time."""
     environment: Environment = Field(default={})
     """Variables of each replica, in addition to those of the launcher: text, or the place of a secret."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)

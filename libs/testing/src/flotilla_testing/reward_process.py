@@ -1,0 +1,99 @@
+"""A reward service as a process of its own, with a real NATS server, that is asked over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.struct_pb2 import Struct
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
+from flotilla_core import rpc
+from flotilla_core.bus import NatsServer
+from flotilla_core.config import BindConfig
+from flotilla_core.files import make_private_folder
+from flotilla_core.subprocess_group import ProcessGroup
+from flotilla_core.trust import make_token
+
+LIMIT_S = 30.0
+
+
+class RewardProcess:
+    """A running reward service and a channel to it."""
+
+    def __init__(self, process: ProcessGroup, channel: grpc.aio.Channel) -> None:
+        self.process = process
+        self.channel = channel
+
+    async def outcomes(
+        self,
+        reward: str,
+        responses: Sequence[str],
+        *,
+        answer: str = "1",
+        run_id: str = "",
+        timeout_s: float = 10.0,
+        parameters: dict[str, Any] | None = None,
+    ) -> list[pb.ScoreOutcome]:
+        """Return one outcome for each response, in their order."""
+        struct = Struct()
+        struct.update(parameters or {})
+        spec = pb.RewardSpec(reward=reward, weight=1, parameters=struct)
+        spec.timeout.FromMilliseconds(round(timeout_s * 1000))
+        items = [
+            pb.ScoreItem(sample_id=str(index), response=response, answer=answer)
+            for index, response in enumerate(responses)
+        ]
+        request = pb.ScoreRequest(run_id=run_id, items=items, rewards=[spec])
+        stream = rpc.server_stream(RewardServiceStub(self.channel).Score, request, idle_timeout_s=LIMIT_S)
+        found = {outcome.sample_id: outcome async for response in stream for outcome in response.outcomes}
+        return [found[item.sample_id] for item in items]
+
+
+@asynccontextmanager
+async def reward_process(folder: Path, *, workers: int = 2) -> AsyncIterator[RewardProcess]:
+    """Start a reward service whose state is below the folder, and end it."""
+    directory = folder / "state" / "tested"
+    make_private_folder(directory)
+    token = make_token(BindConfig(), directory)
+    stack = folder / "stack.yaml"
+    stack.write_text(f"name: tested\nstate_dir: {folder}/state\nreward: {{workers: {workers}}}\n")
+    nats = await NatsServer.start(directory / "nats")
+    try:
+        process = await ProcessGroup.start(
+            [sys.executable, "-m", "flotilla_reward.main", "--stack", str(stack), "--nats", nats.url]
+        )
+        try:
+            announced = directory / "instances" / "reward-0.json"
+            await exists(announced)
+            async with rpc.connect(json.loads(announced.read_text())["address"], token=token) as channel:
+                await _serves(channel)
+                yield RewardProcess(process, channel)
+        finally:
+            await process.stop(LIMIT_S)
+    finally:
+        await nats.stop()
+
+
+async def exists(file: Path) -> None:
+    """Wait for a file."""
+    async with asyncio.timeout(LIMIT_S):
+        while not file.exists():  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.02)
+
+
+async def _serves(channel: grpc.aio.Channel) -> None:
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest()
+    async with aclosing(rpc.server_stream(health.Watch, request, idle_timeout_s=LIMIT_S)) as changes:
+        async for change in changes:
+            if change.status == health_pb2.HealthCheckResponse.SERVING:
+                return
