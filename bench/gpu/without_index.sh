@@ -32,7 +32,11 @@ part)
   ;;
 unpack)
   mkdir -p "$SITE"
-  cat "$PARTS"/part? | xz -dc -T0 | tar -xf - -C "$SITE"
+  if command -v xz >/dev/null; then
+    cat "$PARTS"/part? | xz -dc -T0 | tar -xf - -C "$SITE"
+  else
+    cat "$PARTS"/part? | "$PYTHON" -c "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall(sys.argv[1], filter='fully_trusted')" "$SITE"
+  fi
   chmod +x "$SITE"/bin/*
   [ ! -d "$SITE/ray" ] || find "$SITE/ray" -path '*core/src/ray*' -type f -exec chmod +x {} +
   environment
