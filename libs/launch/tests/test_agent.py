@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from flotilla_core.addresses import ANY_ADDRESS, dialable, has_ipv6
 from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.errors import FailedPrecondition, Unavailable
 from flotilla_core.files import make_private_folder
-from flotilla_core.rpc.auth import dialable
 from flotilla_core.trust import make_token
 from flotilla_launch.agent import Agent, read_endpoints
 from flotilla_launch.slurm.job import SlurmNodes
@@ -93,7 +93,8 @@ async def test_nats_listens_where_other_nodes_reach_it(stacks) -> None:
         url = urlsplit(endpoints.nats_url)
         assert url.hostname == dialable("0.0.0.0")
         assert endpoints.otlp.rpartition(":")[0] == url.hostname
-        assert '"0.0.0.0"' in (placement.paths.nats / "nats.conf").read_text()
+        listens = (placement.paths.nats / "nats.conf").read_text().partition("\n")[0]
+        assert listens == f'host: "{ANY_ADDRESS[has_ipv6()]}"'
         _, writer = await asyncio.open_connection(url.hostname, url.port)
         writer.close()
         assert read_endpoints(placement.paths, "another") is None

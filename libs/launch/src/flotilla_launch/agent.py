@@ -26,13 +26,13 @@ from google.protobuf.json_format import MessageToDict
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1.launcher_pb2 import ProcessState
+from flotilla_core.addresses import dialable, joined
 from flotilla_core.bus import Bus, Login
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Unavailable
 from flotilla_core.files import make_private_folder
 from flotilla_core.log_files import keep_bounded
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
-from flotilla_core.rpc.auth import dialable, joined
 from flotilla_core.trust import TokenFile
 from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.paths import StackPaths

@@ -23,6 +23,7 @@ from google.protobuf.json_format import ParseDict
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1 import launcher_pb2 as pb
+from flotilla_core.addresses import is_loopback
 from flotilla_core.config import StackConfig, dump_yaml, load
 from flotilla_core.config.stack import HEAD
 from flotilla_core.errors import (
@@ -32,7 +33,6 @@ from flotilla_core.errors import (
 )
 from flotilla_core.files import make_private_folder, write_atomically
 from flotilla_core.gangs import spread_gangs
-from flotilla_core.rpc import is_loopback
 from flotilla_core.trust import make_token
 from flotilla_launch import local
 from flotilla_launch.agent import read_endpoints

@@ -18,8 +18,8 @@ import structlog
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_core.addresses import loopback
 from flotilla_core.bus import NatsServer
-from flotilla_core.bus.server import LOOPBACK
 from flotilla_core.disk import lacks_room
 from flotilla_core.errors import FlotillaError
 from flotilla_core.process_identity import ProcessIdentity
@@ -51,14 +51,17 @@ class NatsProcess:
         wrapper: Sequence[str],
         restart_budget: int,
         on_change: Callable[[], None],
-        host: str = LOOPBACK,
-        dialled: str = LOOPBACK,
+        host: str = "",
+        dialled: str = "",
         port: int = 0,
         tls: TlsConfig | None = None,
     ) -> None:
-        """`port` is that of a server before it whose clients come back; 0 takes a free one."""
-        self._host = host
-        self._dialled = dialled
+        """`port` is that of a server before it whose clients come back; 0 takes a free one.
+
+        Without a `host` it is for this host alone.
+        """
+        self._host = host or loopback()
+        self._dialled = dialled or self._host
         self._directory = directory
         self._wrapper = wrapper
         self._budget = RestartBudget(restart_budget)

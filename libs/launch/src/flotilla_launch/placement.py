@@ -8,12 +8,12 @@ are still free when one of the two is restarted.
 from __future__ import annotations
 
 import random
-import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla_core.addresses import is_free
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import Exhausted, InvalidConfig, InvalidRequest
 from flotilla_core.gangs import gang_of, ranks_beside, roles_of, slots_of_role, spread_gangs
@@ -122,12 +122,16 @@ def reserve_port(host: str, among: str | None = None) -> int:
     ports = ports_of(among) if among else others
     for _ in range(200):
         port = random.SystemRandom().choice(ports)
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
+        try:
+            if is_free(host, port):
+                return port
+        except OSError as error:
+            raise InvalidConfig(
+                f"no process can listen on {host}",
+                where="bind.host",
+                why=str(error),
+                next_step="set bind.host in the stack file to an address of this host: ip -brief address",
+            ) from error
     raise Exhausted(
         "no free port for NATS or the coordinator",
         where=host,

@@ -18,6 +18,7 @@ import structlog
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_core.addresses import ANY_ADDRESS, joined, loopback
 from flotilla_core.bus import Bus, Login
 from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.config.stack import MOST_REPLICAS
@@ -266,10 +267,9 @@ class Supervisor:
             self._nats = self._nats_process()
             self.nats_url = await self._nats.start()
         host = self.stack.bind.host
-        dialled = self.stack.bind.advertise_host or ("127.0.0.1" if host in ("0.0.0.0", "::") else host)
-        self._otlp = (
-            self.stack.coordinator.attach
-            or f"{dialled}:{self.stack.bind.port or reserve_port(host, self.stack.bind.ports)}"
+        dialled = self.stack.bind.advertise_host or (loopback() if host in ANY_ADDRESS else host)
+        self._otlp = self.stack.coordinator.attach or joined(
+            dialled, self.stack.bind.port or reserve_port(host, self.stack.bind.ports)
         )
         self._record()
         self.write_launcher_file()

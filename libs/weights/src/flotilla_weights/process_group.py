@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from flotilla_core import addresses
 from flotilla_core.rpc.interface import interface_address
 
 log = logging.getLogger(__name__)
@@ -170,9 +170,4 @@ def _outlive(group: Any, pending: list[Any]) -> None:
 
 def address_towards(host: str) -> str:
     """Our address on the interface of the stack file, else on the one that leads to `host`."""
-    if own := interface_address():
-        return own
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        address: str = probe.getsockname()[0]
-    return address
+    return interface_address() or addresses.towards(host)

@@ -28,6 +28,7 @@ from contextlib import ExitStack, suppress
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from flotilla_core.addresses import joined
 from flotilla_core.errors import FailedPrecondition, Unauthenticated
 from flotilla_core.rpc.interface import listener
 from flotilla_core.trust.refusals import RefusalLog
@@ -293,7 +294,8 @@ class _Server:
             time.sleep(LOOK_EVERY_S)  # no more files, say: it stays in the queue, and the members go on
             return
         connection.setblocking(False)
-        caller = _Caller(connection, f"ipv4:{address[0]}:{address[1]}")
+        kind = "ipv6" if ":" in address[0] else "ipv4"
+        caller = _Caller(connection, f"{kind}:{joined(address[0], address[1])}")
         self._callers[caller] = self._unproven[caller] = None
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._serve(caller))
         if len(self._unproven) > MOST_UNPROVEN:

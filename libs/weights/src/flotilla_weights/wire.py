@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 
+from flotilla_core.addresses import joined
 from flotilla_core.errors import (
     FailedPrecondition,
     FlotillaError,
@@ -116,7 +117,7 @@ class Link:
         except (OSError, RuntimeError, UnicodeError) as error:
             # Nothing of the group's yet: a member that does not reach the sender is the one that fails.
             raise self._end(
-                Unavailable(f"the sender's store at {host}:{port} does not answer", why=_brief(error))
+                Unavailable(f"the sender's store at {joined(host, port)} does not answer", why=_brief(error))
             ) from error
         self._store = PrefixStore(self._prefix, self._root)
 

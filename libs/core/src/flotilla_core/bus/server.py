@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from flotilla_core.addresses import ANY_ADDRESS, has_ipv6, joined, loopback
 from flotilla_core.bus.connection import COORDINATOR, OWN_FILES, SERVICE, Login
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, PortInUse
 from flotilla_core.files import make_private_folder, write_atomically
@@ -37,7 +38,6 @@ _STOP_TIMEOUT_S = 5.0
 _HANDSHAKE_S = 10
 _MAX_PAYLOAD_BYTES = 1 << 20
 _LAST_BYTES = 8 << 10
-LOOPBACK = "127.0.0.1"
 
 _KEEP_THE_REGISTRY = (
     "$KV.registry.*",
@@ -81,18 +81,20 @@ class NatsServer:
         directory: Path,
         port: int = 0,
         *,
-        host: str = LOOPBACK,
-        dialled: str = LOOPBACK,
+        host: str = "",
+        dialled: str = "",
         wrapper: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         tls: TlsConfig | None = None,
     ) -> NatsServer:
         """Start a server that keeps everything in `directory`; port 0 takes a free one.
 
-        It listens on `host`, and its clients dial `dialled`. `wrapper` is a command that becomes the server and decides
-        what it dies with.
+        It listens on `host`, for this host alone where none is named, and its clients dial `dialled`. `wrapper` is a
+        command that becomes the server and decides what it dies with.
         """
-        binary = find_binary()
+        binary, host = find_binary(), host or loopback()
+        # By its wildcard of IPv4 it listens on no address of IPv6; by the other one it listens on all.
+        host = ANY_ADDRESS[1] if host in ANY_ADDRESS and has_ipv6() else host
         if tls is not None:
             TlsFiles(tls).read()
         make_private_folder(directory)
@@ -128,7 +130,8 @@ class NatsServer:
                 write_atomically(directory / OWN_FILES[user].name, f"{user}:{password}\n")
             unless_owned.pop_all()
         # The server knows its own port, and not by which address others reach it.
-        url = f"{'nats' if tls is None else 'tls'}://{dialled}:{urlsplit(url).port}"
+        port = urlsplit(url).port or port
+        url = f"{'nats' if tls is None else 'tls'}://{joined(dialled or host, port)}"
         return cls(process, url, log, _login(directory, tls))
 
     @classmethod

@@ -29,6 +29,7 @@ from pydantic import (
     field_validator,
 )
 
+from flotilla_core.addresses import canonical
 from flotilla_core.structs import unfit
 
 LONGEST_TEXT = 4096
@@ -84,6 +85,9 @@ def _folder_or_name(value: object) -> object:
 
 ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
 """A folder of this host, one in object storage, or a name on a hub."""
+
+HostName = Annotated[str, AfterValidator(canonical)]
+"""An address, or a name of a host; brackets around one of IPv6 are taken off."""
 
 AgreementLimit = Annotated[float, Field(gt=0, le=1, strict=True)] | Literal["auto"]
 """A mean difference of token probabilities between generator and trainer; `auto` is what rounding explains."""

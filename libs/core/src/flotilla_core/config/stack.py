@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.model import ConfigModel, ModelName
+from flotilla_core.addresses import loopback
+from flotilla_core.config.model import ConfigModel, HostName, ModelName
 from flotilla_core.config.training import TeacherName
 from flotilla_core.roles import MOST_TEACHERS
 
@@ -136,16 +137,15 @@ def _port_range(text: str) -> str:
 class BindConfig(ConfigModel):
     """The addresses of a service."""
 
-    host: str = "127.0.0.1"
-    """Address to bind. Callers beyond this host need a copy of the stack's token."""
+    host: HostName = Field(default_factory=loopback)
+    """Address to bind, ::1 by default without IPv4. Callers beyond this host need a copy of the stack's token."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free port; the registry publishes which."""
     ports: Annotated[str, AfterValidator(_port_range)] | None = None
-    """Range such as "9000-9099" of which services, NATS and weight groups of the host take a free port, where `port` is
-    0."""
+    """Range such as "9000-9099": services, NATS and weight groups take free ports of it, where `port` is 0."""
     interface: str | None = None
     """Network interface of this host that leads to the other hosts, for NCCL, gloo and the advertised address."""
-    advertise_host: str | None = None
+    advertise_host: HostName | None = None
     """Host that peers dial, if it differs from `host`."""
     token_file: Path | None = None
     """File with the secret of the stack (mode 0600); empty takes the one that `flotilla up` creates."""

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flotilla_core.rpc.auth import is_loopback
     from flotilla_core.rpc.calls import client_stream, duplex, server_stream, unary
     from flotilla_core.rpc.channel import connect
     from flotilla_core.rpc.fence import Fence
@@ -29,7 +28,6 @@ __all__ = [
     "client_stream",
     "connect",
     "duplex",
-    "is_loopback",
     "server_stream",
     "unary",
 ]
@@ -45,7 +43,6 @@ _MODULES = {
     "client_stream": "calls",
     "connect": "channel",
     "duplex": "calls",
-    "is_loopback": "auth",
     "server_stream": "calls",
     "unary": "calls",
 }

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from flotilla_core.addresses import dialled
 from flotilla_core.rpc.handlers import is_open_to_all
 from flotilla_core.telemetry.grpc import TracedChannel
-from flotilla_core.trust import HEADER, CallSigner, Token, dialled
+from flotilla_core.trust import HEADER, CallSigner, Token
 
 if TYPE_CHECKING:
     from flotilla_core.config.stack import TlsConfig

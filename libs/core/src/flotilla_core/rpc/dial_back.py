@@ -22,9 +22,9 @@ import structlog
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.operate_pb2 import DescribeRequest
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
+from flotilla_core.addresses import host_of, is_loopback
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Unavailable
 from flotilla_core.protocol import refusal
-from flotilla_core.rpc.auth import is_loopback
 from flotilla_core.rpc.calls import unary
 
 DIAL_S = 5.0
@@ -136,8 +136,11 @@ class DialBack:
         except (Unavailable, DeadlineExceeded) as error:
             return (
                 f"its address {one.address} does not answer the coordinator on {self._host} "
-                f"({error.why or error.what}): open that port between the hosts, or set bind.advertise_host "
-                f"on {one.host}"
+                f"({error.why or error.what}): "
+                + (
+                    error.next_step
+                    or f"open that port between the hosts, or set bind.advertise_host on {one.host}"
+                )
             )
         except FlotillaError:
             return ""  # Somebody answers; what is wrong with that peer its first call says.
@@ -150,11 +153,6 @@ class DialBack:
                 f"{one.host} to an address of its own"
             )
         return ""
-
-
-def host_of(address: str) -> str:
-    """Return the host of host:port."""
-    return address.rpartition(":")[0]
 
 
 def _key(one: reg.Registration) -> tuple[str, str]:

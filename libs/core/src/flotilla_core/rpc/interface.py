@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from flotilla_core import addresses
 from flotilla_core.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -50,8 +51,15 @@ def hand_down(bind: BindConfig) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", bind.interface)
         # Without the sign NCCL would take every interface that begins like this.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={bind.interface}")
+    prefer_family_of(addresses.dialable(bind.advertise_host or bind.host))
     if bind.ports is not None:
         os.environ[PORTS_VARIABLE] = bind.ports
+
+
+def prefer_family_of(host: str) -> None:
+    """Let NCCL, which takes IPv4 where it can, use IPv6 where peers dial such an address; it refuses ::1."""
+    if ":" in host and not addresses.is_loopback(host):
+        os.environ.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6")
 
 
 def interface_address() -> str:
@@ -65,7 +73,7 @@ def listener(host: str, backlog: int = 512) -> socket.socket:
     ports = ports_of(os.environ.get(PORTS_VARIABLE))
     for port in ports:
         try:
-            return socket.create_server((host, port), backlog=backlog)
+            return addresses.listening(host, port, backlog)
         except OSError:
             if port == ports[-1]:
                 raise

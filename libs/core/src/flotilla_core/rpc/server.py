@@ -1,7 +1,8 @@
 """The server of every service, with its health, its reflection and the authentication of its callers.
 
 Invariants: it listens on a port of its own; it asks each caller for a proof, unless it listens on a socket
-file; health checks need no proof, so that any client may learn whether a service is up. Its health is NOT_SERVING until
+file, whose folder decides who may connect; an address that another process of this host could have taken is no name of
+it; health checks need no proof, so that any client may learn whether a service is up. Its health is NOT_SERVING until
 its owner says otherwise, and becomes so again before it stops; a watcher learns every change of it at once, and its
 last answer is the state at that time. Both names of server reflection have the same messages, so one servicer answers
 for both.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +23,15 @@ from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from flotilla_core.errors import FlotillaError, PortInUse
-from flotilla_core.rpc.auth import ANY_ADDRESS, dialable, is_loopback, joined, own_names, require_token
+from flotilla_core.addresses import ANY_ADDRESS, UNIX, dialable, dialled, is_loopback, joined
+from flotilla_core.errors import FlotillaError, InvalidConfig, PortInUse
 from flotilla_core.rpc.channel import SERVER_OPTIONS
 from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor, abort, read_to_its_end
 from flotilla_core.rpc.fence import FENCE_HEADER
 from flotilla_core.rpc.handlers import is_open_to_all, wrapped
 from flotilla_core.rpc.interface import check_interface, ports_of
 from flotilla_core.telemetry.grpc import server_interceptor
-from flotilla_core.trust import HEADER, CallVerifier, Token
+from flotilla_core.trust import HEADER, CallVerifier, Token, check_is_secret
 from flotilla_core.trust.calls import unproven
 from flotilla_core.trust.refusals import RefusalLog
 
@@ -103,7 +105,7 @@ class RpcServer:
             await self._server.stop(grace_s)
 
     def _listen(self, server: grpc.aio.Server) -> int:
-        tls = None if self._bind.host.startswith("unix:") else self._bind.tls
+        tls = None if self._bind.host.startswith(UNIX) else self._bind.tls
         if tls is None and not is_loopback(self._bind.host) and not self._bind.plaintext:
             _warn_of_plaintext(joined(self._bind.host, self._bind.port))
         ports = (self._bind.port,) if self._bind.port else ports_of(self._bind.ports)
@@ -128,6 +130,39 @@ class RpcServer:
             why=_holder_of(ports[0]) or "the address is not ours or another process listens there",
             next_step="Stop that process, or choose another port (0 takes a free one).",
         )
+
+
+def require_token(bind: BindConfig, token: Token | None) -> None:
+    """Raise InvalidConfig for an address that would be served without a token, or by one with a role."""
+    if token is not None:
+        check_is_secret(token.current(), f"bind.host {bind.host}")
+    elif not bind.host.startswith(UNIX):
+        raise InvalidConfig(
+            "the server has no token",
+            where=f"bind.host {bind.host}",
+            why="every user of this host could call it",
+            next_step="start the stack (flotilla up), or name its token file in bind.token_file",
+        )
+
+
+def own_names(bind: BindConfig, port: int) -> frozenset[str]:
+    """Return every address by which callers may know a server that listens as `bind` says, on `port`."""
+    hosts = [bind.host] if bind.host not in ANY_ADDRESS else _addresses_of_this_host()
+    if bind.advertise_host:
+        hosts.append(bind.advertise_host)
+    return frozenset(dialled(joined(host, port)) for host in hosts)
+
+
+def _addresses_of_this_host() -> list[str]:
+    """Return its name and the addresses of its interfaces, which no other host and no other socket can have."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    addresses = [
+        address.address.partition("%")[0]
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family in families
+    ]
+    return [socket.gethostname(), *addresses]
 
 
 def _warn_of_plaintext(address: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flotilla_core.addresses import canonical
 from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import InvalidConfig
 
@@ -74,7 +75,7 @@ def parse_arguments(kind_name: str, arguments: Sequence[str] | None = None) -> A
     stack = _load_stack(given.stack)
     if given.advertise_host:
         # Replicas of one description on several hosts differ in this alone.
-        bind = stack.bind.model_copy(update={"advertise_host": given.advertise_host})
+        bind = stack.bind.model_copy(update={"advertise_host": canonical(given.advertise_host)})
         stack = stack.model_copy(update={"bind": bind})
     state_dir = ((given.state_dir or stack.state_dir) / stack.name).absolute()
     running = _running_stack(state_dir)

@@ -24,8 +24,9 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, Tra
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
+from flotilla_core.addresses import dialled
 from flotilla_core.telemetry import names
-from flotilla_core.trust import HEADER, CallSigner, Token, dialled
+from flotilla_core.trust import HEADER, CallSigner, Token
 
 if TYPE_CHECKING:
     from flotilla_core.trust.certificates import TlsFiles

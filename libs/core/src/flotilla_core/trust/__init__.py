@@ -6,7 +6,7 @@ call to one address, or for one registration; nothing here imports gRPC or NATS.
 
 from __future__ import annotations
 
-from flotilla_core.trust.calls import HEADER, CallSigner, CallVerifier, dialled
+from flotilla_core.trust.calls import HEADER, CallSigner, CallVerifier
 from flotilla_core.trust.registrations import RegistrationSigner, RegistrationVerifier
 from flotilla_core.trust.role_tokens import Claims, make_role_token
 from flotilla_core.trust.secret_file import (
@@ -30,7 +30,6 @@ __all__ = [
     "Token",
     "TokenFile",
     "check_is_secret",
-    "dialled",
     "make_role_token",
     "make_token",
     "read_secret",

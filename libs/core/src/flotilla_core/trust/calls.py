@@ -80,7 +80,7 @@ class CallVerifier:
         self._known_names: frozenset[str] = frozenset()
         self._senders: dict[str, _Sender] = {}
         self._swept_ms = 0
-        self._began_ms = _now_ms() if shares_our_clock else 0
+        self._began_ms = _uptime_ms() if shares_our_clock else None
         self._keys: dict[str, bytes] = {}
         """What is derived from each accepted secret."""
 
@@ -141,7 +141,8 @@ class CallVerifier:
         """Judge what a caller that knows the secret has stated."""
         now = _now_ms()
         if abs(now - moment) > TOLERANCE_MS:
-            return Unauthenticated(
+            # Not for good: it is over as soon as both clocks are right.
+            return Unavailable(
                 "the clocks of caller and service differ",
                 where=method,
                 why=f"the caller's says {clock(moment / 1000)}, the service's {clock(now / 1000)}, and a call is good "
@@ -156,14 +157,14 @@ class CallVerifier:
                 next_step="dial the service by one of these addresses, or set bind.advertise_host to the host by "
                 "which its callers know it",
             )
-        if moment < self._began_ms:
+        if self._began_ms is not None and now - moment > _uptime_ms() - self._began_ms:
             return Unavailable(
                 "the call was signed before this service began",
                 where=method,
                 why="another process may have had its address then",
                 next_step="call again",
             )
-        if not self._sender(sender, now).takes(count, now):
+        if not self._sender(sender).takes(count):
             return Unauthenticated(
                 "the call was received before",
                 where=method,
@@ -177,8 +178,8 @@ class CallVerifier:
         self._known_names = self._names()
         return self._known_names
 
-    def _sender(self, name: str, now: int) -> _Sender:
-        known = self._senders.get(name)
+    def _sender(self, name: str) -> _Sender:
+        known, now = self._senders.get(name), _uptime_ms()
         if known is None:
             if now - self._swept_ms > TOLERANCE_MS:
                 self._swept_ms = now
@@ -186,6 +187,7 @@ class CallVerifier:
                     key: one for key, one in self._senders.items() if now - one.heard_ms < _FORGET_AFTER_MS
                 }
             known = self._senders[name] = _Sender()
+        known.heard_ms = now
         return known
 
 
@@ -198,9 +200,8 @@ class _Sender:
         self._taken = 0
         """A bit for each number of the window that was taken, the newest in the lowest one."""
 
-    def takes(self, count: int, now: int) -> bool:
+    def takes(self, count: int) -> bool:
         """Return whether this is the first call of that number; it is taken then."""
-        self.heard_ms = now
         if count > self._newest:
             further = count - self._newest
             kept = self._taken << further if further < WINDOW else 0
@@ -212,15 +213,6 @@ class _Sender:
             return False
         self._taken |= 1 << behind
         return True
-
-
-def dialled(address: str) -> str:
-    """Return `address` with one meaning alone.
-
-    `localhost` stands for two addresses, and where a service has one of them, any process can take the other one.
-    """
-    host, _, port = address.rpartition(":")
-    return f"127.0.0.1:{port}" if host == "localhost" else address
 
 
 def unproven(method: str) -> Unauthenticated:
@@ -244,3 +236,8 @@ def _signature(key: bytes, method: str, stated: str) -> str:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+def _uptime_ms() -> int:
+    """Return the time by a clock that nobody sets, for durations."""
+    return time.monotonic_ns() // 1_000_000

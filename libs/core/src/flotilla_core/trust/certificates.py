@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flotilla_core.addresses import canonical
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.files import write_atomically
 from flotilla_core.trust.secret_file import read_secret, write_secret
@@ -49,7 +50,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: float = DAYS) ->
     """
     authority, authority_key = _authority(folder)
     made = []
-    for host in hosts:
+    for host in map(canonical, hosts):
         place = folder / host
         place.mkdir(mode=0o700, exist_ok=True)
         key = _new_key()

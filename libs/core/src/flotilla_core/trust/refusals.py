@@ -6,6 +6,7 @@ Invariants: one line a peer and minute, however often it tries; what is kept of 
 from __future__ import annotations
 
 import time
+from urllib.parse import unquote
 
 import structlog
 
@@ -26,7 +27,7 @@ class RefusalLog:
 
     def tell(self, peer: str, error: FlotillaError) -> None:
         """Log the refusal, or count it for the next line about this peer."""
-        host = peer.rpartition(":")[0] if peer.startswith("ipv") else peer.partition(":")[0]
+        host = unquote(peer.rpartition(":")[0]) if peer.startswith("ipv") else peer.partition(":")[0]
         now = time.monotonic()
         last, more = self._told.get(host, (-_TELL_EVERY_S, 0))
         if now - last < _TELL_EVERY_S:

@@ -189,10 +189,12 @@ def _nats() -> Finding:
 
 def _ports() -> Finding:
     """Bind a port and connect to it, which shows firewalls and a missing loopback interface."""
+    from flotilla_core.addresses import listening, loopback
+
     try:
         with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=2),
+            listening(loopback(), 0, 1) as server,
+            socket.create_connection(server.getsockname()[:2], timeout=2),
         ):
             return passed("loopback", "a port can be bound and reached")
     except OSError as error:

@@ -223,7 +223,7 @@ def _token(config: StackConfig) -> Finding:
 
 
 def _bind(config: StackConfig) -> Finding:
-    from flotilla_core.rpc import is_loopback
+    from flotilla_core.addresses import is_loopback
 
     bind = config.bind
     if is_loopback(bind.host):

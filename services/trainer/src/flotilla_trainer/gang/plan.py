@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flotilla_core.addresses import ANY_ADDRESS, dialable, listening
 from flotilla_core.config import StackConfig
 from flotilla_core.config.stack import BindConfig, HostRanks
 from flotilla_core.gangs import gang_of
 from flotilla_core.roles import POLICY, role_of_process
-from flotilla_core.rpc.auth import dialable
 from flotilla_core.rpc.interface import interface_address
-
-EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,7 @@ def listening_host(bind: BindConfig) -> str:
 
     It also decides the interface that weights and gradients take.
     """
-    if bind.host not in EVERY_ADDRESS:
+    if bind.host not in ANY_ADDRESS:
         return bind.host
     if bind.advertise_host and _is_local(bind.advertise_host):
         return bind.advertise_host
@@ -178,7 +175,7 @@ def listening_host(bind: BindConfig) -> str:
 def _is_local(host: str) -> bool:
     """Return whether this host can listen at `host`: an advertised address may be that of a NAT."""
     try:
-        socket.create_server((host, 0)).close()
+        listening(host, 0, 1).close()
     except OSError:
         return False
     return True

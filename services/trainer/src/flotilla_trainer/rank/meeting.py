@@ -14,7 +14,9 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from flotilla_core.addresses import joined
 from flotilla_core.errors import FailedPrecondition, FlotillaError
+from flotilla_core.rpc.interface import prefer_family_of
 from flotilla_trainer.wire.settings import RankSetup
 from flotilla_weights.process_group import address_towards
 from flotilla_weights.rendezvous import new_secret, open_store, reach_store
@@ -61,7 +63,7 @@ class Meeting:
         except (OSError, RuntimeError, UnicodeError) as error:
             raise FailedPrecondition(
                 "this rank does not reach rank 0",
-                where=f"{setup.meet_host}:{port}",
+                where=joined(setup.meet_host, int(port)),
                 why=str(error),
                 next_step="let the hosts of a gang reach each other on all ports; bind.host of the trainer, or its "
                 "bind.advertise_host, is what they dial",
@@ -74,6 +76,7 @@ def use_interface_towards(host: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     # Without the sign it would be the beginning of a name.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+    prefer_family_of(host)
 
 
 def interface_of(address: str) -> str:
@@ -82,13 +85,16 @@ def interface_of(address: str) -> str:
     around = ""
     for name, addresses in psutil.net_if_addrs().items():
         for one in addresses:
-            if one.family != socket.AF_INET:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            if one.address == address:
+            own = ipaddress.ip_address(one.address.partition("%")[0])
+            if own == wanted:
                 return name
             # All of 127.0.0.0/8 is of the loopback, which lists one address alone.
-            if one.netmask and wanted in ipaddress.ip_network(f"{one.address}/{one.netmask}", strict=False):
-                around = name
+            if own.version == wanted.version == 4 and one.netmask:
+                around = (
+                    name if wanted in ipaddress.ip_network(f"{own}/{one.netmask}", strict=False) else around
+                )
     if not around:
         raise FailedPrecondition(
             f"no interface of this host has the address {address}",

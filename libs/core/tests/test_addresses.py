@@ -1,0 +1,101 @@
+"""Addresses of IPv6 are as good as those of IPv4: in stack files, in calls, in NATS and between ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from flotilla.common.v1 import operate_pb2 as pb
+from flotilla.common.v1 import operate_pb2_grpc
+from flotilla_core import addresses, rpc
+from flotilla_core.bus import Bus, NatsServer
+from flotilla_core.config import BindConfig
+from flotilla_core.rpc.interface import PORTS_VARIABLE, listener, prefer_family_of
+from flotilla_core.rpc.server import own_names
+
+SERVICE = "flotilla.common.v1.OperateService"
+TOKEN = "word" * 16
+
+
+def has_loopback_of_ipv6() -> bool:
+    try:
+        return addresses.is_free("::1", 0)
+    except OSError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not has_loopback_of_ipv6(), reason="this host has no ::1")
+
+
+@pytest.mark.parametrize("written", ["::1", "[::1]", "0:0:0:0:0:0:0:1", "[0000::1]"])
+async def test_a_service_on_ipv6_is_called_by_whatever_spelling(written: str) -> None:
+    server = rpc.RpcServer(BindConfig(host=written), token=TOKEN)
+
+    class Operate(operate_pb2_grpc.OperateServiceServicer):
+        async def Check(self, request: pb.CheckRequest, context: object) -> pb.CheckResponse:
+            return pb.CheckResponse()
+
+    server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, Operate(), SERVICE)
+    address = await server.start()
+    try:
+        assert address.startswith("[::1]:")
+        port = address.rpartition(":")[2]
+        for dialled in (address, f"[0:0:0:0:0:0:0:1]:{port}"):
+            async with rpc.connect(dialled, token=TOKEN) as channel:
+                stub = operate_pb2_grpc.OperateServiceStub(channel)
+                await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=10)
+    finally:
+        await server.stop(0)
+
+
+def test_a_service_on_every_address_answers_to_those_of_ipv6() -> None:
+    for wildcard in addresses.ANY_ADDRESS:
+        assert {"[::1]:4000", "127.0.0.1:4000"} <= own_names(BindConfig(host=wildcard), 4000)
+
+
+def test_a_weight_group_listens_on_ipv6_within_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv(PORTS_VARIABLE, f"{port}-{port}")
+        with pytest.raises(OSError):
+            listener("::1")
+    with listener("::1") as ours, socket.create_connection(("::1", port), timeout=5):
+        assert ours.getsockname()[:2] == ("::1", port)
+
+
+async def test_nats_listens_on_ipv6_and_says_so(tmp_path: Path) -> None:
+    for host, dialled in (("::1", ""), ("0.0.0.0", "::1")):
+        server = await NatsServer.start(tmp_path, host=host, dialled=dialled)
+        try:
+            assert server.url.startswith("nats://[::1]:")
+            bus = await Bus.connect(server.url, server.login)
+            await bus.close()
+        finally:
+            await server.stop()
+
+
+def test_our_address_is_of_the_family_of_the_peer() -> None:
+    assert addresses.towards("::1") == "::1"
+    assert addresses.towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_loopback_addresses_are_known_by_every_spelling() -> None:
+    for host in ("::1", "[::1]", "0:0:0:0:0:0:0:1", "127.0.0.1", "127.1.2.3", "localhost", "unix:/a:b/c"):
+        assert addresses.is_loopback(host), host
+    for host in ("fd00::2", "[fd00::2]", "10.0.0.1", "host", "::"):
+        assert not addresses.is_loopback(host), host
+    assert addresses.host_of("[FD00::0:2]:80") == "fd00::2"
+    assert addresses.dialled("unix:/a:b/[c") == "unix:/a:b/[c"
+
+
+def test_nccl_takes_ipv6_where_peers_dial_it_and_not_for_a_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_FAMILY", "")
+    monkeypatch.delenv("NCCL_SOCKET_FAMILY")
+    for host in ("::1", "10.0.0.1", "host"):
+        prefer_family_of(host)
+        assert "NCCL_SOCKET_FAMILY" not in os.environ
+    prefer_family_of("fd00::2")
+    assert os.environ["NCCL_SOCKET_FAMILY"] == "AF_INET6"
