@@ -158,8 +158,9 @@ def test_a_tool_may_send_the_token_itself() -> None:
 def test_a_clock_that_is_wrong_is_named_with_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, signed = verifier(), CallSigner("secret", OURS).sign(METHOD)
     monkeypatch.setattr(trust_calls, "_now_ms", lambda: time.time_ns() // 1_000_000 + 301_000)
-    refused = str(ours.refusal(METHOD, signed))
-    assert "clocks" in refused and refused.count("UTC") == 2
+    refusal = ours.refusal(METHOD, signed)
+    assert "clocks" in str(refusal) and str(refusal).count("UTC") == 2
+    assert isinstance(refusal, errors.Unavailable), "it is over once the clock is right"
 
 
 def test_calls_may_overtake_each_other_and_are_still_taken_once() -> None:
@@ -179,12 +180,22 @@ def test_what_was_signed_before_the_service_began_is_asked_for_again() -> None:
     assert isinstance(later.refusal(METHOD, signed), errors.Unavailable)
 
 
+def test_a_clock_that_was_ahead_when_the_service_began_locks_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: right() + 3600 * 10**9)
+    ours = verifier(shares_our_clock=True)
+    monkeypatch.setattr(time, "time_ns", right)
+    assert ours.refusal(METHOD, CallSigner("secret", OURS).sign(METHOD)) is None
+
+
 def test_senders_that_have_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = verifier()
     for _ in range(50):
         assert ours.refusal(METHOD, CallSigner("secret", OURS).sign(METHOD)) is None
-    later = time.time_ns() + 11 * 60 * 10**9
-    monkeypatch.setattr(time, "time_ns", lambda: later)
+    later = time.monotonic_ns() + 11 * 60 * 10**9
+    monkeypatch.setattr(time, "monotonic_ns", lambda: later)
     assert ours.refusal(METHOD, CallSigner("secret", OURS).sign(METHOD)) is None
     assert len(ours._senders) == 1
 

@@ -22,6 +22,7 @@ from flotilla_core.errors import (
     Internal,
     Mismatch,
     RankFailed,
+    Unauthenticated,
     Unavailable,
     WeightGroupFailed,
     WeightsMismatch,
@@ -144,8 +145,10 @@ async def test_an_instance_that_refuses_its_weights_again_and_again_gets_none_un
 
     parts: Any = (Pool(), None, "/model", 1.0, lambda _level, text: told.append(("said", text)), None)
     candidates = Candidates(*parts)
-    for _ in range(4):
-        candidates.evict(replica("b"), Unavailable("it does not answer"))  # type: ignore[arg-type]
+    for passing in (Unavailable("it does not answer"), Unauthenticated("it does not take our token now")):
+        for _ in range(4):
+            candidates.evict(replica("b"), passing)  # type: ignore[arg-type]
+    assert "banned" not in [deed for deed, _ in told]
     told.clear()
     for _ in range(3):
         candidates.evict(replica("b"), WeightsMismatch("w arrived otherwise"))  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from nats.js.api import KeyValueConfig, StorageType
 from nats.js.errors import BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
@@ -41,11 +42,18 @@ class Registry:
     """Announces this process and watches the others."""
 
     def __init__(
-        self, bus: Bus, token: str | Token, *, ttl_s: float = TTL_S, heartbeat_s: float = HEARTBEAT_S
+        self,
+        bus: Bus,
+        token: str | Token,
+        *,
+        ttl_s: float = TTL_S,
+        heartbeat_s: float = HEARTBEAT_S,
+        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        """`now_ns` is the clock of this host, by which its registrations are signed."""
         self._bus = bus
         self._token = token
-        self._signer = RegistrationSigner(token)
+        self._signer = RegistrationSigner(token, now_ns)
         self._ttl_s = ttl_s
         self._heartbeat_s = heartbeat_s
         self._own: Registration | None = None

@@ -27,7 +27,7 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.data.tokenizer import Tokenizer, of_same_tokenizer
-from flotilla_core.errors import DeadlineExceeded, FlotillaError, Mismatch, Unavailable
+from flotilla_core.errors import DeadlineExceeded, FlotillaError, Mismatch, Unauthenticated, Unavailable
 from flotilla_core.rpc import Replica, ReplicaPool
 from flotilla_core.version import Version
 
@@ -210,7 +210,8 @@ class Candidates:
             self._pool.drain(replica.instance_id, str(error))
             self._notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} is refused: {error}")
             return
-        if not isinstance(error, Unavailable | DeadlineExceeded):
+        # Who does not take our calls now (it is away, or its token or clock differs) says nothing of its weights.
+        if not isinstance(error, Unavailable | DeadlineExceeded | Unauthenticated):
             self._refusals[replica.instance_id] += 1
         if self._refusals[replica.instance_id] >= MOST_REFUSALS:
             why = f"no weights until it restarts, after {MOST_REFUSALS} refusals"
