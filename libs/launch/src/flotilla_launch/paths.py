@@ -12,7 +12,6 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from flotilla_core.bus.server import log_of
 from flotilla_core.disk import check_state_directory
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, PermissionDenied
 from flotilla_core.files import make_private_folder
@@ -99,7 +98,7 @@ class StackPaths:
 
     @property
     def nats_log(self) -> Path:
-        return log_of(self.nats)
+        return self.nats / "nats.log"
 
     def announce_file(self, name: str) -> Path:
         """Written by the service itself as soon as its port is open."""
@@ -134,7 +133,10 @@ class StackPaths:
             ) from None
 
     def make(self) -> int:
-        """Make the folders, for their owner alone; return how much of what was there had to be closed to others."""
+        """Make the folders, for their owner alone; return how much of what others could open had to be closed to them.
+
+        What lies open in a folder that is closed is closed as well, and does not count: nobody could reach it.
+        """
         if self.directory.exists() and self.directory.stat().st_uid != os.geteuid():
             raise FailedPrecondition(
                 "the stack's directory belongs to another user",
@@ -142,9 +144,11 @@ class StackPaths:
                 why=f"its owner is uid {self.directory.stat().st_uid}",
                 next_step="work as that user, or give your stack another name or state_dir",
             )
+        reachable = self.directory.exists() and self.directory.stat().st_mode & 0o077
         for directory in (self.directory, self.instances, self.logs):
             check_state_directory(directory)
-        return _close_to_others(self.directory.resolve())
+        closed = _close_to_others(self.directory.resolve())
+        return closed if reachable else 0
 
 
 def _runtime_directory() -> Path:

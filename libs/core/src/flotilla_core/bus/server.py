@@ -105,7 +105,7 @@ class NatsServer:
         write_atomically(config, server_config(directory, host, port, passwords, tls))
         for file in OWN_FILES.values():
             (directory / file.name).unlink(missing_ok=True)
-        log = log_of(directory)
+        log = _log(directory)
         with log.open("ab") as output:
             process = await ProcessGroup.start(
                 [binary, "--config", str(config)],
@@ -137,7 +137,7 @@ class NatsServer:
     @classmethod
     def adopt(cls, directory: Path, pid: int, url: str, tls: TlsConfig | None = None) -> NatsServer:
         """Return the server that another process started; raise ProcessLookupError where it is gone."""
-        return cls(ProcessGroup.adopt(pid), url, log_of(directory), _login(directory, tls))
+        return cls(ProcessGroup.adopt(pid), url, _log(directory), _login(directory, tls))
 
     @property
     def pid(self) -> int:
@@ -176,8 +176,7 @@ def find_binary() -> str:
     return found
 
 
-def log_of(directory: Path) -> Path:
-    """Return the log of the server that keeps everything in `directory`."""
+def _log(directory: Path) -> Path:
     return directory / "nats.log"
 
 
