@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.evaluation.evaluate import HeldOutAnswer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import GroupIssue, RunRecord, RunState, TokenSpan
 from flotilla_coordinator.records.directory import RunDirectory
@@ -58,14 +60,20 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     asyncio.run(record())
     group = RolloutGroup(f"{RUN}/0/0", "6+6=", prompt, trained, answer="12", info={"level": 1})
     directory.write_samples(Batch(0, [group], {}), ["exact", "/work/mine.py:shape"])
-    lines = [
-        {"step": 0, "set": "heldout", "prompt_index": 4, "prompt": "1+1=", "response": "3", "reward": 0.0},
-        {"step": 0, "set": "other", "prompt_index": 7, "prompt": "2+2=", "response": "4", "reward": 1.0},
+    answers = [
+        HeldOutAnswer(
+            held_out,
+            Prompt(0, index, prompt_text, prompt, "2", {}),
+            dataclasses.replace(trained[0], sample_id=f"{RUN}/held-out/{index}", text=text),
+            reward,
+            (("exact", reward),),
+        )
+        for held_out, index, prompt_text, text, reward in (
+            ("heldout", 4, "1+1=", "3", 0.0),
+            ("other", 7, "2+2=", "4", 1.0),
+        )
     ]
-    whole = [line | {"answer": "2", "info": {}, "policy_version": "0.0"} for line in lines]
-    text = "".join(json.dumps(line) + "\n" for line in whole)
-    path = directory.path / "samples" / "eval-000000.jsonl.zst"
-    path.write_bytes(zstandard.ZstdCompressor().compress(text.encode()))
+    directory.write_answers(0, [answer.record(0, Version(0, 0)) for answer in answers])
     yield directory.path
 
 
@@ -109,6 +117,13 @@ def test_whole_sample_has_answer_columns_and_parts(flotilla: Command, run_dir: P
         assert text in out
 
 
+def test_whole_answer_of_an_evaluation_has_its_place_and_its_parts(flotilla: Command, run_dir: Path) -> None:
+    code, out, err = flotilla("samples", RUN, "--evaluation", "--full", "--set", "other")
+    assert code == 0, err
+    assert "=== evaluation other  step 0  row 7\nreward 1  version 0.0  2 tokens\nparts  exact 1\n" in out
+    assert out.endswith("--- prompt\n2+2=\n--- response\n4\n--- answer\n2\n")
+
+
 def test_samples_that_fit_become_a_parquet_file(flotilla: Command, run_dir: Path) -> None:
     assert flotilla("samples", RUN, "--parquet", "all.parquet", "-n", "1")[0] == 0
     rows = pq.read_table("all.parquet").to_pylist()
@@ -116,8 +131,8 @@ def test_samples_that_fit_become_a_parquet_file(flotilla: Command, run_dir: Path
     assert (rows[0]["answer"], json.loads(rows[0]["info"])) == ("12", {"level": 1})
     assert rows[0]["reward_parts"][0] == {"reward": "exact", "value": 0.25}
     assert (rows[3]["reward"], rows[3]["reward_parts"]) == (None, None)
-    assert flotilla("samples", RUN, "--evaluation", "--parquet", "held-out.parquet")[0] == 0
-    assert pq.read_table("held-out.parquet").column("set").to_pylist() == ["heldout", "other"]
+    assert flotilla("samples", RUN, "--evaluation", "--parquet", "a/new/held-out.parquet")[0] == 0
+    assert pq.read_table("a/new/held-out.parquet").column("set").to_pylist() == ["heldout", "other"]
 
 
 @pytest.mark.parametrize(
@@ -126,12 +141,13 @@ def test_samples_that_fit_become_a_parquet_file(flotilla: Command, run_dir: Path
         (("--evaluation", "--state", "scored"), "have no state"),
         (("--set", "other"), "add --evaluation"),
         (("--evaluation", "--step", "3"), "no answers of an evaluation at this step"),
-        (("--parquet", "nowhere/all.parquet"), "there is no folder"),
+        (("--parquet", "file/all.parquet"), "the folder file cannot be made"),
     ],
 )
 def test_wrong_use_of_samples_says_so(
     flotilla: Command, run_dir: Path, arguments: tuple[str, ...], words: str
 ) -> None:
+    Path("file").write_text("")
     code, _, err = flotilla("samples", RUN, *arguments)
     assert (code, words in err) == (2, True), err
 

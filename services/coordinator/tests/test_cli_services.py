@@ -152,9 +152,9 @@ def test_an_unknown_service_is_answered_with_those_that_run(flotilla: Command) -
 
 @pytest.mark.usefixtures("operated")
 def test_profile_writes_the_collapsed_stacks(flotilla: Command) -> None:
-    code, _, err = flotilla("profile", "reward-7", "-o", "p.txt", "--seconds", "0.1", "--rate", "50")
+    code, _, err = flotilla("profile", "reward-7", "-o", "new/p.txt", "--seconds", "0.1", "--rate", "50")
     assert code == 0, err
-    assert Path("p.txt").read_text() == "main;score 50\n"
+    assert Path("new/p.txt").read_text() == "main;score 50\n"
 
 
 def test_drain_asks_a_service_elsewhere_to_finish_and_end(flotilla: Command, operated: Operated) -> None:

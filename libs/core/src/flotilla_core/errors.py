@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from flotilla.common.v1 import error_pb2 as pb
+from flotilla_core.terminal import visible
 
 
 class FlotillaError(Exception):
@@ -33,6 +34,7 @@ class FlotillaError(Exception):
         return type(self)(self.what, where=self.where, why=self.why, next_step=self.next_step)
 
     def __str__(self) -> str:
+        """Return all of it as one text, which may be shown on a terminal as it is."""
         message = self.what
         if self.where:
             message += f" ({self.where})"
@@ -41,7 +43,7 @@ class FlotillaError(Exception):
         if self.next_step:
             separator = "" if message.endswith((".", "\n")) else "."
             message += f"{separator} {self.next_step}"
-        return message
+        return visible(message)
 
 
 class InvalidConfig(FlotillaError):

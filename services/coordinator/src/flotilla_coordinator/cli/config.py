@@ -76,7 +76,7 @@ def validate(
     files, overrides = split_arguments(arguments)
     chosen = kind or _kind_of(files)
     config = load(_model(chosen), files, overrides, resolve_paths=True)
-    checked, warnings = _checked(config)
+    checked, warnings = check(config)
     config = presentable(config)
     if as_json:
         values = config.model_dump(mode="json")
@@ -92,7 +92,7 @@ def validate(
         say("not checked: model, tokens, memory and disk, which `flotilla run plan` checks against a stack")
 
 
-def _checked(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
+def check(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
     """List what was checked beyond keys and values, and the warnings; raises where something is wrong."""
     from flotilla_core.config import RunConfig
     from flotilla_core.errors import InvalidConfig
@@ -259,7 +259,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Make a token with a role from the stack's own; no service has to be told of it."""
-    from flotilla_coordinator.cli.options import check_folder_of
+    from flotilla_coordinator.cli.options import make_folder_of
     from flotilla_coordinator.cli.output import print_json, print_line, say
     from flotilla_coordinator.cli.stack import load_stack
     from flotilla_core.trust import Claims, make_role_token, read_token, write_secret
@@ -270,7 +270,7 @@ def create(
     secret = read_token(config.bind, StackPaths.of(config.state_dir, config.name).directory)
     token = make_role_token(secret, Claims(role.value, name, ends_s))
     if output is not None:
-        check_folder_of(output)
+        make_folder_of(output)
         write_secret(output, token)
         say(f"{output}: use it by --token-file {output}, FLOTILLA_TOKEN_FILE or bind.token_file")
     if as_json:

@@ -70,13 +70,13 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate a model, a checkpoint or a run on held-out data, by a fleet of its own without a trainer."""
-    from flotilla_coordinator.cli.options import check_folder_of, wait
+    from flotilla_coordinator.cli.options import make_folder_of, wait
     from flotilla_coordinator.cli.output import print_json, print_table, say
     from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
     from flotilla_coordinator.evaluation.evaluate import held_out_text
 
     if output is not None:
-        check_folder_of(output)
+        make_folder_of(output)
     make_example(stack_file(stack))
     subject = _subject(target, checkpoint, stack)
     config = _config(subject, arguments or [], data or [], reward or [])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from flotilla_coordinator.cli.options import Coordinator, Json, Stack
-from flotilla_coordinator.cli.output import say
+from flotilla_coordinator.cli.output import print_json_line, print_line, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +59,6 @@ async def _show(
     name: str | None, stack: str | None, coordinator: str | None, lines: int, *, follow: bool, as_json: bool
 ) -> None:
     """Print the lines; with `--json`, one object per line, because a log has no end."""
-    import json
     import sys
 
     elsewhere: dict[str, Source] = {**await _of_pods(stack)} if coordinator is None else {}
@@ -74,10 +73,9 @@ async def _show(
     async with aclosing(_read(files, sources, lines, follow=follow)) as found:
         async for source, line in found:
             if as_json:
-                text = json.dumps({"name": source, "line": line}, ensure_ascii=False)
+                print_json_line({"name": source, "line": line})
             else:
-                text = line if len(names) == 1 else f"{source:{width}} | {line}"
-            sys.stdout.write(text + "\n")
+                print_line(line if len(names) == 1 else f"{source:{width}} | {line}")
             if follow:
                 sys.stdout.flush()
 

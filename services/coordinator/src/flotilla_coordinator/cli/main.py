@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from flotilla_coordinator.cli import (
     checkpoint,
@@ -24,14 +27,40 @@ from flotilla_coordinator.cli import (
     stacks,
     timeline,
 )
-from flotilla_coordinator.cli.options import INTERRUPTED, code_of
+from flotilla_coordinator.cli.options import INTERRUPTED, RUN_FAILED, code_of
 from flotilla_core.files import keep_private
+from flotilla_core.terminal import visible
 
 if TYPE_CHECKING:
     from flotilla_core.errors import FlotillaError
 
+
+class _Commands(TyperGroup):
+    """All commands; an error about an argument quotes it without what a terminal would obey."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with _visible_message():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, context: Any) -> Any:
+        with _visible_message():
+            return super().invoke(context)
+
+
+@contextmanager
+def _visible_message() -> Iterator[None]:
+    try:
+        yield
+    # Those of the parser hold what they show in `message`; typer keeps their classes to itself.
+    except Exception as error:
+        if isinstance(message := getattr(error, "message", None), str):
+            error.message = visible(message)  # type: ignore[attr-defined]
+        raise
+
+
 app = typer.Typer(
     name="flotilla",
+    cls=_Commands,
     help="Reinforcement-learning post-training on a fleet of services.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -111,11 +140,14 @@ def main() -> None:
 
 
 def _fail(error: Exception) -> NoReturn:
+    from flotilla_coordinator.cli.output import print_error, say
+
     failure = _named(error)
     if failure is None:
-        raise error
-    from flotilla_coordinator.cli.output import print_error
+        import traceback
 
+        say("".join(traceback.format_exception(error)).rstrip())
+        sys.exit(RUN_FAILED)
     print_error(failure, as_json="--json" in sys.argv)
     sys.exit(code_of(failure))
 

@@ -159,12 +159,19 @@ def split_arguments(arguments: list[str]) -> tuple[list[Path], list[str]]:
     return files, overrides
 
 
-def check_folder_of(output: Path) -> None:
-    """Raise InvalidRequest where the file that -o names has no folder."""
+def make_folder_of(output: Path) -> None:
+    """Make the folder of the file that -o names; raise InvalidRequest where that cannot be."""
     from flotilla_core.errors import InvalidRequest
 
-    if not os.path.isdir(output.parent):
-        raise InvalidRequest(f"there is no folder {output.parent}", where=f"-o {output}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(
+            f"the folder {output.parent} cannot be made",
+            where=f"-o {output}",
+            why=error.strerror or str(error),
+            next_step="name a file in a folder that you may write",
+        ) from None
 
 
 def wait(work: Coroutine[Any, Any, Result], *, interrupted: str = "interrupted") -> Result:
@@ -172,7 +179,9 @@ def wait(work: Coroutine[Any, Any, Result], *, interrupted: str = "interrupted")
     try:
         return asyncio.run(work)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\n{interrupted}\n")
+        from flotilla_coordinator.cli.output import say
+
+        say(f"\n{interrupted}")
         sys.exit(INTERRUPTED)
 
 

@@ -1,15 +1,21 @@
-"""Prints results on stdout and messages on stderr, with tables and colours on a terminal."""
+"""Prints results on stdout and messages on stderr, with tables and colours on a terminal.
+
+Invariant: every text that a command prints goes through here, where what a terminal would obey is made visible, also
+when the output is no terminal, because it may be shown on one later.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from flotilla_core.terminal import visible, visible_json
+
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
+    from rich.console import Console
 
     from flotilla.common.v1.version_pb2 import PolicyVersion
     from flotilla.coordinator.v1.run_pb2 import Run
@@ -18,17 +24,22 @@ if TYPE_CHECKING:
 
 def print_json(value: Any) -> None:
     """Print one object."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(visible_json(value, indent=2) + "\n")
+
+
+def print_json_line(value: Any) -> None:
+    """Print one object on a line of its own, for results without an end."""
+    sys.stdout.write(visible_json(value) + "\n")
 
 
 def print_line(text: str) -> None:
     """Print a line of the result."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(visible(text) + "\n")
 
 
 def say(text: str) -> None:
     """Print a message: progress, hints, what happens."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(visible(text) + "\n")
     sys.stderr.flush()
 
 
@@ -38,7 +49,7 @@ def print_error(error: FlotillaError, *, as_json: bool) -> None:
 
     parts = {"where": error.where, "why": error.why, "next": error.next_step}
     red, plain = ("\033[1;31m", "\033[0m") if wants_colour(sys.stderr) else ("", "")
-    say(f"{red}error:{plain} {error.what}")
+    sys.stderr.write(f"{red}error:{plain} {visible(error.what)}\n")
     for name, text in parts.items():
         if text:
             say(f"  {name + ':':6} {text.strip().replace(chr(10), chr(10) + ' ' * 9)}")
@@ -50,19 +61,32 @@ def print_error(error: FlotillaError, *, as_json: bool) -> None:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print aligned columns, wrapped to the width of a terminal, and as whole lines into a pipe."""
     if not sys.stdout.isatty():
-        lines = [columns, *rows]
+        lines = [columns, *([visible(cell) for cell in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
             print_line("  ".join(cells).rstrip())
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*row)
-    Console(markup=False, highlight=False).print(table)
+    console_on(sys.stdout).print(table)
+
+
+def console_on(stream: Any) -> Console:
+    """Return a console of rich that shows texts as they are: no markup, no emoji, and nothing that a terminal obeys."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class PlainConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(visible(text), **options)
+
+    return PlainConsole(
+        file=stream, markup=False, emoji=False, highlight=False, no_color=not wants_colour(stream)
+    )
 
 
 def wants_colour(stream: Any) -> bool:

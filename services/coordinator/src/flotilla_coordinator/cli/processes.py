@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flotilla_coordinator.cli.output import say, wants_colour
+from flotilla_coordinator.cli.output import console_on, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -143,12 +143,10 @@ def boot_progress() -> Iterator[Show]:
     if not sys.stderr.isatty():
         yield _Lines().show
         return
-    from rich.console import Console
     from rich.live import Live
 
     screen = _Screen()
-    console = Console(stderr=True, no_color=not wants_colour(sys.stderr), highlight=False)
-    with Live(screen, console=console, refresh_per_second=4, transient=True):
+    with Live(screen, console=console_on(sys.stderr), refresh_per_second=4, transient=True):
         yield screen.show
 
 

@@ -86,7 +86,7 @@ class Filter(NamedTuple):
             found = [sample for sample in found if sample["reward"] is not None]
         keys: dict[Order, Callable[[dict[str, Any]], Any]] = {
             Order.REWARD: lambda sample: sample["reward"],
-            Order.LENGTH: lambda sample: sample.get("tokens") or len(sample["response"]),
+            Order.LENGTH: lambda sample: _tokens(sample) or len(sample["response"]),
             Order.STEP: lambda sample: sample["step"],
         }
         if self.sort is not None:
@@ -306,11 +306,11 @@ def _with_files(directory: str, found: Iterable[dict[str, Any]]) -> list[dict[st
 
 
 def _write_parquet(path: Path, run_id: str, found: list[dict[str, Any]], *, as_json: bool) -> None:
-    from flotilla_coordinator.cli.options import check_folder_of
+    from flotilla_coordinator.cli.options import make_folder_of
     from flotilla_coordinator.cli.output import print_json, print_line
     from flotilla_coordinator.records.report import write_sample_table
 
-    check_folder_of(path)
+    make_folder_of(path)
     write_sample_table(path, found)
     if as_json:
         print_json({"run_id": run_id, "file": str(path), "rows": len(found)})
@@ -344,25 +344,30 @@ def _short(text: str) -> str:
 
 
 def _print_whole(sample: dict[str, Any]) -> None:
-    import json
-
     from flotilla_coordinator.cli.output import print_line
+    from flotilla_core.terminal import visible_json
 
     versions = " ".join(sample.get("policy_versions") or [sample.get("policy_version") or "none"])
-    if "sample_id" in sample:
+    if "state" in sample:
         print_line(f"=== {sample['sample_id']}  step {sample['step']}  {_outcome(sample)}")
     else:
         place = " ".join(filter(None, ("evaluation", sample.get("set"))))
         print_line(f"=== {place}  step {sample['step']}  row {sample.get('prompt_index', '?')}")
-    tokens = f"  {sample['tokens']} tokens" if "tokens" in sample else ""
+    tokens = f"  {_tokens(sample)} tokens" if _tokens(sample) is not None else ""
     print_line(f"reward {_reward(sample) or 'none'}  version {versions}{tokens}")
     if sample.get("reward_parts"):
         print_line("parts  " + ", ".join(_part(part) for part in sample["reward_parts"]))
     if sample.get("info"):
-        print_line(f"info   {json.dumps(sample['info'], ensure_ascii=False)}")
+        print_line(f"info   {visible_json(sample['info'])}")
     for name in ("prompt", "response", "answer"):
         if sample.get(name) or name != "answer":
             print_line(f"--- {name}\n{sample[name]}")
+
+
+def _tokens(sample: dict[str, Any]) -> int | None:
+    """Return the tokens of the response; the answers of an evaluation have another name for them."""
+    tokens: int | None = sample.get("tokens", sample.get("response_tokens"))
+    return tokens
 
 
 def _part(part: dict[str, Any]) -> str:

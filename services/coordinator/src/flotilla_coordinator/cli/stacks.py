@@ -52,10 +52,10 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Sample the stacks of a service for a while, and write them for a flame graph (collapsed stacks)."""
-    from flotilla_coordinator.cli.options import check_folder_of, wait
+    from flotilla_coordinator.cli.options import make_folder_of, wait
     from flotilla_coordinator.cli.output import print_json, say
 
-    check_folder_of(output)
+    make_folder_of(output)
     say(f"sampling {service} for {seconds:g} s")
     collapsed = wait(_sample(service, seconds, rate, stack, coordinator))
     output.write_text(collapsed + "\n")

@@ -24,14 +24,14 @@ def timeline(
     as_json: Json = False,
 ) -> None:
     """Write the timeline of a run; also works when the coordinator is down or was killed."""
-    from flotilla_coordinator.cli.options import check_folder_of, wait
+    from flotilla_coordinator.cli.options import make_folder_of, wait
     from flotilla_coordinator.cli.output import print_json, say
     from flotilla_coordinator.cli.stack import stack_paths
     from flotilla_core.errors import Unavailable
 
     paths = stack_paths(stack)
     aside = output.with_name(f".{output.name}.part")
-    check_folder_of(output)
+    make_folder_of(output)
     try:
         with aside.open("wb") as file:
             try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from flotilla_coordinator.cli.output import duration, say, state_name, wants_colour
+from flotilla_coordinator.cli.output import console_on, duration, say, state_name
 from flotilla_coordinator.cli.stack import client_of
 
 if TYPE_CHECKING:
@@ -126,17 +126,16 @@ def progress(run: Run) -> Iterator[Show]:
     if not sys.stderr.isatty():
         yield _Lines(run).show
         return
-    from rich.console import Console
     from rich.live import Live
 
-    console = Console(stderr=True, no_color=not wants_colour(sys.stderr), highlight=False)
+    console = console_on(sys.stderr)
     screen = _Screen(run)
     with Live(screen, console=console, refresh_per_second=4, transient=True):
 
         def show(event: RunEvent) -> None:
             screen.update(event)
             if event.WhichOneof("event") == "notice":
-                console.print(notice_line(event.notice), markup=False)
+                console.print(notice_line(event.notice))
 
         yield show
 
@@ -291,7 +290,7 @@ def print_comparison(runs: Sequence[Run], compared: Comparison) -> None:
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:
-    """Print the reasons against the run, the lines of a plan as a table, and the reasons again, below a long table."""
+    """Print the lines of a plan as a table, then its warnings, and last the reasons against the run."""
     from flotilla_coordinator.cli.output import print_json, print_table, say
 
     if as_json:
@@ -299,8 +298,6 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
         print_json({"lines": lines, "warnings": list(plan.warnings), "errors": list(plan.errors)})
         return
     if plan.lines:
-        for error in plan.errors:
-            say(f"error: {error}")
         print_table(("WHAT", "VALUE", "HOW"), [(n.name, n.value, n.explanation) for n in plan.lines])
     for warning in plan.warnings:
         say(f"warning: {warning}")
