@@ -443,7 +443,11 @@ async def test_up_closes_what_an_older_release_left_open_and_says_so_in_one_line
     for _ in range(2):
         await local.up(stacks.config(), executables=stacks.executables, on_tightened=said.append)
         await local.down(stacks.paths())
+        # Nobody else reaches what is made open in a folder that is closed.
+        (directory / "left-open").write_text("")
+        (directory / "left-open").chmod(0o644)
     assert len(said) == 1 and str(directory) in said[0], said
+    await local.up(stacks.config(), executables=stacks.executables)
     assert _open_to_others(directory) == []
     assert (directory / "runs" / "old" / "tool").stat().st_mode & 0o777 == 0o700
     assert elsewhere.stat().st_mode & 0o777 == 0o644

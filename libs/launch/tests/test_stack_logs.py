@@ -70,7 +70,7 @@ async def test_the_line_that_says_why_is_found_and_cut(tmp_path: Path) -> None:
     log.write_text(json.dumps({"level": "error", "event": "no memory", "error": "x" * 50_000}) + "\nbye\n")
     why, last = failure_excerpt(log)
     assert why.startswith("no memory: xxx") and why.endswith("characters more)") and len(why) < 1100
-    assert last[-1] == "bye"
+    assert last[0].startswith("error: no memory  error=xxx") and last[-1] == "bye"
 
 
 async def test_a_container_cuts_its_own_logs(tmp_path: Path) -> None:

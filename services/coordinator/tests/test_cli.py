@@ -19,7 +19,7 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import (
     CoordinatorServiceServicer,
 )
 from flotilla_client import connect
-from flotilla_coordinator.cli import doctor, output
+from flotilla_coordinator.cli import doctor
 from flotilla_coordinator.cli.watch import Told, print_plan, progress
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
@@ -267,8 +267,8 @@ LONG_PATH = "x/" * 2046 + "x"
         (("doctor", "--stack", LONG_NAME), 5, "cannot read the configuration file"),
         (("ps", "--stack", "far.yaml"), 2, "the stack's directory cannot be used"),
         (("doctor", "--stack", "far.yaml"), 5, "the model folder does not exist"),
-        (("timeline", "latest", "-o", f"{LONG_NAME}/t.json"), 2, "there is no folder"),
-        (("profile", "trainer", "-o", f"{LONG_NAME}/t.txt"), 2, "there is no folder"),
+        (("timeline", "latest", "-o", f"{LONG_NAME}/t.json"), 2, "cannot be made"),
+        (("profile", "trainer", "-o", f"{LONG_NAME}/t.txt"), 2, "cannot be made"),
     ],
 )
 def test_path_that_is_too_long_is_refused_like_a_missing_one(
@@ -458,24 +458,11 @@ def test_an_example_that_cannot_be_made_shows_the_last_words_of_its_script(floti
 
 def test_a_plan_needs_no_fleet_and_names_what_is_missing(flotilla: Command) -> None:
     Path("run.yaml").write_text(RUN_YAML)
+    Path("stack.yaml").write_text("model: nowhere/at/all\n")
     code, out, err = flotilla("run", "plan", "run.yaml", "--json")
     assert code == 2
     assert "no fleet is running" in err
     assert len(json.loads(out)["errors"]) == 1
-
-
-def test_errors_of_a_plan_stand_above_and_below_its_table() -> None:
-    told: list[str] = []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(output, "print_table", lambda columns, rows: told.append("table"))
-        patched.setattr(output, "say", told.append)
-        plan = run_pb2.Plan(errors=["rewards is empty"], warnings=["no room"])
-        plan.lines.add(name="data", value="40 prompts")
-        print_plan(plan, as_json=False)
-        told.append("no lines")
-        print_plan(run_pb2.Plan(errors=["no model"]), as_json=False)
-    first = ["error: rewards is empty", "table", "warning: no room", "error: rewards is empty"]
-    assert told == [*first, "no lines", "error: no model"]
 
 
 @pytest.mark.parametrize(
@@ -532,6 +519,38 @@ def test_config_validate_looks_for_the_models_of_a_stack(flotilla: Command) -> N
     Path("stack.yaml").write_text("model: nowhere/at/all\nbind: {token_file: no-token}\n")
     code, _, err = flotilla("config", "validate", "stack.yaml")
     assert code == 2 and "model: there is no such folder" in err and "bind.token_file: the file" in err
+
+
+@pytest.mark.parametrize(
+    ("stack", "told"),
+    [
+        ("model: nowhere/at/all\n", "model: there is no such folder"),
+        ("model: /nowhere/model\n", "model: there is no such folder"),
+        ("model: folder\nteacher: {model: /nowhere/teacher}\n", "teacher.model: there is no such folder"),
+        ("model: .\n", "has no config.json"),
+        ("model: folder\nbind: {token_file: no-token}\n", "bind.token_file: the file"),
+        ("model: nobody/nothing\n", "the hub did not give the model"),
+        ("", "there is no stack file, which names the model"),
+    ],
+)
+def test_up_refuses_what_cannot_start_before_it_starts_anything(
+    flotilla: Command, monkeypatch: pytest.MonkeyPatch, stack: str, told: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("folder").mkdir()
+    Path("folder/config.json").write_text("{}")
+    if stack:
+        Path("stack.yaml").write_text(stack)
+    code, out, err = flotilla("up")
+    assert (code, out, told in err) == (2, "", True), err
+    assert not Path(".flotilla").exists()
+
+
+def test_a_plan_says_each_reason_against_the_run_once(capsys: pytest.CaptureFixture[str]) -> None:
+    line = run_pb2.PlanLine(name="steps", value="3", explanation="")
+    print_plan(run_pb2.Plan(lines=[line], errors=["too large"], warnings=["slow"]), as_json=False)
+    out, err = capsys.readouterr()
+    assert "steps" in out and err == "warning: slow\nerror: too large\n"
 
 
 def test_config_validate_resolves_and_schema_describes(flotilla: Command) -> None:

@@ -107,6 +107,18 @@ def test_endless_function_ends_at_its_limit(flotilla: Command) -> None:
 
 
 @pytest.mark.parametrize(
+    "command",
+    [("reward", "test", "exact", "--data", "train.jsonl"), ("run", "plan", "run.yaml")],
+    ids=" ".join,
+)
+def test_without_a_stack_no_other_model_is_named(flotilla: Command, command: tuple[str, ...]) -> None:
+    Path("stack.yaml").unlink()
+    code, _, err = flotilla(*command)
+    assert code == 2 and "there is no stack file, which names the model" in err and "--stack FILE" in err
+    assert "arithmetic/model" not in err
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("exact",), "name a run file, or a data file"),

@@ -17,6 +17,7 @@ _POLL_S = 0.2
 _EXCERPT_BYTES = 64 << 10
 _LONGEST_QUOTED = 1000
 """Characters of one line of a log in an error."""
+_NOT_QUOTED = ("time", "service", "level", "event", "logger", "exception")
 _ERROR_LINE = re.compile(
     r"^\s*(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b\s*:|\b(ERROR|CRITICAL|FATAL|error):"
 )
@@ -27,7 +28,7 @@ def failure_excerpt(path: Path, *, start: int = 0, lines: int = 20) -> tuple[str
     found = tail(path, lines, start=start, most_bytes=_EXCERPT_BYTES)
     last = [line for line in found if not line.startswith(HEADER)]
     why = next((message for line in reversed(last) if (message := _error_in(line)) is not None), "")
-    return _quoted(why), [_quoted(line) for line in last]
+    return _quoted(why), [_quoted(_readable(line)) for line in last]
 
 
 async def read_logs(
@@ -61,6 +62,15 @@ async def read_logs(
 def _quoted(line: str) -> str:
     more = len(line) - _LONGEST_QUOTED
     return f"{line[:_LONGEST_QUOTED]} ... ({more} characters more)" if more > 0 else line
+
+
+def _readable(line: str) -> str:
+    """Return a line as a person reads it: level, event and what else it says, without its time and its service."""
+    values = line_values(line) if line.startswith("{") else {}
+    if "event" not in values:
+        return line
+    said = " ".join(f"{key}={value}" for key, value in values.items() if key not in _NOT_QUOTED)
+    return "  ".join(filter(None, (f"{values.get('level', 'info')}: {values['event']}", said)))
 
 
 def _error_in(line: str) -> str | None:

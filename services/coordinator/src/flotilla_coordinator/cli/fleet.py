@@ -48,21 +48,23 @@ def up(
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, print_table, say
     from flotilla_coordinator.cli.processes import COLUMNS, boot_progress, process_json, process_row
-    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file, stack_paths
+    from flotilla_coordinator.cli.stack import load_stack_with_model, make_example, stack_file, stack_paths
     from flotilla_launch.launcher import LOCAL, is_up, launcher_for
     from flotilla_launch.state import PlacedFile
 
     _require_launcher(on)
     paths = stack_paths(stack)
     make_example(stack_file(stack))
-    config = load_stack(stack)
+    config = load_stack_with_model(stack)
     launcher = _launcher(config, paths) if config.launcher.attach else launcher_for(on, paths)
+    # A stack that runs already is left running, and its launcher completes the request by itself.
+    runs_already = is_up(paths)
+    if not runs_already:
+        _check(config, launcher.name)
     config = _placeable(config, launcher.name, quiet=as_json)
     if plan:
         _show_plan(config, launcher.name, as_json=as_json)
         return
-    # A stack that runs already is left running, and its launcher completes the request by itself.
-    runs_already = is_up(paths)
     stays = "the stack stays up, and its launcher finishes what it was asked for; see: flotilla ps"
     started = time.monotonic()
     with boot_progress() as show:
@@ -244,6 +246,23 @@ def _require_launcher(name: str | None) -> None:
             where="--on",
             next_step=f"use one of: {', '.join(LAUNCHERS)}",
         )
+
+
+def _check(stack: StackConfig, launcher: str) -> None:
+    """Raise what would end the services of this host at their start, before there are any."""
+    from flotilla_coordinator.cli.config import check
+    from flotilla_core.config.model import is_url
+    from flotilla_core.gangs import model_of, roles_of, started
+    from flotilla_core.model_folder import model_folder
+    from flotilla_launch.launcher import LOCAL, ON_THIS_HOST
+
+    if launcher in ON_THIS_HOST:
+        check(stack)
+    if launcher == LOCAL:
+        of_gangs = (model_of(stack, role) for role in roles_of(stack) if started(stack, role))
+        for model in dict.fromkeys([stack.model, *of_gangs]):
+            if not is_url(model):
+                model_folder(model)  # One of the hub is downloaded once for all services.
 
 
 def _placeable(stack: StackConfig, launcher: str, *, quiet: bool) -> StackConfig:

@@ -183,14 +183,19 @@ def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
 
 def _rows(config: RunConfig, stack: str | None, rows: int) -> list[Prompt]:
     """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
-    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file, with_models_here
+    from flotilla_coordinator.cli.stack import (
+        load_stack_with_model,
+        make_example,
+        stack_file,
+        with_models_here,
+    )
     from flotilla_coordinator.data.prompts import load_prompts
     from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
     from flotilla_core.model_folder import model_folder
 
     make_example(stack_file(stack))
-    tokenizer = Tokenizer.load(model_folder(with_models_here(load_stack(stack)).model))
+    tokenizer = Tokenizer.load(model_folder(with_models_here(load_stack_with_model(stack)).model))
     return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows)
 
 

@@ -210,14 +210,14 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two runs: settings that differ, last and best metrics, curves; also while the stack is down."""
-    from flotilla_coordinator.cli.options import check_folder_of
+    from flotilla_coordinator.cli.options import make_folder_of
     from flotilla_coordinator.cli.output import print_json, say
     from flotilla_coordinator.records.comparison import Comparison
     from flotilla_coordinator.records.report import write_comparison
     from flotilla_core.config import read_values
 
     if output is not None:
-        check_folder_of(output)
+        make_folder_of(output)
 
     async def ask() -> list[tuple[Run, str]]:
         async with client_of(stack, coordinator) as client:
@@ -462,13 +462,14 @@ def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None)
     """Work out the plan here from the stack file, as the coordinator would."""
     from flotilla_coordinator import plan
     from flotilla_coordinator.cli.output import say
-    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
+    from flotilla_coordinator.cli.stack import load_stack_with_model, make_example, stack_file
     from flotilla_coordinator.plan.placement import placed
     from flotilla_core.config import RunConfig, load
 
     make_example(stack_file(stack))
+    config = load_stack_with_model(stack)
     say("no fleet is running: calculated from the stack file")
-    return plan.plan_run(load(RunConfig, files, overrides, resolve_paths=True), placed(load_stack(stack)))
+    return plan.plan_run(load(RunConfig, files, overrides, resolve_paths=True), placed(config))
 
 
 def query_ledger(

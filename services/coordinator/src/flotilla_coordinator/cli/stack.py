@@ -45,6 +45,21 @@ def load_stack(given: str | None) -> StackConfig:
     return load(StackConfig, [file] if file is not None else [], resolve_paths=True)
 
 
+def load_stack_with_model(given: str | None) -> StackConfig:
+    """Return the stack for a command that uses its model, which without a stack file would be that of an example."""
+    from flotilla_core.errors import NotFound
+
+    stack = load_stack(given)
+    if stack_file(given) is None and not os.path.isdir(stack.model):
+        raise NotFound(
+            "there is no stack file, which names the model",
+            where=str(Path.cwd()),
+            why=f"neither {' nor '.join(map(str, _DEFAULT_FILES))} is here",
+            next_step="name one by --stack FILE, or make one: flotilla init",
+        )
+    return stack
+
+
 def stack_paths(given: str | None) -> StackPaths:
     """Return the places of the stack's files."""
     from flotilla_launch.paths import StackPaths
