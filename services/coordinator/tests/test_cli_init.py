@@ -305,11 +305,6 @@ def test_the_commands_that_follow_name_the_new_stack_where_a_variable_names_anot
         ([*SUMS, {"answer": "1"}], {}, ("column 'prompt' is missing", "train.jsonl, line 81", "by --data")),
         ([{"text": "a", "label": 1}], {}, ("no column with prompts", "the rows have label, text")),
         (
-            [{"instruction": "Translate.", "input": "cat", "output": "Katze"}],
-            {},
-            ("only a part of the prompt", "'input'", "to a column prompt"),
-        ),
-        (
             [{"question": "Which?", "choices": ["a", "b"], "answer": 0}],
             {},
             ("'question' is only a part", "'choices'"),
@@ -325,9 +320,12 @@ def test_the_commands_that_follow_name_the_new_stack_where_a_variable_names_anot
         (SUMS, {"--algorithm": "distillation"}, ("learns from a teacher",)),
         (SUMS, {"--algorithm": "grop"}, ("grop", "grpo")),
         (
-            [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
+            [
+                {"prompt": "a", "completion": "b", "label": True},
+                {"prompt": "a", "completion": "c", "label": False},
+            ],
             {},
-            ("end with an answer of the assistant", "to answer"),
+            ("the row calls its answer bad", "train.jsonl, line 2", "keep the good answers"),
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

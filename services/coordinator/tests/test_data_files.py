@@ -23,8 +23,9 @@ from flotilla_coordinator.data.training_sets import data_remarks, read_held_out,
 from flotilla_coordinator.plan.data_lines import data_lines
 from flotilla_core.config import DataConfig, RunConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, Unavailable
-from flotilla_data.columns import Columns, all_usable, require_usable
+from flotilla_data.columns import Columns, Reads, all_usable
 from flotilla_data.files import data_files
+from flotilla_data.layouts import read_example
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"
 TEMPLATE = (
@@ -444,7 +445,7 @@ def judged(rows: list[dict[str, Any]]) -> tuple[bool, bool]:
     columns = Columns("prompt", "answer", "chosen", "rejected")
     try:
         for row in batch.to_pylist():
-            require_usable(row, columns, "here")
+            read_example(row, columns, Reads.prompts, "here")
     except InvalidConfig:
         return all_usable(batch, columns), False
     return all_usable(batch, columns), True

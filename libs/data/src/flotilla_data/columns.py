@@ -1,25 +1,42 @@
-"""Knows which columns of a row hold the prompt and its answers, and whether the row can be used.
+"""Knows which columns of a row hold the prompt and what follows it, and judges whole columns at once.
 
-Invariants: a column that the configuration names and the data set has wins over every known layout. A row is judged
-without a tokenizer, by the same rules whether it comes from a line or from Arrow columns; a look at whole columns only
-ever spares the judgement of rows that pass it.
+Invariants: a column that the configuration names and the data set has wins over every known layout. A look at whole
+columns only ever spares the judgement of rows that pass it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from flotilla_core.config import DataConfig
-from flotilla_core.errors import InvalidConfig
-from flotilla_core.structs import LARGEST_INTEGER, MOST_LEVELS, unfit
+from flotilla_core.structs import LARGEST_INTEGER, MOST_LEVELS
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Messages = list[dict[str, Any]]
+VERL, ROLL, TRL, OPENAI = "verl", "ROLL", "TRL", "OpenAI"
+CHAT, SHAREGPT, ALPACA, TEXT = "chats", "ShareGPT", "Alpaca", "text"
+"""The known layouts, by the program or the kind of file that they are of."""
+INSTRUCTION = "instruction"
+PARTS = ("input", "context")
+"""What follows an instruction in the prompt."""
+OUTPUTS = ("output", "response")
+LABELS = ("label", "kto_tag")
+"""Columns that say whether an answer is a good one, as in KTO's rows."""
+
+
+class Reads(StrEnum):
+    """What an algorithm reads from a row."""
+
+    prompts = "prompts"
+    """A prompt, and an answer that rewards compare with."""
+    answers = "answers"
+    """A prompt, and the answer that the model learns to give (`sft`)."""
+    pairs = "pairs"
+    """A prompt, a preferred answer and another one."""
 
 
 @dataclass(frozen=True)
@@ -31,48 +48,82 @@ class Columns:
     chosen: str
     rejected: str
     layout: str = ""
-    """The program whose layout was recognised; empty where the configuration's own names fit."""
+    """The layout that was recognised; empty where the configuration's own names fit."""
+    tools: str = field(default="tools", repr=False)
+    """The column with the functions that the model may call."""
 
     @classmethod
-    def of(cls, config: DataConfig, row: Mapping[str, Any]) -> Columns:
+    def of(cls, config: DataConfig, row: Mapping[str, Any], reads: Reads = Reads.prompts) -> Columns:
         """Return the columns of a data set by one of its rows."""
         columns = cls(config.prompt_field, config.answer_field, config.chosen_field, config.rejected_field)
+        own_prompt = columns.prompt != _default("prompt_field")
+        free = not own_prompt and row.get(columns.prompt) is None
+        if reads is Reads.pairs:
+            return columns._of_pairs(row) if free else columns
         if columns.answer != _default("answer_field") or columns.answer in row:
-            return columns
+            return columns._of_chats(row) if free else columns
+        return columns._with_answers(row, free=free, own_prompt=own_prompt, reads=reads)
+
+    def _with_answers(self, row: Mapping[str, Any], *, free: bool, own_prompt: bool, reads: Reads) -> Columns:
+        """Look for a layout whose answer has a name of its own."""
         model = row.get("reward_model")
         if isinstance(model, dict) and "ground_truth" in model:
-            return replace(columns, answer="reward_model.ground_truth", layout="verl")
-        if "ground_truth" not in row:
-            return columns
-        chat = columns.prompt == _default("prompt_field") and row.get("messages") is not None
-        prompt = "messages" if chat else columns.prompt
-        return replace(columns, prompt=prompt, answer="ground_truth", layout="ROLL")
+            return replace(self, answer="reward_model.ground_truth", layout=VERL)
+        if "ground_truth" in row:
+            chat = not own_prompt and row.get("messages") is not None
+            prompt = "messages" if chat else self.prompt
+            return replace(self, prompt=prompt, answer="ground_truth", layout=ROLL)
+        if not own_prompt and not free and row.get("completion") is not None:
+            return replace(self, answer="completion", layout=TRL)
+        output = next((name for name in OUTPUTS if row.get(name) is not None), "")
+        if free and isinstance(row.get(INSTRUCTION), str) and output:
+            return replace(self, prompt=INSTRUCTION, answer=output, layout=ALPACA)
+        if free or (reads is Reads.answers and not own_prompt):
+            return self._of_chats(row)
+        return self
 
-    @property
-    def shown(self) -> str:
-        """Say where the prompt and the answer are."""
-        return f"prompt from {self.prompt!r}, answer from {self.answer!r}" + (
-            f", as in {self.layout}'s layout" if self.layout else ""
-        )
+    def _of_chats(self, row: Mapping[str, Any]) -> Columns:
+        """Look for a column with whole chats, or with texts."""
+        if row.get("messages") is not None:
+            return replace(self, prompt="messages", layout=CHAT)
+        if row.get("conversations") is not None:
+            return replace(self, prompt="conversations", layout=SHAREGPT)
+        if isinstance(row.get("text"), str) and self.prompt not in row and not set(LABELS) & set(row):
+            return replace(self, prompt="text", layout=TEXT)
+        return self
 
-    def prompt_of(self, values: Mapping[str, Any]) -> Any:
-        """Return the prompt; ROLL writes chat messages as a text of JSON."""
-        prompt = value_at(values, self.prompt)
-        if self.layout == "ROLL" and self.prompt == "messages" and isinstance(prompt, str):
-            try:
-                return json.loads(prompt)
-            except ValueError:
-                return prompt
-        return prompt
+    def _of_pairs(self, row: Mapping[str, Any]) -> Columns:
+        """Look for pairs whose prompt has another name, or none: then both answers begin with it."""
+        if isinstance(row.get("input"), dict) and row.get("preferred_output") is not None:
+            return replace(
+                self,
+                prompt="input.messages",
+                chosen="preferred_output",
+                rejected="non_preferred_output",
+                tools="input.tools",
+                layout=OPENAI,
+            )
+        if isinstance(row.get(INSTRUCTION), str):
+            return replace(self, prompt=INSTRUCTION, layout=ALPACA)
+        return self._of_chats(row) if row.get("conversations") is not None else self
 
-    def answer_of(self, values: Mapping[str, Any]) -> str:
-        """Return the answer as text; empty where there is none."""
-        answer = value_at(values, self.answer)
-        return "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer)
+    def shown(self, reads: Reads) -> str:
+        """Say where the prompt and what follows it are."""
+        prompt = f"prompt from {self.prompt!r}"
+        if self.layout == TEXT:
+            return f"all of {self.prompt!r} is trained"
+        if self.layout in (CHAT, SHAREGPT) and reads is not Reads.pairs:
+            return f"chats from {self.prompt!r}"
+        if reads is Reads.pairs:
+            return (
+                f"{prompt}, answers from {self.chosen!r} and {self.rejected!r}, as in {self.layout}'s layout"
+            )
+        return f"{prompt}, answer from {self.answer!r}, as in {self.layout}'s layout"
 
-    def others(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def others(self, values: Mapping[str, Any], reads: Reads = Reads.prompts) -> dict[str, Any]:
         """Return the other columns, which are sent to the rewards; nested ones stay whole."""
-        return {name: value for name, value in values.items() if name not in (self.prompt, self.answer)}
+        read = {self.prompt, self.answer} | ({self.chosen, self.rejected} if reads is Reads.pairs else set())
+        return {name: value for name, value in values.items() if name not in read}
 
 
 def _default(key: str) -> Any:
@@ -91,97 +142,23 @@ def value_at(values: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def require_usable(values: dict[str, Any], columns: Columns, where: str) -> None:
-    """Raise the reason why a row has no prompt, or cannot be sent to rewards."""
-    prompt = columns.prompt_of(values)
-    if prompt is None:
-        raise InvalidConfig(
-            f"column {columns.prompt!r} is missing",
-            where=where,
-            why=f"the line has {', '.join(sorted(values)) or 'no columns'}",
-            next_step="set data.prompt_field, or evaluation.prompt_field for held-out data",
-        )
-    if prompt in ("", []):
-        raise InvalidConfig("the prompt is empty", where=where)
-    if not isinstance(prompt, str) and not is_chat(prompt):
-        raise InvalidConfig(
-            f"column {columns.prompt!r} is neither text nor a list of chat messages",
-            where=where,
-            why=f"it is a {type(prompt).__name__}",
-        )
-    if not isinstance(prompt, str):
-        require_text(prompt, where)
-    for name, value in columns.others(values).items():
-        if problem := unfit(value, f"column {name}"):
-            raise InvalidConfig(
-                "the line has a value that cannot be sent to a reward", where=where, why=problem
-            )
-
-
-def is_chat(prompt: Any) -> bool:
-    """Return whether a prompt is a list of chat messages."""
-    return isinstance(prompt, list) and all(isinstance(one, dict) and "role" in one for one in prompt)
-
-
-def require_text(messages: Messages, where: str) -> None:
-    """Refuse chat messages that hold something else than text, such as an image."""
-    for message in messages:
-        for kind in _kinds_of(message.get("content")):
-            if kind != "text":
-                raise InvalidConfig(
-                    "a chat message has a part that is not text",
-                    where=where,
-                    why=f"it is {kind!r}, and models read text alone",
-                    next_step="leave such rows out",
-                )
-
-
-def _kinds_of(content: Any) -> list[str]:
-    """Return the types of the parts of a message, or the Python type of what is neither text nor a list of parts."""
-    if content is None or isinstance(content, str):
-        return ["text"]
-    if not isinstance(content, list):
-        return [type(content).__name__]
-    return [_kind_of(part) for part in content]
-
-
-def _kind_of(part: Any) -> str:
-    """Return the type of a part: by its own word, else by the key that it has in place of text."""
-    if isinstance(part, str):
-        return "text"
-    if not isinstance(part, dict):
-        return type(part).__name__
-    others = (key for key, value in part.items() if key != "text" and value is not None)
-    return str(part.get("type") or next(others, "text"))
-
-
-def as_messages(prompt: Any, config: DataConfig) -> Messages | None:
-    """Return the messages of a prompt, with the system prompt of the configuration; None where it is plain text."""
-    if isinstance(prompt, str):
-        if not config.apply_chat_template and not config.system_prompt:
-            return None
-        prompt = [{"role": "user", "content": prompt}]
-    if config.system_prompt and all(message["role"] != "system" for message in prompt):
-        prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
-    messages: Messages = prompt
-    return messages
-
-
 def all_usable(batch: pa.RecordBatch, columns: Columns) -> bool:
-    """Return whether whole columns show that `require_usable` passes each of their rows."""
+    """Return whether whole columns show that each of their rows can be used for its prompt."""
     import pyarrow.compute as pc
 
     prompts = _column(batch, columns.prompt)
-    if prompts is None or prompts.null_count or columns.layout == "ROLL":
+    if (
+        prompts is None
+        or prompts.null_count
+        or columns.layout not in ("", VERL)
+        or columns.tools in batch.schema.names
+    ):
         return False
     if _is_text(prompts.type):
         lengths = pc.binary_length(prompts)
     elif _is_list(prompts.type) and _is_struct(prompts.type.value_type):
         lengths = pc.list_value_length(prompts)
-        messages = prompts.flatten()
-        if messages.null_count or messages.type.get_field_index("role") < 0:
-            return False
-        if (at := messages.type.get_field_index("content")) >= 0 and not _is_text(messages.type[at].type):
+        if not _are_plain_chats(prompts):
             return False
     else:
         return False
@@ -189,6 +166,24 @@ def all_usable(batch: pa.RecordBatch, columns: Columns) -> bool:
         return False
     names = [name for name in batch.schema.names if name not in (columns.prompt, columns.answer)]
     return all(_fits(batch.column(name), MOST_LEVELS) for name in names)
+
+
+def _are_plain_chats(prompts: pa.Array) -> bool:
+    """Return whether all chats are messages of a role and a text, and none ends with an answer of the assistant."""
+    import pyarrow.compute as pc
+
+    messages = prompts.flatten()
+    names = {field.name for field in messages.type}
+    if messages.null_count or names != {"role", "content"}:
+        return False
+    if not all(_is_text(field.type) for field in messages.type):
+        return False
+    lengths = pc.list_value_length(prompts)
+    if pc.min(lengths).as_py() == 0:
+        return False
+    roles = pc.struct_field(messages, "role")
+    ends = pc.subtract(pc.cumulative_sum(lengths), 1)
+    return not (roles.null_count or pc.any(pc.equal(roles.take(ends), "assistant")).as_py())
 
 
 def _column(batch: pa.RecordBatch, path: str) -> pa.Array | None:

@@ -15,7 +15,9 @@ from typing import Any
 
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
-from flotilla_data.columns import Columns, value_at
+from flotilla_data.chats import chat_of
+from flotilla_data.columns import ALPACA, OPENAI, TEXT, TRL, Columns, Reads, value_at
+from flotilla_data.layouts import Said, prompt_in
 
 Values = Sequence[Mapping[str, Any]]
 
@@ -41,10 +43,18 @@ class Fields:
     """Empty where there is none."""
     texts: bool
     """True where prompts are texts, not chat messages."""
-    pairs: bool
-    """True where each row has a preferred answer and another one."""
+    teaches: Reads
+    """What these rows are for: pairs where each has a preferred answer and another one, answers where they are chats,
+    texts or long answers to imitate, else prompts."""
+    answered: bool
+    """True where the rows have the answers that `teaches` asks for, or such that rewards compare with."""
     layout: str
     """Says how the columns are read where they are those of another program; they need no keys then."""
+
+    @property
+    def pairs(self) -> bool:
+        """True where each row has a preferred answer and another one."""
+        return self.teaches is Reads.pairs
 
 
 class Answers(StrEnum):
@@ -59,17 +69,59 @@ class Answers(StrEnum):
     long = "long"
 
 
-def recognised(rows: Values, source: str) -> Fields:
-    """Return the columns of a data set by its first rows; raise where none of them holds prompts."""
-    columns = Columns.of(DataConfig(train=Path(source)), rows[0])
+def recognised(rows: Values, source: str, reads: Reads | None = None) -> Fields:
+    """Return the columns of a data set by its first rows, as they are read; raise where none of them holds prompts.
+
+    Without a way to read them it is what these rows are for.
+    """
+    if reads is not None:
+        return _read_as(reads, rows, source)
+    paired = all(_filled(rows, [name]) for name in PAIRS)
+    if paired or _columns(rows[0], source, Reads.pairs).layout == OPENAI:
+        return _read_as(Reads.pairs, rows, source)
+    imitated = _columns(rows[0], source, Reads.answers)
+    if imitated.layout == TEXT or _are_imitated(rows, imitated):
+        return _read_as(Reads.answers, rows, source)
+    return _read_as(Reads.prompts, rows, source)
+
+
+def _read_as(reads: Reads, rows: Values, source: str) -> Fields:
+    columns = _columns(rows[0], source, reads)
+    answer = _filled(rows, [columns.answer])
+    shown = columns.shown(reads) if columns.layout else ""
     if not (columns.layout and _filled(rows, [columns.prompt])):
-        answers = [columns.answer] if columns.layout else ANSWERS
-        columns = replace(
-            columns, prompt=_column_of_prompts(rows, source), answer=_filled(rows, answers), layout=""
-        )
-    texts = any(isinstance(columns.prompt_of(row), str) for row in rows)
-    pairs = all(_filled(rows, [name]) for name in PAIRS)
-    return Fields(columns.prompt, columns.answer, texts, pairs, columns.shown if columns.layout else "")
+        alone = reads is Reads.pairs and not _filled(rows, PROMPTS)
+        prompt = columns.prompt if alone else _column_of_prompts(rows, source)
+        answer = _filled(rows, [columns.answer] if columns.layout else ANSWERS)
+        columns, shown = replace(columns, prompt=prompt), ""
+    prompts = [prompt_in(row, columns, source) for row in rows if value_at(row, columns.prompt)]
+    texts = columns.layout != TEXT and any(isinstance(prompt, str) for prompt in prompts)
+    answered = bool(answer) or columns.layout == TEXT or _end_with_answers(prompts)
+    if reads is Reads.pairs:
+        answered = all(_filled(rows, [name]) for name in (columns.chosen, columns.rejected))
+    return Fields(columns.prompt, answer, texts, reads, answered, shown)
+
+
+def _columns(row: Mapping[str, Any], source: str, reads: Reads) -> Columns:
+    return Columns.of(DataConfig(train=Path(source)), row, reads)
+
+
+def _are_imitated(rows: Values, columns: Columns) -> bool:
+    """Return whether answers are there to be imitated: turns of chats, messages, or long texts."""
+    answers = [value_at(row, columns.answer) for row in rows]
+    if not any(answers) and columns.layout:
+        return _end_with_answers([prompt_in(row, columns, "") for row in rows])
+    if columns.layout == TRL or any(chat_of(answer, "") for answer in answers):
+        return True
+    return columns.layout == ALPACA and kind_of_answers([str(answer) for answer in answers]) in (
+        Answers.long,
+        Answers.marked,
+    )
+
+
+def _end_with_answers(prompts: Sequence[Said]) -> bool:
+    """Return whether all of these are chats that end with an answer of the assistant."""
+    return all(not isinstance(chat, str) and chat[-1]["role"] == "assistant" for chat in prompts)
 
 
 def _column_of_prompts(rows: Values, source: str) -> str:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from flotilla_data.recognition import Fields
 
 FIRST_ROWS = 1000
+TAUGHT_BY = {"pairs": ("dpo", "reward_model"), "answers": ("sft",), "prompts": ("grpo",)}
+"""The algorithms by what they read from a row, the one to begin with first."""
 ANSWER_TOKENS = 16
 """The least of a response that is the answer alone."""
 RESPONSE_TOKENS = {"numbers": 512, "formulas": 2048, "marked": 512, "long": 256, "missing": 256}
@@ -58,7 +60,7 @@ def init(
         typer.Option(
             "--algorithm",
             metavar="TYPE",
-            show_default="dpo for pairs, else grpo",
+            show_default="dpo for pairs, sft for chats and long answers, else grpo",
             help="grpo, sft, dpo or any other algorithm.type.",
         ),
     ] = None,
@@ -124,8 +126,11 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
         found = model_folder(model)
     facts, tokenizer = ModelFacts.read(found), Tokenizer.load(found)
     fields = _look_at(data, "train", "--data", algorithm)
-    algorithm = algorithm or ("dpo" if fields.pairs else "grpo")
-    held_out_fields = _look_at(held_out, "test", "--heldout", algorithm) if held_out else fields
+    algorithm = algorithm or TAUGHT_BY[fields.teaches][0]
+    held_out_fields = fields
+    if held_out:
+        # Held-out prompts of sft are answered and judged, as those of all but pairs.
+        held_out_fields = _look_at(held_out, "test", "--heldout", "grpo" if algorithm == "sft" else algorithm)
     _require_answers(fields, held_out_fields, held_out)
     chat = (fields.texts or held_out_fields.texts) and _has_template(tokenizer)
     config = _reading(data, algorithm, fields, chat, facts.longest_sequence)
@@ -171,8 +176,9 @@ def _named_by(option: str, meant: str, value: str = "") -> Iterator[None]:
 
 
 def _look_at(source: str, split: str, option: str, algorithm: str | None) -> Fields:
-    """Return the columns of a data set by its first rows."""
+    """Return the columns of a data set by its first rows, as the algorithm reads them."""
     from flotilla_core.errors import InvalidConfig
+    from flotilla_data.columns import Reads
     from flotilla_data.recognition import recognised
     from flotilla_data.rows import open_rows
 
@@ -182,49 +188,40 @@ def _look_at(source: str, split: str, option: str, algorithm: str | None) -> Fie
     values = [row.values for row in read if row.error is None]
     if not values:
         raise (read[0].error if read else None) or InvalidConfig("the data set has no rows", where=source)
-    fields = recognised(values, source)
-    _require_columns(algorithm, fields, source, values[0])
-    return fields
+    if algorithm is None:
+        return recognised(values, source)
+    reads = next((reads for reads, taught in TAUGHT_BY.items() if algorithm in taught), "prompts")
+    return _with_answers(recognised(values, source, Reads(reads)), algorithm, source, values[0])
 
 
-def _require_columns(algorithm: str | None, fields: Fields, source: str, row: dict[str, Any]) -> None:
-    """Refuse data from which the algorithm cannot learn."""
-    from flotilla_coordinator.cli.init_files import FROM_PAIRS
+def _with_answers(fields: Fields, algorithm: str, source: str, row: dict[str, Any]) -> Fields:
+    """Refuse data without the answers from which the algorithm learns."""
     from flotilla_core.errors import InvalidConfig
-    from flotilla_data.columns import value_at
     from flotilla_data.recognition import ANSWERS, PAIRS
 
     there = f"the rows have {', '.join(sorted(row))}"
-    if algorithm in FROM_PAIRS and not fields.pairs:
+    if fields.pairs and not fields.answered:
         raise InvalidConfig(
             f"{algorithm} needs columns {' and '.join(PAIRS)}",
             where=source,
             why=there,
             next_step="rename those with the preferred answer and the other one, or choose another --algorithm",
         )
-    if algorithm == "sft" and not fields.answer:
+    if algorithm == "sft" and not fields.answered:
         raise InvalidConfig(
             "sft needs a column with answers",
             where=source,
             why=there,
             next_step=f"rename it to {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]}",
         )
-    prompt = value_at(row, fields.prompt)
-    last = prompt[-1] if isinstance(prompt, list) and prompt else None
-    if isinstance(last, dict) and last.get("role") == "assistant":
-        raise InvalidConfig(
-            f"the messages of column {fields.prompt!r} end with an answer of the assistant",
-            where=source,
-            why="a prompt ends where the model begins to write",
-            next_step="write the messages before it to a column prompt, and its text to answer",
-        )
+    return fields
 
 
 def _require_answers(fields: Fields, held_out: Fields, source: str) -> None:
     """Refuse held-out data that the reward of the run cannot judge."""
     from flotilla_core.errors import InvalidConfig
 
-    if fields.answer and not fields.pairs and not held_out.answer:
+    if fields.answer and not fields.pairs and not held_out.answered:
         raise InvalidConfig(
             "the held-out data have no answers",
             where=source,
@@ -261,13 +258,14 @@ def _reading(source: str, algorithm: str, fields: Fields, chat: bool, longest: i
     """Return a run that reads the data as the one that is written will."""
     import json
 
-    from flotilla_coordinator.cli.init_files import FROM_PAIRS
     from flotilla_core.config import RunConfig, load_text
 
     data: dict[str, Any] = {"train": source, "apply_chat_template": chat, "max_prompt_tokens": longest}
     if not fields.layout:
         data |= {"prompt_field": fields.prompt, "answer_field": fields.answer or "answer"}
-    rewards = [] if algorithm in (*FROM_PAIRS, "sft") else [{"reward": "exact"}]
+    rewards = (
+        [] if any(algorithm in TAUGHT_BY[reads] for reads in ("pairs", "answers")) else [{"reward": "exact"}]
+    )
     values = {"name": "init", "steps": 1, "data": data, "algorithm": {"type": algorithm}, "rewards": rewards}
     return load_text(RunConfig, json.dumps(values), source="--algorithm")
 
@@ -297,7 +295,8 @@ def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Toke
     supervised, limit = config.algorithm.type == "sft", draft.longest_sequence
     prompts = data.first(FIRST_ROWS)
     if not config.learns_from_pairs:
-        _require_all_answers(prompts, draft)
+        if not supervised:
+            _require_all_answers(prompts, draft)
         if draft.held_out or not supervised:
             draft = replace(draft, answers=kind_of_answers([prompt.answer for prompt in prompts]))
     longest = _rounded(max(len(prompt.token_ids) for prompt in prompts) * 5 // 4)
@@ -305,7 +304,7 @@ def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Toke
     prompt_tokens = min(longest, limit - response)
     whole = prompt_tokens + response
     if config.learns_from_pairs or supervised:
-        whole = max(whole, longest_sequence(config, data, tokenizer))
+        whole = max(whole, longest_sequence(config, data))
     return replace(
         draft,
         prompt_tokens=prompt_tokens,

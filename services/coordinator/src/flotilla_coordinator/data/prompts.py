@@ -17,10 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from flotilla_coordinator.data.chat_turns import prompt_text
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig, NotFound
-from flotilla_data.columns import Columns, all_usable, as_messages, require_usable, value_at
+from flotilla_data.columns import Columns, Reads, all_usable, value_at
+from flotilla_data.layouts import Example, as_messages, read_example
 from flotilla_data.rows import ROWS_AT_ONCE, Proof, Row, Rows, open_rows
 
 STREAMED_ABOVE_ROWS = 20_000
@@ -34,14 +36,8 @@ class Answer:
 
     text: str
     token_ids: npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class AnswerPair:
-    """The two answers of a preference: the chosen one and the rejected one."""
-
-    chosen: Answer
-    rejected: Answer
+    trained: npt.NDArray[np.bool_] | None = None
+    """The tokens that are learned, the others being context; None where all are."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,9 @@ class Prompt:
     answer: str
     info: dict[str, Any]
     """The row's other columns."""
-    pair: AnswerPair | None = None
-    """The two answers, where the data set prefers one of them."""
+    given: tuple[Answer, ...] = ()
+    """The answers of the data that are learned: of a pair the preferred one and the other; else one, or several where a
+    chat needs a sequence for each turn."""
     data_set: str = ""
     """The name of its data set, where the run has several."""
     teacher: str = ""
@@ -230,6 +227,10 @@ class Made:
     where: str
     values: dict[str, Any]
     """The whole row."""
+    example: Example
+    """What was read from it."""
+    uncut: list[int]
+    """The tokens of the prompt before the limit."""
     was_long: bool = False
 
     @property
@@ -257,24 +258,27 @@ class PromptMaker:
     columns: Columns
     config: DataConfig
     tokenizer: Tokenizer
+    reads: Reads = Reads.prompts
     stages: Sequence[Stage] = ()
 
-    def require(self, row: Row) -> None:
-        """Raise the reason why a row cannot be used."""
+    def read(self, row: Row) -> Example:
+        """Return what a row holds; raise the reason why it cannot be used."""
         if row.error is not None:
             raise row.error
-        require_usable(row.values, self.columns, row.where)
+        example = read_example(row.values, self.columns, self.reads, row.where)
         for stage in self.stages:
             stage.require(row.values, self.columns, row.where)
+        return example
 
     def make(self, rows: Sequence[Row]) -> list[Made | LeftOut]:
         """Render and tokenize the prompts of rows, in their order."""
         left_out: dict[int, LeftOut] = {}
+        examples: dict[int, Example] = {}
         texts: dict[int, tuple[str, bool]] = {}
         for row in rows:
             try:
-                self.require(row)
-                texts[row.number] = self._rendered(row)
+                examples[row.number] = self.read(row)
+                texts[row.number] = self._rendered(examples[row.number], row.where)
             except NotFound:  # a model without a template fails every row
                 raise
             except FlotillaError as error:
@@ -284,7 +288,7 @@ class PromptMaker:
         for row in rows:
             if row.number not in texts:
                 continue
-            one = self._made(row, texts[row.number][0], token_ids[row.number])
+            one = self._made(row, examples[row.number], texts[row.number][0], token_ids[row.number])
             if isinstance(one, LeftOut):
                 left_out[row.number] = one
             else:
@@ -292,18 +296,15 @@ class PromptMaker:
         finished: dict[int, Made | LeftOut] = {one.number: one for one in self._finished(made)}
         return [left_out.get(row.number) or finished[row.number] for row in rows]
 
-    def _rendered(self, row: Row) -> tuple[str, bool]:
+    def _rendered(self, example: Example, where: str) -> tuple[str, bool]:
         """Return the text to tokenize, and whether it has no special tokens yet."""
-        prompt = self.columns.prompt_of(row.values)
-        messages = as_messages(prompt, self.config)
+        messages = as_messages(example.prompt, self.config)
         if messages is None:
-            return prompt, True
-        try:
-            text = self.tokenizer.render_chat(messages)
-        except InvalidConfig as error:
-            raise InvalidConfig(error.what, where=f"{row.where}; {error.where}", why=error.why) from None
+            assert isinstance(example.prompt, str)
+            return example.prompt, True
+        text = prompt_text(messages, example.tools, self.tokenizer, where)
         if not text:
-            raise InvalidConfig("the prompt is empty", where=row.where)
+            raise InvalidConfig("the prompt is empty", where=where)
         return text, False
 
     def _encoded(self, texts: dict[int, tuple[str, bool]]) -> dict[int, list[int]]:
@@ -315,7 +316,7 @@ class PromptMaker:
             found |= dict(zip(part, encoded, strict=True))
         return found
 
-    def _made(self, row: Row, text: str, token_ids: list[int]) -> Made | LeftOut:
+    def _made(self, row: Row, example: Example, text: str, token_ids: list[int]) -> Made | LeftOut:
         """Make the prompt; truncation keeps the end, with the question and the template's last words."""
         config = self.config
         was_long = len(token_ids) > config.max_prompt_tokens
@@ -330,8 +331,8 @@ class PromptMaker:
                 next_step="raise the limit, or set data.overlong_prompts to drop or truncate",
             )
         cut = np.asarray(token_ids[-config.max_prompt_tokens :], dtype=np.int32)
-        answer, info = self.columns.answer_of(row.values), self.columns.others(row.values)
-        return Made(Prompt(0, row.number, text, cut, answer, info), row.where, row.values, was_long)
+        prompt = Prompt(0, row.number, text, cut, example.answer, self.columns.others(row.values, self.reads))
+        return Made(prompt, row.where, row.values, example, token_ids, was_long)
 
     def _finished(self, made: list[Made]) -> Iterator[Made | LeftOut]:
         for stage in self.stages:
@@ -351,6 +352,7 @@ def load_prompts(
     tokenizer: Tokenizer,
     copies: Path | None = None,
     stages: Sequence[Stage] = (),
+    reads: Reads = Reads.prompts,
 ) -> PromptFile:
     """Read a data set with the columns that `config` names; `copies` is where files are unpacked to."""
     rows = open_rows(source, config.split, copies)
@@ -362,7 +364,7 @@ def load_prompts(
             next_step="add one JSON object a line",
         )
     first = next((row.values for row in rows.read(range(min(len(rows), 64))) if row.error is None), {})
-    maker = PromptMaker(Columns.of(config, first), config, tokenizer, stages)
+    maker = PromptMaker(Columns.of(config, first, reads), config, tokenizer, reads, stages)
     bad = BadRows(source, len(rows), config.max_bad_rows)
     order = _judged(rows, maker, bad)
     about = DataSetFacts(maker.columns, rows.digests, _identity(rows, maker), order)
@@ -398,7 +400,7 @@ def _judged(rows: Rows, maker: PromptMaker, bad: BadRows) -> npt.NDArray[np.int6
     difficulty = np.zeros(len(rows) if column else 0)
     for row in rows.unproven(proof):
         try:
-            maker.require(row)
+            maker.read(row)
             if column:
                 difficulty[row.number] = _difficulty(row, column)
         except FlotillaError as error:

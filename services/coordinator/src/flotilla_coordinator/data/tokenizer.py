@@ -60,12 +60,18 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidConfig("the chat template cannot be read", where=where, why=str(error)) from error
 
-    def render(self, messages: Sequence[dict[str, Any]], *, begin_answer: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        begin_answer: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
         """Return the messages as one text; with `begin_answer` it ends where the assistant begins to answer."""
         try:
             return self._template.render(
                 messages=list(messages),
-                tools=None,
+                tools=tools,
                 add_generation_prompt=begin_answer,
                 **self._special_tokens,
             )
@@ -129,6 +135,11 @@ class Tokenizer:
             )
         return self.eos_ids[0]
 
+    @property
+    def end_texts(self) -> list[str]:
+        """Return the texts of the tokens that end a response."""
+        return [self._backend.id_to_token(token) or "" for token in self.eos_ids]
+
     def end_warnings(self) -> list[str]:
         """Warn where the answers of a data set would end with a token that the model does not end responses with."""
         own, models = self._id_of_setting("eos_token"), self._models_end_ids()
@@ -156,11 +167,17 @@ class Tokenizer:
         """Return the texts of many sequences at once; other threads run meanwhile."""
         return list(self._backend.decode_batch(list(sequences), skip_special_tokens=skip_special))
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, begin_answer: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        begin_answer: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
         """Render messages by the folder's chat template, up to where the answer begins, or a whole conversation."""
         if self._chat is None:
             self._chat = ChatTemplate(self._template_source(), self._special_tokens(), where=str(self.folder))
-        return self._chat.render(messages, begin_answer=begin_answer)
+        return self._chat.render(messages, begin_answer=begin_answer, tools=tools)
 
     def _template_source(self) -> str:
         path = self.folder / "chat_template.jinja"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flotilla_coordinator.data.pairs import Pairs
+from flotilla_coordinator.data.given import load_given
 from flotilla_coordinator.data.prompts import (
     LeftOut,
     Load,
@@ -37,7 +37,7 @@ from flotilla_core.config.document import describe
 from flotilla_core.config.training import AskedTeachers
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.roles import teacher_role
-from flotilla_data.columns import Columns, value_at
+from flotilla_data.columns import Columns, Reads, value_at
 from flotilla_data.files import set_name
 
 
@@ -139,7 +139,16 @@ def training_data(config: RunConfig, copies: Path | None = None) -> Load:
     asked = algorithm.asked_teachers if isinstance(algorithm, PolicyConfig) else None
     if asked is not None and asked.teacher_field is None:
         asked = None
-    return _reader(config.learns_from_pairs and config.loop == "coordinator", asked, copies)
+    return _reader(reads_of(config), asked, copies, whole=config.trains_reward_model)
+
+
+def reads_of(config: RunConfig) -> Reads:
+    """Return what a run reads from its training rows; a client that makes the steps gets prompts."""
+    if config.loop == "client":
+        return Reads.prompts
+    if config.learns_from_pairs:
+        return Reads.pairs
+    return Reads.answers if config.algorithm.type == "sft" else Reads.prompts
 
 
 @dataclass(frozen=True)
@@ -187,7 +196,8 @@ def read_held_out(
     config: RunConfig, tokenizer: Tokenizer, copies: Path | None = None
 ) -> list[tuple[HeldOut, PromptFile]]:
     """Read all of `evaluation.data`, each set with at most `max_prompts` prompts."""
-    load = _reader(config.evaluates_pairs, None, copies)
+    reads = Reads.pairs if config.evaluates_pairs else Reads.prompts
+    load = _reader(reads, None, copies, whole=config.trains_reward_model)
     files = [(one, load(one.path, one.data, tokenizer)) for one in held_out_sets(config)]
     return [(one, file.cut(one.max_prompts)) for one, file in files]
 
@@ -202,11 +212,12 @@ def _read_like(data: DataConfig, one: HeldOutSet, evaluation: EvaluationConfig) 
     return data.model_copy(update={"split": one.split or evaluation.split, **columns})
 
 
-def _reader(pairs: bool, asked: AskedTeachers | None, copies: Path | None) -> Load:
+def _reader(reads: Reads, asked: AskedTeachers | None, copies: Path | None, *, whole: bool = False) -> Load:
     def load(source: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
-        stages: list[Stage] = [Pairs(config, tokenizer)] if pairs else []
-        stages += [] if asked is None else [_ChosenTeacher(asked)]
-        return load_prompts(source, config, tokenizer, copies, stages)
+        stages: list[Stage] = [] if asked is None else [_ChosenTeacher(asked)]
+        if reads is Reads.prompts:
+            return load_prompts(source, config, tokenizer, copies, stages)
+        return load_given(source, config, tokenizer, copies, reads=reads, whole=whole, stages=stages)
 
     return load
 

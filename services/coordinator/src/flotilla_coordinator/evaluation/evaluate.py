@@ -285,8 +285,7 @@ class PairEvaluator:
     def _groups(self, prompts: list[Prompt]) -> Iterator[RolloutGroup]:
         """Yield each pair as a group of two answers."""
         for prompt in prompts:
-            assert prompt.pair is not None, "held-out data of such a run is read in pairs"
-            yield given_group(self._run_id, prompt, [prompt.pair.chosen, prompt.pair.rejected])
+            yield given_group(self._run_id, prompt)
 
 
 def pass_at(k: int, right: int, drawn: int) -> float:

@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any, Literal
 
 from flotilla_coordinator.data.prompts import PromptFile
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.checks import longest_sequence
 from flotilla_coordinator.plan.gpu_memory import compiles, gpu_of_this_host, rank_room
 from flotilla_coordinator.plan.lines import Line, shown_bytes
@@ -43,16 +42,14 @@ COMPUTED_AGAIN: dict[Recompute, str] = {
 }
 
 
-def batching_of_run(
-    config: RunConfig, stack: StackConfig, data: PromptFile, tokenizer: Tokenizer
-) -> BatchingConfig:
+def batching_of_run(config: RunConfig, stack: StackConfig, data: PromptFile) -> BatchingConfig:
     """Return the section `batching` as the plan of this run has it."""
     gpu = gpu_of_this_host()
     model = ModelFacts.read(model_folder(stack.model))
     if config.trains_reward_model:
         model = model.with_value_head()
-    # Lengths of given answers take a tokenizer and time, and only a GPU's memory makes them matter.
-    longest = 1 if gpu is None else longest_sequence(config, data, tokenizer)
+    # Lengths of given answers take time, and only a GPU's memory makes them matter.
+    longest = 1 if gpu is None else longest_sequence(config, data)
     return chosen_batching(config, stack, model, longest, gpu)
 
 

@@ -6,7 +6,6 @@ Invariants: every problem is one sentence that names the key and what to do; all
 from __future__ import annotations
 
 from flotilla_coordinator.data.prompts import PromptFile
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.functions import file_errors
 from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
 from flotilla_coordinator.plan.size_limits import count_errors
@@ -20,6 +19,9 @@ WHY = {
     "reference": "algorithm.kl.reference is service",
     "teacher": "algorithm.advantage.type is distill",
 }
+
+COUNTED_PROMPTS = 256
+"""The prompts whose answers are counted for a mean."""
 
 
 def config_errors(config: RunConfig) -> list[str]:
@@ -82,30 +84,27 @@ def model_errors(
     return errors
 
 
-def longest_sequence(config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> int:
+def longest_sequence(config: RunConfig, data: PromptFile) -> int:
     """Return the most tokens that one sequence of an update can have."""
-    if data.first(1)[0].pair is not None:
-        return longest_pair(data)
-    if config.algorithm.type != "sft":
-        return data.longest_prompt + config.rollout.sampling.max_response_tokens
-    longest = 0
-    for chunk in data.chunks():
-        answers = tokenizer.encode_many([prompt.answer for prompt in chunk])
-        # An answer is followed by the token that ends it.
-        lengths = (len(one.token_ids) + len(answer) + 1 for one, answer in zip(chunk, answers, strict=True))
-        longest = max(longest, *lengths, 0)
-    return longest
+    if data.first(1)[0].given:
+        return longest_given(data)
+    return data.longest_prompt + config.rollout.sampling.max_response_tokens
 
 
-def longest_pair(data: PromptFile) -> int:
-    """Return the tokens of the longest prompt with one of its two answers."""
+def longest_given(data: PromptFile) -> int:
+    """Return the tokens of the longest prompt with one of its answers."""
     return max(
         len(prompt.token_ids) + len(answer.token_ids)
         for chunk in data.chunks()
         for prompt in chunk
-        if prompt.pair is not None
-        for answer in (prompt.pair.chosen, prompt.pair.rejected)
+        for answer in prompt.given
     )
+
+
+def answers_per_prompt(data: PromptFile) -> float:
+    """Return how many answers the first prompts have, as a mean; 0 where a client brings them."""
+    first = data.first(COUNTED_PROMPTS)
+    return sum(len(prompt.given) for prompt in first) / len(first)
 
 
 def answer_errors(limit: SequenceLimit, longest: int) -> list[str]:

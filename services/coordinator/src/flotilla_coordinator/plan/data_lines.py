@@ -8,9 +8,13 @@ are sent, after the weights under them were sent once to each weight group.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from flotilla_coordinator.data.prompts import PromptFile
-from flotilla_coordinator.data.training_sets import HeldOut, LoadedSet
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.data.training_sets import HeldOut, LoadedSet, reads_of
 from flotilla_coordinator.plan import checks
 from flotilla_coordinator.plan.lines import STARTING_WEIGHTS, Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, SequenceLimit
@@ -29,6 +33,8 @@ from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import CRITIC
 
+MOST_SHOWN = 240
+"""The most letters of a part of the first row; its ends are shown."""
 ORDERS = {"shuffled": "shuffled", "as_written": "in file order", "by_field": "ascending by {field}"}
 
 
@@ -98,7 +104,7 @@ def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> It
     for one in sets:
         columns = one.file.about.columns
         if columns is not None and columns.layout:
-            yield f"columns of {one.name}", columns.layout, columns.shown
+            yield f"columns of {one.name}", columns.layout, columns.shown(reads_of(config))
     if len(sets) == 1:
         return
     for one in sets:
@@ -108,6 +114,35 @@ def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> It
             f"{own:,} prompts",
             f"{one.share:.1%} of the draws, about {draws * one.share / own:.2f} epochs; {one.path}",
         )
+
+
+def learned_lines(config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> Iterator[Line]:
+    """Show what the first row teaches: its text, with what is learned between >>> and <<<."""
+    (first,) = data.first(1)
+    several = [f" ({place} of {len(first.given)})" for place in range(1, len(first.given) + 1)]
+    names = (
+        [" (chosen)", " (rejected)"]
+        if config.learns_from_pairs
+        else several
+        if len(first.given) > 1
+        else [""]
+    )
+    for name, answer in zip(names, first.given, strict=False):
+        learned = np.ones(len(answer.token_ids), np.bool_) if answer.trained is None else answer.trained
+        edges = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
+        shown = [_shortened(tokenizer.decode(first.token_ids.tolist(), skip_special=False))]
+        for begin, end in pairwise(edges):
+            text = _shortened(tokenizer.decode(answer.token_ids[begin:end].tolist(), skip_special=False))
+            shown.append(f">>>{text}<<<" if learned[begin] else text)
+        whole = len(first.token_ids) + len(learned)
+        yield f"first row{name}", f"{int(learned.sum())} of {whole} tokens are learned", "".join(shown)
+
+
+def _shortened(text: str) -> str:
+    """Return a text in one line, without its middle where it is long."""
+    if len(text) > MOST_SHOWN:
+        text = f"{text[: MOST_SHOWN // 2]} [...] {text[-MOST_SHOWN // 2 :]}"
+    return repr(text)[1:-1]
 
 
 def evaluation_lines(config: RunConfig, held_out: Sequence[tuple[HeldOut, PromptFile]]) -> Iterator[Line]:
@@ -141,7 +176,7 @@ def evaluation_errors(
 ) -> list[str]:
     """Refuse an evaluation whose sequences are longer than the limit."""
     if config.evaluates_pairs:
-        return checks.answer_errors(limit, checks.longest_pair(held_out))
+        return checks.answer_errors(limit, checks.longest_given(held_out))
     longest = held_out.longest_prompt
     return checks.length_errors(limit, longest, one.max_response_tokens, "evaluation.max_response_tokens")
 

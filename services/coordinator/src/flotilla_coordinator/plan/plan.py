@@ -63,7 +63,7 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
         copies = copies_folder(stack)
         sets = read_sets(config.data, tokenizer, training_data(config, copies))
         data = JoinedSets(sets)
-        longest = checks.longest_sequence(config, data, tokenizer)
+        longest = checks.longest_sequence(config, data)
         asked, gpu = config.batching, gpu_memory.gpu_of_this_host()
         trained = model.with_value_head() if config.trains_reward_model else model
         chosen = chosen_batching(config, stack, trained, longest, gpu)
@@ -73,10 +73,11 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     except FlotillaError as error:
         plan.errors.append(str(error))
         return plan
+    learned = list(data_lines.learned_lines(config, data, tokenizer))
     _Planner(config, stack, trained, sets, held_out, longest, gpu, plan).write()
     batching = [] if gpu is None else [batching_line(asked, chosen, gpu)]
     trackers = [("trackers", ", ".join(one.type for one in config.trackers), "each in a process of its own")]
-    for name, value, explanation in (*batching, *critic, *(trackers if config.trackers else [])):
+    for name, value, explanation in (*learned, *batching, *critic, *(trackers if config.trackers else [])):
         plan.lines.add(name=name, value=value, explanation=explanation)
     return plan
 
@@ -106,8 +107,11 @@ class _Planner:
             "pairs" if config.learns_from_pairs else "answers" if config.algorithm.type == "sft" else ""
         )
         self._prompts = config.rollout.prompts_per_step
-        per_prompt = {"pairs": 2, "answers": 1}.get(self._given, config.rollout.samples_per_prompt)
-        self._samples = self._prompts * per_prompt
+        per_prompt: float = config.rollout.samples_per_prompt
+        if self._given:
+            # A chat may need a sequence for each of its turns.
+            per_prompt = checks.answers_per_prompt(self._data) or {"pairs": 2, "answers": 1}[self._given]
+        self._samples = math.ceil(self._prompts * per_prompt)
         self._memory = size_limits.host_memory()
         self._gpu = gpu
         self._step_tokens = 0
@@ -152,10 +156,6 @@ class _Planner:
         read = [one.file for one in self._sets] + [file for _, file in self._held_out]
         self._plan.warnings.extend(data_remarks(read))
         self._plan.warnings.extend(checks.data_warnings(config, self._data))
-        if self._given == "answers" and not all(p.answer for chunk in self._data.chunks() for p in chunk):
-            self._plan.errors.append(
-                f"algorithm.type is sft, but some lines of data.train have no {config.data.answer_field!r}"
-            )
 
     def _step_lines(self) -> None:
         config = self._config

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from opentelemetry.trace import SpanContext
 
-from flotilla_coordinator.data.prompts import Answer, Prompt
+from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.records import DropReason, FinishedSample
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core import ids
@@ -30,6 +30,8 @@ class RolloutSample(FinishedSample):
     """The generators that wrote it, each from its start to its end; none for a sample that was recorded before."""
     outcome: Outcome | None = None
     """The result of the rewards in this attempt at the step; None for a sample that was scored before, or given."""
+    trained: np.ndarray | None = None
+    """The tokens that are trained, the others being context; None where all are."""
     values: np.ndarray | None = None
     """The critic's values before each token, where the run has a critic."""
     value_after: float | None = None
@@ -48,6 +50,7 @@ class RolloutSample(FinishedSample):
         """Return the size of the tokens and of the columns with them."""
         columns = (
             self.logprobs,
+            self.trained,
             self.values,
             self.reference_logprobs,
             self.teacher_logprobs,
@@ -185,8 +188,8 @@ def _uniform_share(groups: list[RolloutGroup]) -> float:
     return float(np.mean([group.uniform for group in groups]))
 
 
-def given_group(run_id: str, prompt: Prompt, answers: list[Answer]) -> RolloutGroup:
-    """Return a prompt with its answers, in their order, as the samples that the trainer gets."""
+def given_group(run_id: str, prompt: Prompt) -> RolloutGroup:
+    """Return a prompt with its given answers, in their order, as the samples that the trainer gets."""
     group_id = ids.group_id(run_id, prompt.epoch, prompt.index)
     samples = [
         RolloutSample(
@@ -194,8 +197,9 @@ def given_group(run_id: str, prompt: Prompt, answers: list[Answer]) -> RolloutGr
             token_ids=answer.token_ids,
             logprobs=None,
             text=answer.text,
+            trained=answer.trained,
         )
-        for place, answer in enumerate(answers)
+        for place, answer in enumerate(prompt.given)
     ]
     return RolloutGroup(
         group_id, prompt.prompt_text, prompt.token_ids, samples, answer=prompt.answer, info=prompt.info

@@ -18,11 +18,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.data.prompts import Answer, Prompt
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, batch_metrics, given_group
@@ -32,7 +28,7 @@ from flotilla_coordinator.rollouts.samples import Replay
 from flotilla_coordinator.rollouts.scoring import RIGHT_AT, Outcome
 from flotilla_core import ids
 from flotilla_core.config import RolloutConfig, RunConfig
-from flotilla_core.errors import FailedPrecondition, InvalidConfig, UserCodeError
+from flotilla_core.errors import FailedPrecondition, UserCodeError
 from flotilla_core.version import Version
 
 
@@ -267,18 +263,14 @@ def refuse_failing_rewards(
 class SupervisedSource:
     """Makes batches of prompts with their given answers: one, or a pair of which one is preferred.
 
-    A batch is `prompts_per_step` prompts in the source's order. Each response ends with the end-of-sequence token.
-    Nothing is generated, so nothing enters the ledger.
+    A batch is `prompts_per_step` prompts in the source's order. Nothing is generated, so nothing enters the ledger.
     """
 
     samples_from_policy = False
 
-    def __init__(
-        self, run_id: str, prompts: PromptSource, tokenizer: Tokenizer, prompts_per_step: int
-    ) -> None:
+    def __init__(self, run_id: str, prompts: PromptSource, prompts_per_step: int) -> None:
         self._run_id = run_id
         self._prompts = prompts
-        self._tokenizer = tokenizer
         self._prompts_per_step = prompts_per_step
 
     async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
@@ -295,21 +287,8 @@ class SupervisedSource:
     async def batch(self, step: int, version: Version) -> Batch:
         """Return the next prompts and their answers."""
         prompts = [self._prompts.next() for _ in range(self._prompts_per_step)]
-        groups = [given_group(self._run_id, prompt, self._answers(prompt)) for prompt in prompts]
+        groups = [given_group(self._run_id, prompt) for prompt in prompts]
         return Batch(step=step, groups=groups, cursor=self._prompts.cursor)
 
     async def close(self) -> None:
         """Do nothing: no work is ever under way."""
-
-    def _answers(self, prompt: Prompt) -> list[Answer]:
-        if prompt.pair is not None:
-            return [prompt.pair.chosen, prompt.pair.rejected]
-        if not prompt.answer:
-            raise InvalidConfig(
-                f"prompt {prompt.index} has no answer to imitate",
-                where="data.train",
-                why="algorithm.type is sft",
-                next_step="add the column named by data.answer_field",
-            )
-        tokens = [*self._tokenizer.encode(prompt.answer), self._tokenizer.eos_id]
-        return [Answer(prompt.answer, np.asarray(tokens, dtype=np.int32))]

@@ -89,7 +89,7 @@ class RunWiring:
             self._host.files,
             self._status.progress,
         )
-        batching = await asyncio.to_thread(batching_of_run, config, self._host.stack, prompts.file, tokenizer)
+        batching = await asyncio.to_thread(batching_of_run, config, self._host.stack, prompts.file)
         settled = config.model_copy(update={"batching": batching})
         learners = await sessions.learners(settled, tokenizer, directory.path)
         policy = learners.policy
@@ -256,7 +256,7 @@ class RunWiring:
     ) -> BatchSource:
         config = self._config
         if not isinstance(config.algorithm, PolicyConfig):
-            return SupervisedSource(self._run_id, prompts, tokenizer, config.rollout.prompts_per_step)
+            return SupervisedSource(self._run_id, prompts, config.rollout.prompts_per_step)
         if config.loop == "client":
             return ClientSource(prompts)
         groups = GroupRollout(

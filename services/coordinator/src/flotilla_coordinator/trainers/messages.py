@@ -56,6 +56,7 @@ def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
             sample_id=sample.sample_id,
             token_ids=to_tensor(sample.token_ids),
             logprobs=_column(sample.logprobs),
+            mask=_column(sample.trained),
             values=_column(sample.values),
             value_after=sample.value_after,
             truncated=sample.truncated,

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import tokenizers
 
-from flotilla_coordinator.data.pairs import load_pairs
+from flotilla_coordinator.data.given import load_given
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.data.prompts import AnswerPair
+from flotilla_coordinator.data.prompts import Answer, PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
+from flotilla_data.columns import Reads
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz|\n"
 TEMPLATE = (
@@ -50,10 +51,16 @@ def config(tmp_path: Path, *lines: object, **options: Any) -> DataConfig:
     return DataConfig(train=path, **options)
 
 
-def loaded(config: DataConfig, tokenizer: Tokenizer) -> list[AnswerPair]:
-    pairs = [prompt.pair for prompt in load_pairs(config.train, config, tokenizer).prompts]
-    assert all(pair is not None for pair in pairs)
-    return [pair for pair in pairs if pair is not None]
+def load_pairs(source: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
+    return load_given(source, config, tokenizer, reads=Reads.pairs)
+
+
+def loaded(config: DataConfig, tokenizer: Tokenizer) -> list[tuple[Answer, Answer]]:
+    pairs = []
+    for prompt in load_pairs(config.train, config, tokenizer).prompts:
+        chosen, rejected = prompt.given
+        pairs.append((chosen, rejected))
+    return pairs
 
 
 def says(role: str, content: str) -> dict[str, str]:
@@ -66,10 +73,10 @@ def test_texts_end_with_the_end_of_sequence_and_leave_the_other_columns(
     line = {"prompt": "1+1=", "chosen": "2", "rejected": "33", "level": 4}
     data = config(tmp_path, line)
     (prompt,) = load_pairs(data.train, data, tokenizer).prompts
-    assert prompt.pair is not None
-    assert prompt.pair.chosen.token_ids.tolist() == [*tokenizer.encode("2"), END]
-    assert prompt.pair.rejected.token_ids.tolist() == [*tokenizer.encode("33"), END]
-    assert prompt.pair.rejected.text == "33"
+    chosen, rejected = prompt.given
+    assert chosen.token_ids.tolist() == [*tokenizer.encode("2"), END]
+    assert rejected.token_ids.tolist() == [*tokenizer.encode("33"), END]
+    assert rejected.text == "33"
     assert prompt.info == {"level": 4}
 
 
@@ -83,16 +90,16 @@ def test_chat_answers_are_what_the_template_writes_after_the_prompt(
     prompt: Any = "1+1=" if as_text else asked
     line = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
     data = config(tmp_path, line, apply_chat_template=as_text)
-    (pair,) = loaded(data, tokenizer)
+    ((chosen, rejected),) = loaded(data, tokenizer)
     # The line break after the end of the turn is the template's, and no model says it.
-    assert pair.chosen.token_ids.tolist() == [*tokenizer.encode("2"), END]
-    assert pair.rejected.token_ids.tolist() == [*tokenizer.encode("33"), END]
+    assert chosen.token_ids.tolist() == [*tokenizer.encode("2"), END]
+    assert rejected.token_ids.tolist() == [*tokenizer.encode("33"), END]
 
 
 def test_other_columns_can_hold_the_answers(tmp_path: Path, tokenizer: Tokenizer) -> None:
     line = {"prompt": "1+1=", "good": "2", "bad": "3"}
     data = config(tmp_path, line, chosen_field="good", rejected_field="bad")
-    assert [pair.chosen.text for pair in loaded(data, tokenizer)] == ["2"]
+    assert [chosen.text for chosen, _ in loaded(data, tokenizer)] == ["2"]
 
 
 def test_long_prompts_go_or_lose_their_beginning_with_their_pairs(
@@ -104,7 +111,7 @@ def test_long_prompts_go_or_lose_their_beginning_with_their_pairs(
     assert [prompt.index for prompt in file.prompts] == [0, 1]
     assert file.dropped == 2
     cut = config(tmp_path, *lines, max_prompt_tokens=4, overlong_prompts="truncate")
-    assert [pair.chosen.text for pair in loaded(cut, tokenizer)] == ["1", "2", "3", "4"]
+    assert [chosen.text for chosen, _ in loaded(cut, tokenizer)] == ["1", "2", "3", "4"]
 
 
 def test_a_source_of_pairs_keeps_them_over_the_epochs(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -112,7 +119,7 @@ def test_a_source_of_pairs_keeps_them_over_the_epochs(tmp_path: Path, tokenizer:
     source = PromptSource(config(tmp_path, *lines), tokenizer, seed=1, load=load_pairs)
     drawn = [source.next() for _ in range(10)]
     assert [prompt.epoch for prompt in drawn] == [0] * 5 + [1] * 5
-    assert all(p.pair is not None and p.pair.chosen.text == str(p.index) for p in drawn)
+    assert all(prompt.given[0].text == str(prompt.index) for prompt in drawn)
 
 
 GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -122,7 +129,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no chosen answer": ({"chosen": None}, r"column 'chosen' is missing.*data\.chosen_field"),
     "equal answers": ({"rejected": "2"}, "both answers are the same"),
     "empty answer": ({"chosen": " "}, "column 'chosen' is an empty answer"),
-    "a number": ({"rejected": 3}, "neither text nor a list of chat messages.*int"),
+    "a list of texts": ({"rejected": ["3"]}, "neither text nor a list of chat messages.*list"),
+    "a mapping": ({"rejected": {"text": "3"}}, "neither text nor a list of chat messages.*dict"),
     "messages after bare text": ({"chosen": [says("assistant", "2")]}, r"data\.apply_chat_template"),
     "an image": (
         {
@@ -138,10 +146,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two messages": (
         {"prompt": CHAT, "chosen": [says("assistant", "2"), says("user", "why")]},
-        "not one message of the assistant.*assistant, user",
+        "does not begin and end with an answer.*assistant, user",
     ),
-    "the prompt alone": ({"prompt": CHAT, "chosen": CHAT}, "not one message of the assistant.*no role"),
-    "no message": ({"prompt": CHAT, "chosen": ["2"]}, "not one message of the assistant.*None"),
+    "the prompt alone": (
+        {"prompt": CHAT, "chosen": CHAT},
+        "does not begin and end with an answer of the assistant.*no role",
+    ),
+    "no message": ({"prompt": CHAT, "chosen": ["2"]}, "neither text nor a list of chat messages"),
 }
 
 
@@ -156,7 +167,7 @@ def test_a_wrong_pair_is_refused_by_its_line(case: str, tmp_path: Path, tokenize
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path: Path) -> None:
-    counting = make_tokenizer(tmp_path / "model", "{{ messages | length }}")
+    counting = make_tokenizer(tmp_path / "model", "{{ messages | length }}{{ messages[0].content }}")
     line = {"prompt": CHAT, "chosen": [says("assistant", "2")], "rejected": [says("assistant", "3")]}
     data = config(tmp_path, line)
     with pytest.raises(InvalidConfig, match="does not write column 'chosen' after the prompt"):
