@@ -159,12 +159,73 @@ def test_pairs_are_learned_by_dpo_and_need_no_reward(flotilla: Command) -> None:
 def test_supervised_training_has_room_for_its_longest_answer_and_a_reward_for_evaluations_alone(
     flotilla: Command,
 ) -> None:
-    rows = [*SUMS, {"prompt": "say", "answer": "x" * 3000}]
+    rows = [*SUMS[:10], {"prompt": "say", "answer": "x" * 3000}]
     assert init(flotilla, rows, "--algorithm", "sft")["reward"] is None
     stack = load(StackConfig, ["stack.yaml"])
     assert stack.generator.max_model_tokens and stack.generator.max_model_tokens > 3000
     held_out = write("held.jsonl", [{"prompt": "7+1=", "answer": "8"}])
     assert init(flotilla, SUMS, "--algorithm", "sft", "--heldout", held_out, "--force")["reward"] == "numeric"
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n}."}]}
+    for n in range(40)
+]
+
+
+@pytest.mark.parametrize("rows", [SUMS, CHATS, PAIRS * 2], ids=["sums", "chats", "pairs"])
+def test_some_rows_are_held_out_where_no_held_out_data_are_named(flotilla: Command, rows: list[Any]) -> None:
+    def lines(name: str) -> list[Any]:
+        return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+    init(flotilla, rows)
+    train, held_out = lines("split/train.jsonl"), lines("split/heldout.jsonl")
+    assert len(train) + len(held_out) == len(rows) and 0 < len(held_out) <= len(rows) // 10
+    assert all(row in rows for row in (*train, *held_out))
+    assert not any(row in train for row in held_out), "rows of one prompt stay together"
+    evaluation = run_file().evaluation
+    assert evaluation is not None and str(evaluation.data) == "split/heldout.jsonl"
+    assert str(run_file().data.train) == "split/train.jsonl"
+    init(flotilla, rows[::-1], "--force")
+    assert sorted(map(json.dumps, lines("split/heldout.jsonl"))) == sorted(map(json.dumps, held_out))
+
+
+def test_a_data_set_with_a_split_for_tests_holds_that_out(flotilla: Command) -> None:
+    Path("sums").mkdir()
+    write("sums/train.jsonl", SUMS[:40])
+    write("sums/test.jsonl", SUMS[40:])
+    code, _, err = flotilla("init", "--model", "model", "--data", "sums")
+    assert code == 0, err
+    evaluation = run_file().evaluation
+    assert evaluation is not None and str(evaluation.data) == str(run_file().data.train) == "sums"
+    assert not Path("split").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "algorithm"),
+    [
+        (CHATS[0], "sft"),
+        ({"text": "a long text"}, "sft"),
+        ({"prompt": "a", "completion": "b"}, "sft"),
+        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "sft"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "sft"),
+        ({"instruction": "Translate.", "input": "cat", "output": "word " * 20}, "sft"),
+        ({"instruction": "Translate.", "input": "cat", "output": "Katze"}, "grpo"),
+        ({"chosen": CHATS[0]["messages"], "rejected": CHATS[1]["messages"], "prompt": "0?"}, "dpo"),
+        ({"chosen": CHATS[0]["messages"], "rejected": [*CHATS[0]["messages"][:1], CHATS[1]["messages"][1]]}, "dpo"),
+        ({"input": {"messages": CHATS[0]["messages"][:1]}, "preferred_output": CHATS[0]["messages"][1:],
+          "non_preferred_output": CHATS[1]["messages"][1:]}, "dpo"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_layouts_are_learned_by_the_algorithm_that_they_are_for(
+    flotilla: Command, row: dict[str, Any], algorithm: str
+) -> None:
+    assert init(flotilla, [row] * 4)["algorithm"] == algorithm
+    plan = json.loads(flotilla("run", "plan", "run.yaml", "--json")[1])
+    shown = [line["explanation"] for line in plan["lines"] if line["name"].startswith("first row")]
+    assert len(shown) == {"sft": 1, "dpo": 2, "grpo": 0}[algorithm]
+    assert all(">>>" in text and text.endswith("<eos><<<") for text in shown)
 
 
 def test_held_out_data_may_have_columns_of_their_own(flotilla: Command) -> None:

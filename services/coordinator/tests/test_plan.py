@@ -117,14 +117,20 @@ def test_an_evaluation_at_the_last_step_is_the_one_after(run: dict[str, Any], st
     assert {line.name: line.value for line in plan(run, stack).lines}["evaluations"] == "3 x 10 prompts"
 
 
-def test_supervised_training_needs_answers_and_no_generators(run: dict[str, Any], stack: StackConfig) -> None:
+def test_supervised_training_needs_answers_and_no_generators(
+    run: dict[str, Any], stack: StackConfig, tmp_path: Path
+) -> None:
+    assert "no end-of-sequence token" in the_error(plan(run, stack, **SUPERVISED))
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "_"}')
     idle = stack.model_copy(update={"generator": stack.generator.model_copy(update={"replicas": 0})})
     planned = plan(run, idle, **SUPERVISED)
     assert (list(planned.errors), list(planned.warnings)) == ([], [])
     assert {line.name: line.value for line in planned.lines}["step"] == "16 sequences"
     assert "flotilla scale generator 1" in plan(run, idle).warnings[0]
+    first = next(line for line in planned.lines if line.name == "first row")
+    assert (first.value, first.explanation) == ("3 of 8 tokens are learned", "10+1=>>>11_<<<")
     run["data"]["answer_field"] = "solution"
-    assert "no 'solution'" in the_error(plan(run, stack, **SUPERVISED))
+    assert "column 'solution' is missing" in the_error(plan(run, stack, **SUPERVISED))
 
 
 def test_answers_that_would_end_otherwise_than_responses_do_are_warned_of(
@@ -165,6 +171,7 @@ def test_a_reward_model_needs_a_trainer_alone_and_feeds_every_token(
 def test_answers_that_the_model_cannot_hold_are_refused(
     run: dict[str, Any], stack: StackConfig, tmp_path: Path
 ) -> None:
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "_"}')
     for digits, errors in ((58, []), (59, ["65 tokens, the model has 64"])):
         line = json.dumps({"prompt": "10+1=", "answer": "1" * digits})
         (tmp_path / "train.jsonl").write_text(line + "\n")

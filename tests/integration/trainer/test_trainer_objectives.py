@@ -13,7 +13,7 @@ import torch
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest, Mismatch, UserCodeError
-from flotilla_core.tensors import from_tensor
+from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.plain_torch import distribution, of_tokens, plain_model, trained_tokens
 
@@ -282,6 +282,25 @@ async def test_weights_are_normalised_by_the_mean_that_the_ranks_find(
     assert abs(mean - 1) > 1e-3
     for name, gradient in plain.items():
         np.testing.assert_allclose(mean * normalised[name], gradient, atol=TOLERANCE, err_msg=name)
+
+
+async def test_turns_of_chats_are_averaged_over_their_own_tokens(trainer: Any, groups_of: MakeGroups) -> None:
+    groups, losses = groups_of(SIZES), []
+    policy = plain_model(trainer.model)
+    for group in groups:
+        for sample in group.samples:
+            response = from_tensor(sample.token_ids)
+            # Two turns of the assistant with another speaker's between them.
+            learned = np.arange(len(response)) % 4 != 1
+            sample.mask.CopyFrom(to_tensor(learned))
+            scores = distribution(policy, from_tensor(group.prompt_token_ids), response, 1.0)
+            losses.append(-of_tokens(scores, response)[torch.from_numpy(learned)])
+    every = torch.cat(losses)
+    assert 0 < len(every) < sum(len(from_tensor(s.token_ids)) for group in groups for s in group.samples)
+    await trainer.open("sft", tokens_per_microbatch=40)
+    metrics = (await trainer.train(0, groups)).metrics
+    assert metrics["tokens/trained"] == len(every)
+    assert metrics["loss"] == pytest.approx(every.mean().item(), abs=TOLERANCE)
 
 
 async def test_rollouts_beyond_the_limit_are_refused_and_change_nothing(

@@ -29,7 +29,7 @@ LABELS = ("label", "kto_tag")
 
 
 class Reads(StrEnum):
-    """What an algorithm reads from a row."""
+    """Says what an algorithm reads from a row."""
 
     prompts = "prompts"
     """A prompt, and an answer that rewards compare with."""

@@ -51,6 +51,9 @@ class Fields:
     layout: str
     """Says how the columns are read where they are those of another program; they need no keys then."""
 
+    prompts: bool = True
+    """False where the rows are texts without prompts."""
+
     @property
     def pairs(self) -> bool:
         """True where each row has a preferred answer and another one."""
@@ -99,7 +102,7 @@ def _read_as(reads: Reads, rows: Values, source: str) -> Fields:
     answered = bool(answer) or columns.layout == TEXT or _end_with_answers(prompts)
     if reads is Reads.pairs:
         answered = all(_filled(rows, [name]) for name in (columns.chosen, columns.rejected))
-    return Fields(columns.prompt, answer, texts, reads, answered, shown)
+    return Fields(columns.prompt, answer, texts, reads, answered, shown, columns.layout != TEXT)
 
 
 def _columns(row: Mapping[str, Any], source: str, reads: Reads) -> Columns:

@@ -127,6 +127,7 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
     facts, tokenizer = ModelFacts.read(found), Tokenizer.load(found)
     fields = _look_at(data, "train", "--data", algorithm)
     algorithm = algorithm or TAUGHT_BY[fields.teaches][0]
+    held_out = held_out or (data if _has_test_split(data) else "")
     held_out_fields = fields
     if held_out:
         # Held-out prompts of sft are answered and judged, as those of all but pairs.
@@ -154,8 +155,52 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
         response_tokens=0,
         model_tokens=0,
         answers=None,
+        split={} if held_out or not fields.prompts else _split(data, sets),
     )
     return _measured(draft, config, sets, tokenizer)
+
+
+def _has_test_split(source: str) -> bool:
+    """Return whether a data set brings held-out rows of its own."""
+    from flotilla_core.errors import FlotillaError
+    from flotilla_data.files import data_files
+
+    try:
+        return data_files(Path(source), "test") != data_files(Path(source), "train")
+    except FlotillaError:
+        return False
+
+
+def _split(source: str, data: PromptFile) -> dict[str, list[str]]:
+    """Return the lines to train and those to hold out; nothing where the rows are too many to copy, or too few.
+
+    A row is held out by a digest of its prompt: rows of one prompt stay together, whatever their order in the file.
+    """
+    import json
+    from hashlib import blake2b
+
+    from flotilla_coordinator.cli.init_files import HELD_OUT_MOST, HELD_OUT_SHARE, HELDOUT, SPLIT_FROM, TRAIN
+    from flotilla_data.rows import open_rows
+
+    if data.streamed:
+        return {}
+    by_prompt: dict[bytes, list[int]] = {}
+    for prompt in data.prompts:
+        digest = blake2b(prompt.token_ids.tobytes(), digest_size=8).digest()
+        by_prompt.setdefault(digest, []).append(prompt.index)
+    if len(by_prompt) < SPLIT_FROM:
+        return {}
+    held_out: set[int] = set()
+    most = min(HELD_OUT_MOST, data.kept // HELD_OUT_SHARE)
+    for digest in sorted(by_prompt):
+        if len(held_out) + len(by_prompt[digest]) <= most:
+            held_out.update(by_prompt[digest])
+    rows = open_rows(Path(source), "train", None)
+    lines = [json.dumps(row.values) for row in rows.read(range(len(rows)))]
+    parts: dict[str, list[str]] = {TRAIN: [], HELDOUT: []}
+    for number, line in enumerate(lines):
+        parts[HELDOUT if number in held_out else TRAIN].append(line)
+    return parts
 
 
 @contextmanager
@@ -297,7 +342,7 @@ def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Toke
     if not config.learns_from_pairs:
         if not supervised:
             _require_all_answers(prompts, draft)
-        if draft.held_out or not supervised:
+        if draft.holds_out or not supervised:
             draft = replace(draft, answers=kind_of_answers([prompt.answer for prompt in prompts]))
     longest = _rounded(max(len(prompt.token_ids) for prompt in prompts) * 5 // 4)
     response = min(_response_tokens(draft, prompts, tokenizer), max(limit - longest, limit // 2))
@@ -365,12 +410,18 @@ def _planned(draft: Draft) -> tuple[Plan, list[str]]:
 
 def _choices(draft: Draft) -> Iterator[str]:
     """Say what was recognised."""
+    from flotilla_coordinator.cli.init_files import HELDOUT, TRAIN
+
     fields, (reward, why) = draft.fields, draft.reward
     answers = (
         "pairs" if fields.pairs else f"answers from {fields.answer!r}" if fields.answer else "no answers"
     )
     columns = fields.layout or f"prompts from {fields.prompt!r}, {answers}"
     yield f"data: {draft.rows:,} prompts; {columns}"
+    if draft.split:
+        yield f"held out: {len(draft.split[HELDOUT]):,} of them, written to {HELDOUT}, the others to {TRAIN}"
+    elif not draft.held_out:
+        yield "held out: none, so nothing shows what the model learns for other prompts; name data by --heldout"
     if reward:
         yield f"reward: {reward}, because {why}"
     if reward.endswith(":reward"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flotilla_core.config.model import HUB
@@ -23,6 +23,12 @@ MOST_STEPS = {"gpus": 200, "cpu": 50}
 EVALUATIONS = 5
 HELD_OUT_ON_CPU = 100
 LONGEST_NAME = 31
+TRAIN, HELDOUT = "split/train.jsonl", "split/heldout.jsonl"
+SPLIT_FROM = 20
+"""The least number of different prompts of which some are held out."""
+HELD_OUT_SHARE = 10
+"""One row of so many is held out."""
+HELD_OUT_MOST = 500
 FROM_PAIRS = ("dpo", "reward_model")
 RATES = ((500e6, 1e-5), (4e9, 3e-6), (float("inf"), 1e-6))
 """Learning rates by the most parameters of a model that learns from rewards or preferences."""
@@ -127,6 +133,13 @@ class Draft:
     answers: Answers | None
     """The kind that the reward judges; None where there is no reward."""
     adapters: bool = False
+    split: dict[str, list[str]] = field(default_factory=dict)
+    """The lines to train and those to hold out, where some of the data are held out."""
+
+    @property
+    def holds_out(self) -> bool:
+        """True where evaluations have data of their own."""
+        return bool(self.held_out or self.split)
 
     @property
     def stack(self) -> Path:
@@ -144,6 +157,8 @@ class Draft:
         made = {self.stack: stack_text(self), self.run: run_text(self)}
         if self.answers in OWN:
             made[self.folder / "rewards.py"] = OWN[self.answers][1]
+        for name, lines in self.split.items():
+            made[self.folder / name] = "".join(f"{line}\n" for line in lines)
         return made
 
     @property
@@ -169,7 +184,7 @@ class Draft:
     @property
     def groups(self) -> int:
         """The prompts, answers or pairs of a step."""
-        return min(GROUPS[self._place], self.rows)
+        return min(GROUPS[self._place], self.rows - len(self.split.get(HELDOUT, ())))
 
     @property
     def _place(self) -> str:
@@ -234,7 +249,8 @@ algorithm:
 
 def _data(draft: Draft) -> str:
     fields = draft.fields
-    lines = ["data:", f"  train: {_quoted(draft.path(draft.data))}"]
+    train = draft.path(TRAIN, of_folder=True) if draft.split else draft.path(draft.data)
+    lines = ["data:", f"  train: {_quoted(train)}"]
     if fields.layout:
         lines.append(f"  # {_sentence(fields.layout)}")
     else:
@@ -288,9 +304,10 @@ lora:
 
 
 def _evaluation(draft: Draft) -> str:
-    if not draft.held_out:
+    if not draft.holds_out:
         return ""
-    found, lines = draft.held_out_fields, ["evaluation:", f"  data: {_quoted(draft.path(draft.held_out))}"]
+    held_out = draft.path(HELDOUT, of_folder=True) if draft.split else draft.path(draft.held_out)
+    found, lines = draft.held_out_fields, ["evaluation:", f"  data: {_quoted(held_out)}"]
     if not found.layout and found.prompt != draft.fields.prompt:
         lines.append(f"  prompt_field: {found.prompt}")
     if not found.layout and found.answer not in ("", draft.fields.answer):
