@@ -128,7 +128,7 @@ def test_supervised_training_needs_answers_and_no_generators(
     assert {line.name: line.value for line in planned.lines}["step"] == "16 sequences"
     assert "flotilla scale generator 1" in plan(run, idle).warnings[0]
     first = next(line for line in planned.lines if line.name == "first row")
-    assert (first.value, first.explanation) == ("3 of 8 tokens are learned", "10+1=>>>11_<<<")
+    assert (first.value, first.explanation) == ("3 of 8 tokens are learned", "1 0 + 1 =>>>1 1 _<<<")
     run["data"]["answer_field"] = "solution"
     assert "column 'solution' is missing" in the_error(plan(run, stack, **SUPERVISED))
 
