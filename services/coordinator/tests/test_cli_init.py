@@ -211,7 +211,6 @@ def test_a_data_set_with_a_split_for_tests_holds_that_out(flotilla: Command) -> 
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "sft"),
         ({"instruction": "Translate.", "input": "cat", "output": "word " * 20}, "sft"),
         ({"instruction": "Translate.", "input": "cat", "output": "Katze"}, "grpo"),
-        ({"chosen": CHATS[0]["messages"], "rejected": CHATS[1]["messages"], "prompt": "0?"}, "dpo"),
         ({"chosen": CHATS[0]["messages"], "rejected": [*CHATS[0]["messages"][:1], CHATS[1]["messages"][1]]}, "dpo"),
         ({"input": {"messages": CHATS[0]["messages"][:1]}, "preferred_output": CHATS[0]["messages"][1:],
           "non_preferred_output": CHATS[1]["messages"][1:]}, "dpo"),
