@@ -75,6 +75,32 @@ def test_key_of_another_program_is_told_by_its_name_here(text: str, says: str) -
     assert problem(RUN + text + "\n") == f"run.yaml:7: {says}"
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("critic: {optim: {lr: 1e-5}}", "critic.optim.lr is algorithm.critic.optimizer.learning_rate"),
+        ("report_to: wandb", "here it is trackers (a list of mappings"),
+        ("epochs: 3", "here it is steps (run plan"),
+        ("val_before_train: true", "here it is evaluation (a run that evaluates does so before"),
+        ("trainer: {dtype: float32}", "unknown key trainer: trainer is a key of stack.yaml"),
+        ("lora: {r: 8}", "unknown key lora.r; here it is lora.rank"),
+        ("tools: [search]", "unknown key tools: a response is one answer, without tools"),
+        ("rollout: {multi_turn: {enable: true}}", "unknown key rollout.multi_turn: a response is one answer"),
+        ("judge: {model: big}", "unknown key judge: a reward asks no judge model by itself"),
+        ("algorithm: {type: GRPO}", "did you mean grpo?"),
+        ("algorithm: {type: reinforce++}", "did you mean reinforce_plus_plus?"),
+        ("algorithm: {type: Dr. GRPO}", "did you mean dr_grpo?"),
+    ],
+)
+def test_keys_and_names_that_users_bring_along_are_told_what_they_are_here(text: str, says: str) -> None:
+    assert says in problem(RUN + text + "\n")
+
+
+def test_an_override_of_a_users_habit_is_told_what_it_is_here() -> None:
+    assert "here it is data.overlong_prompts" in problem(RUN, "data.truncation=left")
+    assert "algorithm.critic.optimizer.learning_rate" in problem(RUN, "critic.optim.lr=1e-5")
+
+
 def test_keys_that_stand_for_those_of_other_programs_exist() -> None:
     ours = {*_all_paths(RunConfig), *_all_paths(StackConfig)}
     assert {theirs: key for theirs, key in OURS.items() if key not in ours} == {}
@@ -186,3 +212,35 @@ def test_a_mesh_that_does_not_fill_the_ranks_is_refused_with_the_arithmetic(key:
     assert f"{key} is 2, but nproc is 7 = 3 x 2 + 1" in message
     fits = load_text(StackConfig, f"trainer: {{nproc: 6, {key}: 2, compile: on}}\n", source="stack.yaml")
     assert (fits.trainer.nproc, fits.trainer.compile) == (6, "on")
+
+
+@pytest.mark.parametrize("spelling", ["owner/name", "hub:owner/name"])
+def test_models_and_data_sets_on_the_hub_are_named_alike(
+    spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stack.yaml").write_text(f"model: {spelling}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"name: r\nsteps: 1\nalgorithm: {{type: sft}}\ndata: {{train: {spelling}}}\n"
+        f"evaluation: {{data: [{{path: {spelling}}}]}}\nrewards: [{{reward: exact}}]\n"
+    )
+    assert load(StackConfig, [Path("stack.yaml")]).model == "owner/name"
+    run = load(RunConfig, [Path("run.yaml")])
+    assert run.evaluation is not None
+    assert [str(run.data.train), *(str(one.path) for one in run.evaluation.sets_of_data)] == [
+        "hub:owner/name"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["data/train", "there/train", "owner/train.jsonl", "./owner/name", "owner", "a/b/c", "data/part-*"],
+)
+def test_what_looks_like_a_path_stays_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "run.yaml").write_text(
+        f"name: r\nsteps: 1\nalgorithm: {{type: sft}}\ndata: {{train: {name}}}\n"
+    )
+    assert load(RunConfig, [Path("run.yaml")]).data.train == Path(name)

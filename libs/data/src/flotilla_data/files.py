@@ -168,7 +168,8 @@ def _snapshot(repository: str, revision: str | None, part: str) -> Path:
             "the data set cannot be fetched from the hub and is not in the local cache",
             where=f"{HUB}{repository}",
             why=str(error).strip().partition("\n")[0],
-            next_step="check the name and the network, or fetch it once where there is one and name its folder",
+            next_step="check the name and the network, or fetch it once where there is one and name its folder; "
+            "this host has no file or folder of that name",
         ) from None
 
 

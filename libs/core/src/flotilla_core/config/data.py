@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.model import ConfigModel, Parameters, function_path, possible_function
+from flotilla_core.config.model import ConfigModel, DataSource, Parameters, function_path, possible_function
 
 LARGEST_REWARD = 1e38
 """Largest absolute value: sums and squares of such rewards stay finite. The trainer's contract has the same bound."""
@@ -16,7 +16,7 @@ LARGEST_REWARD = 1e38
 class TrainingSet(ConfigModel):
     """One of several data sets of prompts."""
 
-    path: Path
+    path: DataSource
     """File, folder, pattern or `hub:owner/name`."""
     weight: float = Field(default=1.0, gt=0, le=1e9)
     """Its share of the draws is this divided by the sum of all weights, however long the file is."""
@@ -29,7 +29,8 @@ def _form(train: Any) -> str | None:
 
 
 TrainingData = Annotated[
-    Annotated[Path, Tag("one")] | Annotated[tuple[TrainingSet, ...], Field(max_length=1000), Tag("several")],
+    Annotated[DataSource, Tag("one")]
+    | Annotated[tuple[TrainingSet, ...], Field(max_length=1000), Tag("several")],
     Discriminator(
         _form,
         custom_error_type="training_data",
@@ -229,7 +230,7 @@ class RolloutConfig(ConfigModel):
 class HeldOutSet(ConfigModel):
     """One of several held-out files; a key that is left empty takes the one of `evaluation`."""
 
-    path: Path
+    path: DataSource
     """File, folder, pattern or `hub:owner/name`, as `data.train`."""
     split: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
     """Split to read where a folder or a hub name has several."""
@@ -265,7 +266,7 @@ class HeldOutSet(ConfigModel):
 
 
 HeldOutData = Annotated[
-    Annotated[Path, Tag("one")]
+    Annotated[DataSource, Tag("one")]
     | Annotated[tuple[HeldOutSet, ...], Field(min_length=1, max_length=100), Tag("several")],
     Discriminator(
         _form,

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from flotilla_core.config.document import Document, KeyPath, describe, join, read_text_file, shortened
 from flotilla_core.config.model import ConfigModel
-from flotilla_core.config.other_programs import same_keys_here
+from flotilla_core.config.other_programs import not_offered, same_keys_here
 from flotilla_core.errors import InvalidConfig
 
 Model = TypeVar("Model", bound=ConfigModel)
@@ -140,6 +140,8 @@ def _unknown_key(path: KeyPath, model: type[ConfigModel], value: Any) -> str:
     meant, shown = _probably_meant(path, model), shortened(join(path))
     if meant == join(path):
         return f"unknown key {meant}: another {join(path[:-1])}.type has it, this one does not"
+    if lacking := not_offered(path, value):
+        return f"unknown key {shown}: {lacking}"
     if same := same_keys_here(path, value):
         own = set(_all_paths(model))
         said = [
@@ -149,11 +151,24 @@ def _unknown_key(path: KeyPath, model: type[ConfigModel], value: Any) -> str:
             for theirs, ours, note in same
         ]
         return f"unknown key {shown}; here {', '.join(said)}"
+    if str(path[0]) in _other(model).model_fields:
+        return f"unknown key {shown}: {path[0]} is a key of {_file_of(_other(model))}"
     return f"unknown key {shown}" + (f"; did you mean {meant}?" if meant else "")
 
 
 def _in_the_other_file(key: str, model: type[ConfigModel]) -> str:
-    return f"{key} of {'run.yaml' if 'state_dir' in model.model_fields else 'stack.yaml'}"
+    return f"{key} of {_file_of(_other(model))}"
+
+
+def _other(model: type[ConfigModel]) -> type[ConfigModel]:
+    """Return the model of the other file of a fleet."""
+    from flotilla_core.config import RunConfig, StackConfig  # they are loaded by this module
+
+    return RunConfig if model is StackConfig else StackConfig
+
+
+def _file_of(model: type[ConfigModel]) -> str:
+    return "stack.yaml" if "state_dir" in model.model_fields else "run.yaml"
 
 
 def _name_of(value: Any) -> Any:
@@ -166,11 +181,17 @@ def _unknown_name(path: KeyPath, kind: str, name: str, context: dict[str, Any]) 
     expected = context["expected_tags" if of_a_section else "expected"]
     known = re.findall(r"'([^']*)'", expected.replace("'user'", "'path.py:function'"))
     place = join((*path, "type")) if of_a_section else join(path)
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(_as_we_write(name), known, n=1)
     choice = " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}"
     return f"{place}: expected {choice}, got the text {shortened(name)!r}" + (
         f"; did you mean {near[0]}?" if near else ""
     )
+
+
+def _as_we_write(name: str) -> str:
+    """Return a name of another program in our letters: `REINFORCE++` is reinforce_plus_plus, `Dr. GRPO` is dr_grpo."""
+    words = name.lower().replace("++", " plus plus")
+    return "_".join(re.findall(r"[a-z0-9]+", words))
 
 
 def _written_path(location: tuple[str | int, ...], kind: str, values: Any) -> KeyPath:

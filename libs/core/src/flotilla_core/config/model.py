@@ -42,7 +42,9 @@ PATTERN = r"^.+\.py:[A-Za-z_]\w*$"
 _FUNCTION = re.compile(PATTERN)
 
 HUB = "hub:"
-"""Begins the name of a data set on the hub, where a path is expected."""
+"""Begins the name of a model or a data set on the hub; `owner/name` alone is one where no such path is there."""
+
+_DATA_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 STORES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "file": ""}
 """Schemes of object storage, each with the package that the user installs for it."""
@@ -73,9 +75,11 @@ FolderOrUrl = Annotated[Path | str, BeforeValidator(_folder_or_url)]
 
 
 def _folder_or_name(value: object) -> object:
-    """Return a Path if the folder exists, else the name as it was written."""
+    """Return a Path if the folder exists, else the name on the hub, without what begins it."""
     if not isinstance(value, str | Path):
         return value
+    if str(value).startswith(HUB):
+        return str(value).removeprefix(HUB)
     if is_url(value):
         return checked_url(str(value))
     folder = expanded(Path(value))
@@ -88,6 +92,22 @@ ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
 
 HostName = Annotated[str, AfterValidator(canonical)]
 """An address, or a name of a host; brackets around one of IPv6 are taken off."""
+
+
+def data_source(source: object) -> object:
+    """Return the files of this host as they are named, and `owner/name` as the name on the hub that it then is.
+
+    It is one where this host has neither such a path nor a folder `owner`, and the name does not end like a file's.
+    """
+    name = str(source)
+    if not isinstance(source, str | Path) or not _DATA_ON_HUB.fullmatch(name):
+        return source
+    here = os.path.lexists(name) or os.path.lexists(os.path.dirname(name))
+    return source if here or Path(name).suffix[1:].isalpha() else f"{HUB}{name}"
+
+
+DataSource = Annotated[Path, BeforeValidator(data_source)]
+"""Files of this host, or a data set on the hub."""
 
 AgreementLimit = Annotated[float, Field(gt=0, le=1, strict=True)] | Literal["auto"]
 """A mean difference of token probabilities between generator and trainer; `auto` is what rounding explains."""

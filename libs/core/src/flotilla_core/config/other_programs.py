@@ -20,6 +20,7 @@ OURS = {
     "steps_per_generation": "optimizer.steps_per_update",
     "num_iterations": "optimizer.epochs_per_update",
     "num_train_epochs": "steps",
+    "epochs": "steps",
     "max_steps": "steps",
     "max_completion_length": "rollout.sampling.max_response_tokens",
     "max_new_tokens": "rollout.sampling.max_response_tokens",
@@ -49,6 +50,7 @@ OURS = {
     "gradient_checkpointing": "batching.activation_checkpointing",
     "use_peft": "lora",
     "lora_r": "lora.rank",
+    "lora.r": "lora.rank",
     "lora_rank": "lora.rank",
     "lora_alpha": "lora.alpha",
     "lora_target_modules": "lora.targets",
@@ -56,6 +58,8 @@ OURS = {
     "model": "model",
     "model_name_or_path": "model",
     "output_dir": "state_dir",
+    "report_to": "trackers",
+    "run_name": "name",
     "bf16": "trainer.dtype",
     "torch_dtype": "trainer.dtype",
     "vllm_gpu_memory_utilization": "generator.memory_fraction",
@@ -65,6 +69,10 @@ OURS = {
     # verl
     "train_files": "data.train",
     "val_files": "evaluation.data",
+    "truncation": "data.overlong_prompts",
+    "filter_overlong_prompts": "data.overlong_prompts",
+    "val_before_train": "evaluation",
+    "logger": "trackers",
     "prompt_key": "data.prompt_field",
     "max_prompt_length": "data.max_prompt_tokens",
     "max_response_length": "rollout.sampling.max_response_tokens",
@@ -127,11 +135,25 @@ NOTES = {
     "ppo_mini_batch_size": "counted in optimizer steps of an update, not in samples",
     "num_train_epochs": "run plan shows the epochs that they make",
     "total_epochs": "run plan shows the epochs that they make",
+    "epochs": "run plan shows the epochs that they make",
+    "report_to": "a list of mappings such as {type: wandb}",
+    "logger": "a list of mappings such as {type: wandb}",
+    "val_before_train": "a run that evaluates does so before the first step too",
     "warmup_ratio": "counted in updates",
     "lr_warmup_steps_ratio": "counted in updates",
     "beta": "that of algorithm.type dpo is algorithm.beta",
 }
 """What differs beside the name."""
+_WITHOUT_TURNS = "a response is one answer, without tools or further turns: this release has no episodes"
+NOT_OFFERED = {
+    "tools": _WITHOUT_TURNS,
+    "tool_config_path": _WITHOUT_TURNS,
+    "multi_turn": _WITHOUT_TURNS,
+    "max_turns": _WITHOUT_TURNS,
+    "environment_factory": _WITHOUT_TURNS,
+    "judge": "a reward asks no judge model by itself: write a function that asks yours, and name it in rewards",
+}
+"""Their key, and what this release does not do; a loop of the user's own may."""
 MOST_NAMED = 6
 """Keys that are named of one section of another program."""
 
@@ -144,8 +166,17 @@ def same_keys_here(path: KeyPath, value: Any) -> list[tuple[str, str, str]]:
         endings = (".".join(names[first:]) for first in range(len(names)))
         theirs = next((ending for ending in endings if ending in OURS), None)
         if theirs is not None:
-            found.append((".".join(names), OURS[theirs], NOTES.get(theirs, "")))
+            ours = OURS[theirs]
+            if "critic" in names[:-1] and ours.startswith("optimizer."):
+                ours = f"algorithm.critic.{ours}"
+            found.append((".".join(names), ours, NOTES.get(theirs, "")))
     return found[:MOST_NAMED]
+
+
+def not_offered(path: KeyPath, value: Any) -> str:
+    """Return what this release does not do, where an unknown key, or a key of an unknown section, asks for that."""
+    names = (part for leaf in _leaves(path, value) for part in leaf if isinstance(part, str))
+    return next((NOT_OFFERED[name] for name in names if name in NOT_OFFERED), "")
 
 
 def _leaves(path: KeyPath, value: Any) -> Iterator[KeyPath]:

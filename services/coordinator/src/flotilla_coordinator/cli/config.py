@@ -140,8 +140,9 @@ def _model(kind: Kind) -> type[StackConfig] | type[RunConfig]:
 
 
 def _kind_of(files: list[Path]) -> Kind:
-    """Detect the kind by the top-level keys that only one of the two has."""
+    """Detect the kind by the top-level keys that only one of the two has; of other programs' keys, by ours for them."""
     from flotilla_core.config.document import read_text_file
+    from flotilla_core.config.other_programs import OURS
 
     keys: set[str] = set()
     for file in files:
@@ -149,9 +150,10 @@ def _kind_of(files: list[Path]) -> Kind:
             text = read_text_file(file).splitlines()
             keys |= {line.partition(":")[0] for line in text if line[:1].isalpha()}
     run_keys, stack_keys = (set(_model(kind).model_fields) for kind in (Kind.run, Kind.stack))
-    return (
-        Kind.run if len(keys & (run_keys - stack_keys)) > len(keys & (stack_keys - run_keys)) else Kind.stack
-    )
+    ours = [key if key in run_keys | stack_keys else OURS.get(key, key).partition(".")[0] for key in keys]
+    of_run = sum(key in run_keys and key not in stack_keys for key in ours)
+    of_stack = sum(key in stack_keys and key not in run_keys for key in ours)
+    return Kind.run if of_run > of_stack else Kind.stack
 
 
 def paths_of_run(config: RunConfig) -> list[Found]:

@@ -222,13 +222,14 @@ def _named_by(option: str, meant: str, value: str = "") -> Iterator[None]:
 
 def _look_at(source: str, split: str, option: str, algorithm: str | None) -> Fields:
     """Return the columns of a data set by its first rows, as the algorithm reads them."""
+    from flotilla_core.config.model import data_source
     from flotilla_core.errors import InvalidConfig
     from flotilla_data.columns import Reads
     from flotilla_data.recognition import recognised
     from flotilla_data.rows import open_rows
 
     with _named_by(option, "a file, a folder, a pattern or hub:owner/name"):
-        rows = open_rows(Path(source), split, None)
+        rows = open_rows(Path(str(data_source(source))), split, None)
     read = rows.read(range(min(FIRST_ROWS, len(rows))))
     values = [row.values for row in read if row.error is None]
     if not values:
