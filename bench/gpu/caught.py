@@ -35,8 +35,9 @@ from wrong_weights import WrongWorker, matrix_layers  # noqa: E402
 
 from flotilla.common.v1 import weights_pb2  # noqa: E402
 from flotilla_coordinator.weights.canary import Canary, CanaryAnswer  # noqa: E402
+from flotilla_core.agreement import DECIDING_TOKENS, SECOND_LOOK  # noqa: E402
 from flotilla_core.config import CanaryConfig, StackConfig  # noqa: E402
-from flotilla_core.errors import FlotillaError, WeightsMismatch  # noqa: E402
+from flotilla_core.errors import WeightsMismatch  # noqa: E402
 from flotilla_core.version import Version  # noqa: E402
 from flotilla_generator.engine.base import KvPolicy  # noqa: E402
 from flotilla_generator.engine.vllm.engine import VllmEngine  # noqa: E402
@@ -251,11 +252,14 @@ class Trials:
         return made
 
     async def check(self, answers: list[Answer]) -> Check:
-        """Let the canary judge these answers."""
-        failures: dict[str, FlotillaError] = {}
+        """Let the canary judge these answers, and look again as it does in a run."""
         given = [CanaryAnswer(MEMBER, a.prompt, a.token_ids, a.logprobs) for a in answers]
-        found = await self._canary.judge(self.syncs.version, 1.0, given, failures)
-        return Check(bool(failures), float(found.probs[MEMBER].mean()), *found.limits)
+        found = await self._canary.judge(self.syncs.version, 1.0, given)
+        if found.above:
+            for drawn in await asyncio.gather(*(self.answers() for _ in range(1, SECOND_LOOK))):
+                given += [CanaryAnswer(MEMBER, a.prompt, a.token_ids, a.logprobs) for a in drawn]
+            found = await self._canary.judge(self.syncs.version, 1.0, given, of_tokens=DECIDING_TOKENS)
+        return Check(bool(found.above), float(found.probs[MEMBER].mean()), *found.limits)
 
     async def counted(self, figure: str, count: int, **facts: Any) -> int:
         """Make so many checks; report them and return how many were refused."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flotilla_coordinator.ledger.checker import check
-from flotilla_testing.stack import Stack, wait_until
+from flotilla_testing.runs import small_run
+from flotilla_testing.stack import Stack, running_stack, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -132,3 +133,19 @@ def test_killed_coordinator_leaves_a_timeline_and_a_fleet_that_goes_on(
     assert check(stack.directory / "ledger.sqlite", run["run_id"]).passed
     after = stack.run(run_file)
     assert after["state"] == "succeeded", after["reason"]
+
+
+def test_a_run_in_bfloat16_starts_however_few_tokens_its_canary_has(arithmetic: Path, tmp_path: Path) -> None:
+    """Rounding alone would refuse some of these starts, if the limit did not know how few tokens there are."""
+    description = {
+        "name": "rounded",
+        "model": str(arithmetic / "model"),
+        "trainer": {"dtype": "bfloat16"},
+        "generator": {"dtype": "bfloat16", "replicas": 1},
+    }
+    run_file = small_run(arithmetic, tmp_path / "run.yaml")
+    with running_stack(description, tmp_path / "stack") as rounded:
+        for _ in range(4):
+            run = rounded.run(run_file, "steps=2", "weights.canary={prompts: 1, tokens: 4}")
+            assert run["state"] == "succeeded", run["reason"]
+            assert all("canary/mean" in step for step in rounded.metrics(run)[1:])

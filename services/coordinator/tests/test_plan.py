@@ -612,3 +612,23 @@ def test_the_disk_counts_whole_so_that_a_run_that_fitted_is_not_refused_later(
     assert not plan(run, long_stack).errors
     errors = plan(run, long_stack, steps=1_000_000).errors
     assert any("10 GiB in all" in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("canary", "says"),
+    [
+        ({"prompts": 1, "tokens": 3}, "compares 3 tokens of each generator, too few"),
+        ({"fail_at": 1.0}, "weights.canary.fail_at is 1, and no mean difference"),
+        ({"prompts": 1, "tokens": 4}, ""),
+        ({"prompts": 0, "tokens": 1, "fail_at": 1.0}, ""),
+        ({"temperatures": [], "tokens": 1, "prompts": 1}, ""),
+        ({"fail_at": 0.5}, ""),
+    ],
+)
+def test_a_canary_that_can_decide_nothing_is_refused(
+    run: dict[str, Any], stack: StackConfig, canary: dict[str, Any], says: str
+) -> None:
+    planned = plan(run, stack, weights={"canary": canary})
+    assert [error for error in planned.errors if says not in error] == [] and bool(planned.errors) is bool(
+        says
+    )

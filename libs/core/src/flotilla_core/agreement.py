@@ -8,7 +8,9 @@ Rounding is measured on the trainer: how far its probabilities are from those th
 same weights. Errors add in squares, and a generator of the same type rounds about as much, so both ends differ by
 `BOTH_ENDS` times as much on the mean. `KERNELS` is for a generator whose kernels round more often than the trainer's.
 The mean over few tokens is off by chance, by its standard error: limits of a check are several of them above what is
-explained.
+explained. The differences have a heavy tail, so a few tokens say neither what rounding is nor how far chance goes.
+Nothing is measured on fewer than `DECIDING_TOKENS`, and no generator is named by fewer: one that is above the limit of
+its check is looked at again, over so many times more tokens that chance explains no second time.
 """
 
 from __future__ import annotations
@@ -44,6 +46,15 @@ BOTH_ENDS = math.sqrt(2)
 KERNELS = 1.1
 WARN_ERRORS = 2.0
 FAIL_ERRORS = 3.0
+DECIDING_TOKENS = 256
+"""Tokens of a check that measures or decides by itself, as many as the default one has."""
+SECOND_LOOK = 8
+"""A second look is over so many times the tokens of the first, or of `DECIDING_TOKENS` where that had fewer.
+
+A sound generator is then 10 of its standard errors below the limit that a check of the default size has.
+"""
+LEAST_TOKENS = 4
+"""A first look at fewer passes weights of another model too often: at 1 token once in four checks."""
 WARN_OTHER_TOKENS = 1.5
 FAIL_OTHER_TOKENS = 2.0
 """What is explained on the tokens of a check, times this, is explained on the many of an update."""

@@ -10,6 +10,7 @@ from flotilla_coordinator.plan.functions import file_errors
 from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
 from flotilla_coordinator.plan.size_limits import count_errors
 from flotilla_coordinator.trainers.spec import critic_of, critic_warmup_steps
+from flotilla_core.agreement import LEAST_TOKENS
 from flotilla_core.config import AlgorithmConfig, OptimizerConfig, PolicyConfig, RunConfig, StackConfig
 from flotilla_core.gangs import started
 from flotilla_core.roles import TEACHER, kind_of_role, section_of, teacher_name
@@ -124,6 +125,27 @@ def length_errors(
         return []
     what = f"the longest prompt ({prompt_tokens} tokens) and {response_key} = {response_tokens} need"
     return [limit.error(what, needed, f"lower {response_key} or data.max_prompt_tokens")]
+
+
+def canary_errors(config: RunConfig, rows: int) -> list[str]:
+    """Refuse a live check that can decide nothing: too few tokens, or a limit that nothing is above."""
+    canary = config.weights.canary
+    prompts = min(canary.prompts, rows)
+    if not prompts or not canary.temperatures:
+        return []
+    errors = []
+    if prompts * canary.tokens < LEAST_TOKENS:
+        errors.append(
+            f"weights.canary compares {prompts * canary.tokens} tokens of each generator, too few to tell weights of "
+            f"another model from rounding: raise weights.canary.tokens or weights.canary.prompts to {LEAST_TOKENS} "
+            "tokens in all (the default is 256), or set weights.canary.prompts to 0"
+        )
+    if canary.fail_at == 1:
+        errors.append(
+            "weights.canary.fail_at is 1, and no mean difference of probabilities is above that: lower it, or set "
+            "weights.canary.prompts to 0"
+        )
+    return errors
 
 
 def data_warnings(config: RunConfig, data: PromptFile) -> list[str]:

@@ -167,6 +167,7 @@ class _Planner:
             )
             self._plan.errors.extend(checks.answer_errors(self._limit, self._longest))
             return
+        self._plan.errors.extend(checks.canary_errors(config, self._data.kept))
         rollout, replicas = config.rollout, max(self._stack.generator.replicas, 1)
         self._line(
             "step",

@@ -3,17 +3,19 @@
 Invariants: canary samples never reach the ledger or the trainer's updates. Every member that serves the version answers
 every prompt, or is reported as failed; so is one whose mean probability difference over all of its answers is above
 what rounding explains, with a mismatch: its later samples could not be attributed to the weights that they name. It
-gets no more work, and where no member is left that agrees, the run ends. The mean of one short answer would judge by
-chance: rounding alone moves it by half of itself. The check compares with the trainer's present weights, so no update
-may begin before it has ended.
+gets no more work, and where no member is left that agrees, the run ends. The check compares with the trainer's present
+weights, so no update may begin before it has ended.
 
-What rounding explains is measured in the first check of a run, and again before a member is named: a policy that has
-moved may round more than at first.
+The mean of a short answer judges by chance: rounding alone moves it by half of itself and more. So a member that is
+above the limit answers again, several times as much, and is named only where the mean over all of its answers is above
+the limit of a check of the default size. What rounding explains is measured in the first check of a run, over no fewer
+tokens than the default, and again before a member is named: a policy that has moved may round more than at first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -27,7 +29,13 @@ from flotilla_coordinator.rollouts.generation import CANARY
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.members import Member, SyncReport
 from flotilla_core import ids, rpc
-from flotilla_core.agreement import AgreementLimits, Rounding, check_limits
+from flotilla_core.agreement import (
+    DECIDING_TOKENS,
+    SECOND_LOOK,
+    AgreementLimits,
+    Rounding,
+    check_limits,
+)
 from flotilla_core.config import CanaryConfig, StackConfig
 from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
 from flotilla_core.tasks import gather_or_cancel
@@ -67,11 +75,16 @@ class CanaryAnswer:
 
 
 class Judgement(NamedTuple):
-    """The differences of all answers at one temperature, and their limits."""
+    """The differences of all answers at one temperature, by member, and their limits."""
 
     probs: dict[str, np.ndarray]
-    logprobs: np.ndarray
+    logprobs: dict[str, np.ndarray]
     limits: AgreementLimits
+
+    @property
+    def above(self) -> set[str]:
+        """The members whose mean difference is above the limit at which one is named."""
+        return {name for name, difference in self.probs.items() if _above(difference, self.limits.fail_at)}
 
 
 class Canary:
@@ -106,12 +119,12 @@ class Canary:
         passes: list[Judgement] = []
         for temperature in self._config.temperatures if self._prompts else ():
             answering = [member for member in members if member.name not in outcome.failures]
-            responses = await self._responses(version, answering, temperature, outcome.failures)
-            if responses:
-                passes.append(await self.judge(version, temperature, responses, outcome.failures))
+            found = await self._pass(version, answering, temperature, outcome.failures)
+            if found is not None:
+                passes.append(found)
         if passes:
             probs = np.concatenate([difference for one in passes for difference in one.probs.values()])
-            logprobs = np.concatenate([one.logprobs for one in passes])
+            logprobs = np.concatenate([difference for one in passes for difference in one.logprobs.values()])
             warn_at = [one.limits.warn_at for one in passes if one.limits.warn_at is not None]
             outcome.report = CanaryReport(
                 float(probs.mean()),
@@ -122,27 +135,51 @@ class Canary:
             )
         return outcome
 
-    async def judge(
+    async def _pass(
         self,
         version: Version,
+        members: Sequence[Member],
         temperature: float,
-        responses: list[CanaryAnswer],
         failures: dict[str, FlotillaError],
+    ) -> Judgement | None:
+        """Check at one temperature, with a second look at members above the limit; None where nobody answered."""
+        asked = len(self._prompts) * self._config.tokens
+        first = 1
+        if self._measures and temperature not in self._rounding:
+            first = math.ceil(DECIDING_TOKENS / asked)
+        answers = await self._responses(version, members, temperature, failures, range(first))
+        if not answers:
+            return None
+        found = await self.judge(version, temperature, answers)
+        if not found.above:
+            return found
+        suspects = [member for member in members if member.name in found.above]
+        decided = max(asked, DECIDING_TOKENS)
+        rounds = range(first, math.ceil(SECOND_LOOK * decided / asked))
+        more = await self._responses(version, suspects, temperature, failures, rounds)
+        answered = {answer.member for answer in more}
+        again = [answer for answer in answers if answer.member in answered] + more
+        if not again:
+            return found
+        second = await self.judge(version, temperature, again, of_tokens=decided)
+        for name in second.above:
+            failures[name] = self._mismatch(version, name, temperature, second.probs[name], second.limits)
+        return Judgement(found.probs | second.probs, found.logprobs | second.logprobs, found.limits)
+
+    async def judge(
+        self, version: Version, temperature: float, answers: list[CanaryAnswer], of_tokens: int | None = None
     ) -> Judgement:
-        """Compare the answers at one temperature; add members that are not within the limit to `failures`."""
-        sequences = [(response.prompt, response.token_ids) for response in responses]
+        """Compare answers at one temperature with the limits of a check of so many tokens, else of as many as these."""
+        sequences = [(answer.prompt, answer.token_ids) for answer in answers]
         _, ours = await self._policy.logprobs(sequences, temperature)
         probs: dict[str, list[np.ndarray]] = {}
-        for response, expected in zip(responses, ours, strict=True):
-            difference = np.abs(np.exp(response.logprobs) - np.exp(expected))
-            probs.setdefault(response.member, []).append(difference)
+        logprobs: dict[str, list[np.ndarray]] = {}
+        for answer, expected in zip(answers, ours, strict=True):
+            probs.setdefault(answer.member, []).append(np.abs(np.exp(answer.logprobs) - np.exp(expected)))
+            logprobs.setdefault(answer.member, []).append(np.abs(answer.logprobs - expected))
         pooled = {name: np.concatenate(parts) for name, parts in probs.items()}
-        limits = await self._limits(temperature, sequences, ours, pooled)
-        for name, difference in pooled.items():
-            if _above(difference, limits.fail_at):
-                failures[name] = self._mismatch(version, name, temperature, difference, limits)
-        logprobs = [np.abs(r.logprobs - expected) for r, expected in zip(responses, ours, strict=True)]
-        return Judgement(pooled, np.concatenate(logprobs), limits)
+        limits = await self._limits(temperature, sequences, ours, pooled, of_tokens)
+        return Judgement(pooled, {name: np.concatenate(parts) for name, parts in logprobs.items()}, limits)
 
     async def _limits(
         self,
@@ -150,13 +187,18 @@ class Canary:
         sequences: list[tuple[np.ndarray, np.ndarray]],
         ours: list[np.ndarray],
         pooled: dict[str, np.ndarray],
+        of_tokens: int | None,
     ) -> AgreementLimits:
-        """Return the limits of this pass; measure rounding on its tokens if it never was, or a member is above them."""
-        tokens = min(difference.size for difference in pooled.values())
+        """Return the limits of these answers; measure rounding on them if it never was, or a member is above them.
+
+        It is measured again only where they have the tokens for it.
+        """
+        fewest = min(difference.size for difference in pooled.values())
+        tokens = of_tokens or fewest
         measured = self._rounding.get(temperature)
         limits = check_limits(self._stack, self._config, measured, tokens)
         above = any(_above(difference, limits.warn_at) for difference in pooled.values())
-        if not self._measures or (measured is not None and not above):
+        if not self._measures or (measured is not None and not (above and fewest >= DECIDING_TOKENS)):
             return limits
         _, in_float32 = await self._policy.logprobs(sequences, temperature, in_float32=True)
         measured = Rounding.of(np.concatenate(ours), np.concatenate(in_float32))
@@ -199,9 +241,10 @@ class Canary:
         members: Sequence[Member],
         temperature: float,
         failures: dict[str, FlotillaError],
+        rounds: range,
     ) -> list[CanaryAnswer]:
         """Return the answers of all members that gave every one; the others are added to `failures`."""
-        answers = await asyncio.gather(*(self._answers_of(m, version, temperature) for m in members))
+        answers = await asyncio.gather(*(self._answers_of(m, version, temperature, rounds) for m in members))
         responses: list[CanaryAnswer] = []
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, FlotillaError):
@@ -211,42 +254,61 @@ class Canary:
         return responses
 
     async def _answers_of(
-        self, member: Member, version: Version, temperature: float
+        self, member: Member, version: Version, temperature: float, rounds: range
     ) -> list[CanaryAnswer] | FlotillaError:
+        # A second greedy answer would be the first one again.
+        parts = [(rounds[:1], temperature), (rounds[1:], temperature or 1.0)] if rounds.start == 0 else []
         try:
-            return await gather_or_cancel(
-                self._generate(member, prompt, index, version, temperature)
+            answers = await gather_or_cancel(
+                self._generate(member, prompt, index, version, drawn_at, part)
+                for part, drawn_at in parts or [(rounds, temperature or 1.0)]
                 for index, prompt in enumerate(self._prompts)
+                if part
             )
         except FlotillaError as error:
             return error
+        return [answer for several in answers for answer in several]
 
     async def _generate(
-        self, member: Member, prompt: np.ndarray, index: int, version: Version, temperature: float
-    ) -> CanaryAnswer:
-        sample_id = f"{self._run_id}/canary/{version}/{index}"
+        self,
+        member: Member,
+        prompt: np.ndarray,
+        index: int,
+        version: Version,
+        temperature: float,
+        rounds: range,
+    ) -> list[CanaryAnswer]:
+        """Return one answer to this prompt for each round."""
+        names = [
+            f"{self._run_id}/canary/{version}/{index + number * len(self._prompts)}" for number in rounds
+        ]
         request = pb.GenerateRequest(
             run_id=self._run_id,
             request_id=ids.new_request_id(),
             prompt_token_ids=to_tensor(prompt),
-            samples=[pb.SampleSlot(sample_id=sample_id, seed=ids.derive_seed(sample_id))],
+            samples=[pb.SampleSlot(sample_id=name, seed=ids.derive_seed(name)) for name in names],
             sampling=pb.SamplingParams(
                 temperature=temperature, max_tokens=self._config.tokens, ignore_eos=True
             ),
             min_version=version.to_proto(),
             priority=CANARY,
         )
+        timeout_s = self._timeout_s * (1 if rounds.start == 0 else SECOND_LOOK)
         stream = rpc.server_stream(
-            member.replica.stub.Generate, request, idle_timeout_s=self._timeout_s, timeout_s=self._timeout_s
+            member.replica.stub.Generate, request, idle_timeout_s=timeout_s, timeout_s=timeout_s
         )
+        answers: list[CanaryAnswer] = []
         async with aclosing(stream) as replies:
             async for reply in replies:
-                (sample,) = reply.samples
-                if sample.finish_reason == pb.FINISH_REASON_ABORT:
-                    raise Unavailable(f"{member.name} gave a canary up")
-                logprobs = from_tensor(sample.logprobs).astype(np.float64)
-                return CanaryAnswer(member.name, prompt, from_tensor(sample.token_ids), logprobs)
-        raise Unavailable(f"{member.name} ended a canary without a sample")
+                for sample in reply.samples:
+                    if sample.finish_reason == pb.FINISH_REASON_ABORT:
+                        raise Unavailable(f"{member.name} gave a canary up")
+                    logprobs = from_tensor(sample.logprobs).astype(np.float64)
+                    tokens = from_tensor(sample.token_ids)
+                    answers.append(CanaryAnswer(member.name, prompt, tokens, logprobs))
+        if len(answers) != len(names):
+            raise Unavailable(f"{member.name} ended a canary with {len(answers)} of {len(names)} samples")
+        return answers
 
 
 class LiveCheck:
