@@ -147,8 +147,8 @@ class CanaryConfig(ConfigModel):
     """Mean difference over all answers that raises a warning in two checks in a row; `auto` is what rounding explains,
     as a bfloat16 trainer measures it against float32."""
     fail_at: AgreementLimit = "auto"
-    """Mean difference over all answers of one generator that evicts it, after a second look: it decodes with other weights.
-    The run fails where no other generator is left. `auto` as for `warn_at`."""
+    """Mean difference over all answers of one generator that evicts it, after a second look: it decodes with other
+    weights. The run fails where no other generator is left. `auto` as for `warn_at`."""
 
 
 AUTO_BUCKET_MIB = {"gloo": 32, "nccl": 512}
