@@ -95,6 +95,13 @@ def room(path: Path) -> str:
 
 def check_state_directory(path: Path) -> None:
     """Create `path` if it is missing, for its owner alone, and try to write a file; raise an error if that fails."""
+    if control := next((one for one in str(path) if ord(one) < 0x20 or ord(one) == 0x7F), ""):
+        raise FailedPrecondition(
+            "the state directory cannot be used",
+            where=ascii(str(path)),
+            why=f"its name has the control character {control!a}, which files that name it cannot hold",
+            next_step="rename the folder, or set state_dir in the stack file to another one",
+        )
     probe = path / f".probe-{secrets.token_hex(4)}"
     try:
         make_private_folder(path)

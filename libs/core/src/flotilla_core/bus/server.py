@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -37,6 +38,7 @@ _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _HANDSHAKE_S = 10
 _MAX_PAYLOAD_BYTES = 1 << 20
+_PLAIN = frozenset(range(0x20, 0x7F)) - frozenset(b'"\\')
 _LAST_BYTES = 8 << 10
 
 _KEEP_THE_REGISTRY = (
@@ -188,12 +190,12 @@ def server_config(
     directory: Path, host: str, port: int, passwords: Mapping[str, str], tls: TlsConfig | None
 ) -> str:
     """Return what nats-server reads, one option a line: it reads no other style reliably."""
-    store = json.dumps(str((directory / "jetstream").resolve()))
+    directory = directory.resolve()
     return "\n".join(
         [
-            f"host: {json.dumps(host)}",
+            f"host: {_quoted(host)}",
             f"port: {port or -1}",
-            f"ports_file_dir: {json.dumps(str(directory.resolve()))}",
+            f"ports_file_dir: {_quoted(directory)}",
             f"max_payload: {_MAX_PAYLOAD_BYTES}",
             "authorization {",
             "  users: [",
@@ -202,13 +204,20 @@ def server_config(
             "}",
             *_encryption(tls),
             "jetstream {",
-            f"  store_dir: {store}",
+            f"  store_dir: {_quoted(directory / 'jetstream')}",
             "  sync_interval: always",
             # Else it is a share of what is free at the start, which may be less than the streams want.
             "  max_file_store: 1GB",
             "}",
             "",
         ]
+    )
+
+
+def _quoted(text: Path | str) -> str:
+    """Return a path or a text as nats-server reads it: it knows no escapes of Unicode, only of bytes."""
+    return (
+        '"' + "".join(chr(byte) if byte in _PLAIN else f"\\x{byte:02x}" for byte in os.fsencode(text)) + '"'
     )
 
 
@@ -230,9 +239,9 @@ def _encryption(tls: TlsConfig | None) -> list[str]:
         return []
     return [
         "tls {",
-        f"  cert_file: {json.dumps(str(tls.certificate_file))}",
-        f"  key_file: {json.dumps(str(tls.key_file))}",
-        f"  ca_file: {json.dumps(str(tls.ca_file))}",
+        f"  cert_file: {_quoted(tls.certificate_file)}",
+        f"  key_file: {_quoted(tls.key_file)}",
+        f"  ca_file: {_quoted(tls.ca_file)}",
         "  verify: true",
         f"  timeout: {_HANDSHAKE_S}",
         "}",
