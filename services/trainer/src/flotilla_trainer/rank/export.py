@@ -94,7 +94,9 @@ def _copy_companions(source: Path, target: Path) -> None:
     """Copy the tokenizer, the chat template and all other files of the model except its weights."""
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and not file.name.startswith("."):
-            shutil.copy2(file, target / file.name)
+            shutil.copyfile(
+                file, target / file.name
+            )  # not its mode: what a stack writes is its owner's alone
 
 
 def _replace(path: Path, aside: Path) -> None:
