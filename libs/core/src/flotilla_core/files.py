@@ -1,18 +1,34 @@
 """Files that other processes of the same user read.
 
-Invariants: a reader sees the old content or the new one, never a part of it; what a stack writes is its owner's alone.
+Invariants: a reader sees the old content or the new one, never a part of it; what a stack writes is its owner's alone,
+and in UTF-8 whatever the locale.
 """
 
 from __future__ import annotations
 
+import codecs
+import locale
 import os
 import secrets
+import sys
 from pathlib import Path
 
 
 def keep_private() -> None:
     """Let this process and its children make files and folders that no other user can open."""
     os.umask(0o077)
+
+
+def speak_utf8() -> None:
+    """Start this program again in Python's UTF-8 mode, with its children, where the locale has another encoding.
+
+    What we read and write is UTF-8, and so are the files that torch and others open without a word of their encoding.
+    """
+    if codecs.lookup(locale.getencoding()).name == "utf-8":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    if not sys.flags.utf8_mode:
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def make_private_folder(path: Path) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 def main() -> None:
     """Bring the stack up, serve `LauncherService` until it is stopped, leave nothing behind."""
+    from flotilla_core.files import keep_private, speak_utf8
+
+    speak_utf8()
     parser = argparse.ArgumentParser(
         prog="flotilla-launcher", description="Supervises the processes of one stack."
     )
@@ -34,7 +37,6 @@ def main() -> None:
     from flotilla_core.config import StackConfig, load
     from flotilla_core.disk import names_full_disk
     from flotilla_core.errors import FlotillaError
-    from flotilla_core.files import keep_private
     from flotilla_launch.report import Report
     from flotilla_launch.serve import serve
 

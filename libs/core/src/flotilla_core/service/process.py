@@ -44,7 +44,7 @@ from flotilla_core.bus import Bus, Login, Registry
 from flotilla_core.bus.connection import COORDINATOR, SERVICE
 from flotilla_core.disk import check_state_directory, names_full_disk
 from flotilla_core.errors import FlotillaError, Internal
-from flotilla_core.files import keep_private, write_atomically
+from flotilla_core.files import keep_private, speak_utf8, write_atomically
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.roles import role_of_process
@@ -386,6 +386,8 @@ def run_service(
 
     `arguments` are those of the command line where they are not given.
     """
+    if arguments is None:
+        speak_utf8()
     keep_private()
     faulthandler.enable()
     # A loop that hangs cannot answer DumpStacks: SIGUSR1 writes the stacks of all threads to stderr.

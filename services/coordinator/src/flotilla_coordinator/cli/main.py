@@ -28,7 +28,7 @@ from flotilla_coordinator.cli import (
     timeline,
 )
 from flotilla_coordinator.cli.options import INTERRUPTED, RUN_FAILED, code_of
-from flotilla_core.files import keep_private
+from flotilla_core.files import keep_private, speak_utf8
 from flotilla_core.terminal import visible
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ app.add_typer(config.certs_app, name="certs")
 
 def main() -> None:
     """Run one command."""
+    speak_utf8()
     keep_private()
     try:
         app()
