@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 from opentelemetry.trace import SpanContext
 
+from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1.reward_pb2 import ScoreItem
+from flotilla_coordinator.rollouts import scoring
 from flotilla_coordinator.rollouts.scoring import ScoreGathering
 from flotilla_core.errors import Unavailable
 
@@ -97,3 +99,10 @@ async def test_a_call_ends_when_nobody_waits_for_it_any_more_and_not_before() ->
         assert not rewards.cancelled.is_set() and not second.done()
         second.cancel()
         await rewards.cancelled.wait()
+
+
+@pytest.mark.parametrize("unreadable", [True, False])
+def test_a_response_that_broke_a_checker_has_its_reward_and_is_known_for_it(unreadable: bool) -> None:
+    value = pb.RewardValue(components=[pb.RewardComponent(reward="math", weight=1, unreadable=unreadable)])
+    outcome = scoring._outcome(pb.ScoreOutcome(sample_id="run/0/0/0", value=value))
+    assert (outcome.total, outcome.unreadable) == (0.0, unreadable)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -100,6 +101,19 @@ def test_regex_matches_and_compares_a_group(
 )
 def test_math_compares_expressions(response: str, answer: str, expected: float) -> None:
     assert score("math", response, answer) == expected
+
+
+def test_math_judges_a_table_of_answers_and_responses() -> None:
+    rows = (Path(__file__).parent / "math_pairs.tsv").read_text().splitlines()
+    pairs = [row.split("\t") for row in rows if not row.startswith("#")]
+    assert len(pairs) >= 400
+    judge = Math()
+    wrong = [
+        (answer, response)
+        for expected, answer, response in pairs
+        if judge.score(Sample("", response, answer, {})) != float(expected)
+    ]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", ["exact", "numeric", "math"])

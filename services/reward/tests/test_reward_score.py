@@ -333,3 +333,16 @@ async def test_workers_end_with_a_service_that_is_killed() -> None:
     finally:
         asyncio.get_running_loop().remove_reader(handle)
         os.close(handle)
+
+
+@pytest.mark.parametrize(
+    ("response", "timeout_s"),
+    [("9" * 5000, 30), (r"\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}", 1)],
+    ids=["breaks", "hangs"],
+)
+async def test_a_response_that_breaks_a_checker_or_keeps_it_busy_is_worth_nothing_and_counted(
+    pool: WorkerPool, response: str, timeout_s: float
+) -> None:
+    outcomes = await score(pool, [spec("math", timeout_s=timeout_s)], items("4", response))
+    assert [(c.value, c.unreadable) for c in outcomes["s0"].value.components] == [(1.0, False)]
+    assert [(c.value, c.unreadable) for c in outcomes["s1"].value.components] == [(0.0, True)]

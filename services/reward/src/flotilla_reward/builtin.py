@@ -11,11 +11,11 @@ import logging
 import re
 from abc import abstractmethod
 from decimal import Decimal, InvalidOperation, localcontext
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from flotilla_reward.job import CannotScore, Sample
+from flotilla_reward.job import CannotScore, Sample, Unreadable
 
 # Each part starts with a character that the part before cannot hold: matching takes linear time.
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -24,8 +24,11 @@ PRECISION = 50
 
 TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
-# Without one of these math-verify takes an answer for prose and may pick a part of it.
-MATH_MARKS = ("$", r"\boxed", r"\(", r"\[", r"\begin{")
+# What marks an expression within prose.
+MARKED = re.compile(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+WORD = re.compile(r"[^\W\d_]{2}")
+BOX = r"\boxed{"
+PERCENT = re.compile(r"(?<!\\)%")
 
 
 class BuiltinReward(BaseModel):
@@ -35,10 +38,15 @@ class BuiltinReward(BaseModel):
 
     bounded: ClassVar[bool]
     """Time grows no faster than the text, whatever the text: such a reward runs inside the service."""
+    blames_response: ClassVar[bool] = False
+    """A response that takes too long is worth 0, for nothing else could be the reason."""
+
+    def prepare(self) -> None:
+        """Import what scoring needs, so that it takes nothing of the time of a sample."""
 
     @abstractmethod
     def score(self, sample: Sample) -> float:
-        """Return the score of `sample`; raise `CannotScore` where there is none."""
+        """Return the score; `CannotScore` says that there is none, `Unreadable` that this is the response's fault."""
 
 
 def answer_of(sample: Sample) -> str:
@@ -215,35 +223,70 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 class Math(BuiltinReward):
     r"""Mathematical equality, by math-verify.
 
-    1 when the final expression of the response (best in `\boxed{}`) equals the answer; else 0.
+    1 when the final expression of the response (best in `\boxed{}`) equals the answer; else 0, also for a response that
+    breaks the checker or keeps it busy until the limit.
     """
 
     # Simplification may never end.
     bounded: ClassVar[bool] = False
+    blames_response: ClassVar[bool] = True
 
     significant_digits: int = Field(default=15, ge=1, le=50)
     """Precision of comparisons that have to be done numerically."""
     decimals: int = Field(default=6, ge=0, le=50)
     """Decimal numbers are rounded to so many places before they are compared."""
 
-    def score(self, sample: Sample) -> float:
-        from math_verify import parse, verify  # type: ignore[import-untyped]
+    def prepare(self) -> None:
+        import math_verify  # type: ignore[import-untyped]  # noqa: F401
 
+    def score(self, sample: Sample) -> float:
         answer = answer_of(sample)
-        marked = answer if any(mark in answer for mark in MATH_MARKS) else rf"\boxed{{{answer}}}"
-        expected = parse(marked, parsing_timeout=None, raise_on_error=True)
+        try:
+            expected = _expressions(_boxed(answer))
+        except Exception as error:
+            raise CannotScore(f"the answer {answer!r:.200} cannot be read: {error!r:.200}") from error
         if not expected:
-            raise CannotScore(f"the answer {sample.answer!r:.200} is not an expression that can be read")
-        got = parse(sample.response, parsing_timeout=None, raise_on_error=True)
-        equal = verify(
+            raise CannotScore(f"the answer {answer!r:.200} is not an expression that can be read")
+        try:
+            return float(any(self._equal(expected, text) for text in _readings(sample.response)))
+        # Whatever the text of a model makes of sympy.
+        except Exception as error:
+            raise Unreadable from error
+
+    def _equal(self, expected: list[Any], response: str) -> bool:
+        from math_verify import verify
+
+        equal: bool = verify(
             expected,
-            got,
+            _expressions(response),
             float_rounding=self.decimals,
             numeric_precision=self.significant_digits,
             timeout_seconds=None,
             raise_on_error=True,
         )
-        return float(equal)
+        return equal
+
+
+def _expressions(text: str) -> list[Any]:
+    from math_verify import parse
+
+    found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+    return found
+
+
+def _boxed(answer: str) -> str:
+    """Return the answer as math-verify reads it whole: in a box, where it is not prose that marks its expression."""
+    prose, marked = MARKED.subn(" ", answer)
+    if BOX in answer or (marked and WORD.search(prose)):
+        return answer
+    # In LaTeX a bare % begins a comment.
+    return BOX + PERCENT.sub(r"\\%", answer) + "}"
+
+
+def _readings(response: str) -> list[str]:
+    """Return the response, and its last box alone where it has several: math-verify takes several boxes for a list."""
+    last = response.rfind(BOX)
+    return [response, response[last:]] if response.find(BOX) < last else [response]
 
 
 BUILTIN: dict[str, type[BuiltinReward]] = {

@@ -37,6 +37,8 @@ class Term:
     """Runs in this process."""
     target: Target | None
     """Runs in a worker."""
+    blames_response: bool = False
+    """A response that takes until the limit is worth 0."""
 
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
@@ -54,8 +56,8 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
         if builtin.bounded:
             return Term(spec.reward, spec.weight, timeout_s, builtin, None)
         target = Target("builtin", spec.reward, parameters=parameters)
-    else:
-        target = _user_target(spec.reward, parameters, code)
+        return Term(spec.reward, spec.weight, timeout_s, None, target, builtin.blames_response)
+    target = _user_target(spec.reward, parameters, code)
     return Term(spec.reward, spec.weight, timeout_s, None, target)
 
 

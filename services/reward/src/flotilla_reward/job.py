@@ -29,6 +29,10 @@ class CannotScore(Exception):
     """The sample cannot be judged, for example because its answer is missing: an error, never a score."""
 
 
+class Unreadable(Exception):
+    """The response broke a checker of ours: it is worth 0, and that is counted."""
+
+
 @dataclass(frozen=True)
 class Target:
     """The job of a worker: a built-in reward or a function of the user, with its parameters.
@@ -59,6 +63,8 @@ class Value:
     """A finite number."""
 
     value: float
+    unreadable: bool = False
+    """The response broke a built-in checker or kept it busy until the limit, and is worth 0 for that."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,9 @@ async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool, ru
             outcome = Failure(f"returned {outcome.value:g}, expected at most {LARGEST_REWARD:g} either way")
         if not isinstance(outcome, Value):
             return _unscored(item.sample_id, term, outcome, spent_s)
-        value.components.add(reward=term.name, weight=term.weight, value=outcome.value)
+        value.components.add(
+            reward=term.name, weight=term.weight, value=outcome.value, unreadable=outcome.unreadable
+        )
     value.total = sum(component.weight * component.value for component in value.components)
     if not abs(value.total) <= LARGEST_REWARD:
         parts = ", ".join(f"{c.weight:g} x {c.value:g} ({c.reward})" for c in value.components)
@@ -103,12 +105,16 @@ async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool, ru
 
 
 async def _run(term: Term, sample: Sample, pool: WorkerPool, run_id: str) -> tuple[Outcome, float]:
+    outcome: Outcome
     if term.target is not None:
-        return await pool.score(term.target, sample, term.timeout_s, run_id)
+        outcome, elapsed_s = await pool.score(term.target, sample, term.timeout_s, run_id)
+        if isinstance(outcome, Timeout) and term.blames_response:
+            return Value(0.0, unreadable=True), elapsed_s
+        return outcome, elapsed_s
     assert term.builtin is not None
     started = asyncio.get_running_loop().time()
     try:
-        outcome: Outcome = Value(term.builtin.score(sample))
+        outcome = Value(term.builtin.score(sample))
     except CannotScore as error:
         outcome = Failure(str(error))
     return outcome, asyncio.get_running_loop().time() - started

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla_reward import frames
-from flotilla_reward.job import CannotScore, Failure, Sample, Target, judge
+from flotilla_reward.job import CannotScore, Failure, Sample, Target, Unreadable, judge
 
 PR_SET_PDEATHSIG = 1
 LONGEST_MESSAGE = 2_000
@@ -48,7 +48,9 @@ def load(target: Target) -> Score:
         # Workers that run a function of the user's start faster without it.
         from flotilla_reward.builtin import BUILTIN
 
-        return BUILTIN[target.source](**target.parameters).score
+        builtin = BUILTIN[target.source](**target.parameters)
+        builtin.prepare()
+        return builtin.score
     function = _user_function(target)
     if not callable(function):
         raise CannotLoad(f"{target.function} is not a function but {type(function).__name__}")
@@ -109,6 +111,8 @@ def answer(request: dict[str, Any], loaded: dict[str, Score]) -> dict[str, Any]:
             return {"loaded": target.key}
         verdict = judge(loaded[request["key"]](Sample(**request["sample"])))
         return {"failed": verdict.message} if isinstance(verdict, Failure) else {"value": verdict.value}
+    except Unreadable:
+        return {"value": 0.0, "unreadable": True}
     except (CannotLoad, CannotScore) as error:
         return {"failed": str(error)}
     except BaseException as error:  # noqa: BLE001 - the boundary between user code and the service

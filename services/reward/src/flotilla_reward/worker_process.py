@@ -112,7 +112,11 @@ class WorkerProcess:
         """Return what the reward gave; raise `TimeoutError` or `WorkerDied`, and then the worker is dead."""
         answer = await self._ask({"do": "score", "key": target.key, "sample": sample._asdict()}, limit_s)
         value = answer.get("value")
-        return judge(value) if isinstance(value, int | float) else await self._failure(answer)
+        if not isinstance(value, int | float):
+            return await self._failure(answer)
+        # No code of a user's says of its own responses what built-in rewards say.
+        unreadable = target.kind == "builtin" and answer.get("unreadable") is True
+        return Value(0.0, unreadable=True) if unreadable else judge(value)
 
     async def _failure(self, answer: dict[str, Any]) -> Failure:
         message, traceback = answer.get("failed"), answer.get("traceback", "")

@@ -41,6 +41,12 @@ METRICS = (
     Metric("reward/error_rate", "share", COORDINATOR, "Share of the samples whose reward failed."),
     Metric("reward/timeout_rate", "share", COORDINATOR, "Share of the samples whose reward took too long."),
     Metric(
+        "reward/unreadable_rate",
+        "share",
+        COORDINATOR,
+        "Share of the samples whose response broke the reward `math`, or kept it busy until its limit: worth 0.",
+    ),
+    Metric(
         "data/share/<data set>", "share", COORDINATOR, "Share of the groups from one of several data sets."
     ),
     Metric(

@@ -143,6 +143,8 @@ class Outcome:
     total: float | None
     failure: str = ""
     timed_out: bool = False
+    unreadable: bool = False
+    """The response broke a built-in checker or kept it busy until the limit, which is worth 0 there."""
     terms: tuple[float, ...] = ()
     """The value of each reward, in the order of the configuration."""
     traceback: str = ""
@@ -253,7 +255,9 @@ class Scorer:
 def _outcome(reply: pb.ScoreOutcome) -> Outcome:
     kind = reply.WhichOneof("outcome")
     if kind == "value" and abs(reply.value.total) <= LARGEST_REWARD:
-        return Outcome(reply.value.total, terms=tuple(one.value for one in reply.value.components))
+        parts = reply.value.components
+        unreadable = any(one.unreadable for one in parts)
+        return Outcome(reply.value.total, unreadable=unreadable, terms=tuple(one.value for one in parts))
     if kind == "value":
         return Outcome(
             None, f"the reward is {reply.value.total}, and at most {LARGEST_REWARD:g} is taken either way"

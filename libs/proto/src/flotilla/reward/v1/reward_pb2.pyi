@@ -281,19 +281,23 @@ class RewardComponent(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
+    UNREADABLE_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     weight: _builtins.float
     value: _builtins.float
+    unreadable: _builtins.bool
+    """The response broke a built-in checker, or kept it busy until the limit: that is worth 0."""
     def __init__(
         self,
         *,
         reward: _builtins.str = ...,
         weight: _builtins.float = ...,
         value: _builtins.float = ...,
+        unreadable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "value", b"value", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "unreadable", b"unreadable", "value", b"value", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
