@@ -13,8 +13,11 @@ from flotilla.common.v1 import operate_pb2_grpc
 from flotilla_core import addresses, rpc
 from flotilla_core.bus import Bus, NatsServer
 from flotilla_core.config import BindConfig
+from flotilla_core.config.stack import TlsConfig
 from flotilla_core.rpc.interface import PORTS_VARIABLE, listener, prefer_family_of
 from flotilla_core.rpc.server import own_names
+from flotilla_core.trust import Token
+from flotilla_core.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, make_certificates
 
 SERVICE = "flotilla.common.v1.OperateService"
 TOKEN = "word" * 16
@@ -30,9 +33,19 @@ def has_loopback_of_ipv6() -> bool:
 pytestmark = pytest.mark.skipif(not has_loopback_of_ipv6(), reason="this host has no ::1")
 
 
+@pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("written", ["::1", "[::1]", "0:0:0:0:0:0:0:1", "[0000::1]"])
-async def test_a_service_on_ipv6_is_called_by_whatever_spelling(written: str) -> None:
-    server = rpc.RpcServer(BindConfig(host=written), token=TOKEN)
+async def test_a_service_on_ipv6_is_called_by_whatever_spelling(
+    written: str, encrypted: bool, tmp_path: Path
+) -> None:
+    tls = None
+    if encrypted:
+        folder = make_certificates(tmp_path / "certs", [written])[0]
+        assert folder.name == "::1"
+        tls = TlsConfig(
+            certificate_file=folder / CERTIFICATE_FILE, key_file=folder / KEY_FILE, ca_file=folder / CA_FILE
+        )
+    server = rpc.RpcServer(BindConfig(host=written, tls=tls), token=TOKEN)
 
     class Operate(operate_pb2_grpc.OperateServiceServicer):
         async def Check(self, request: pb.CheckRequest, context: object) -> pb.CheckResponse:
@@ -44,7 +57,7 @@ async def test_a_service_on_ipv6_is_called_by_whatever_spelling(written: str) ->
         assert address.startswith("[::1]:")
         port = address.rpartition(":")[2]
         for dialled in (address, f"[0:0:0:0:0:0:0:1]:{port}"):
-            async with rpc.connect(dialled, token=TOKEN) as channel:
+            async with rpc.connect(dialled, token=Token(TOKEN, tls)) as channel:
                 stub = operate_pb2_grpc.OperateServiceStub(channel)
                 await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=10)
     finally:

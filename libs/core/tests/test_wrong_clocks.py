@@ -10,14 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.common.v1 import operate_pb2 as pb
+from flotilla.common.v1 import operate_pb2_grpc
 from flotilla.common.v1.registration_pb2 import (
     INSTANCE_STATE_DRAINING,
     INSTANCE_STATE_READY,
     Registration,
 )
+from flotilla_core import rpc
 from flotilla_core.bus import Bus, NatsServer, Registry
-from flotilla_core.trust import RegistrationSigner, RegistrationVerifier
+from flotilla_core.config import BindConfig
+from flotilla_core.trust import RegistrationSigner, RegistrationVerifier, calls
 
+SERVICE = "flotilla.common.v1.OperateService"
 S = 10**9
 HEARTBEAT_S = 5
 JUMP_S = 12
@@ -52,6 +57,29 @@ def test_an_instance_is_heard_soon_after_the_end_of_a_jump(jump_s: float, apart_
             heard.append(second)
     silent_s = max(later - sooner for sooner, later in itertools.pairwise([*heard, 120]))
     assert silent_s <= JUMP_S + 4 * HEARTBEAT_S
+
+
+async def test_a_call_waits_until_the_clock_of_its_service_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def jumps() -> int:
+        nonlocal looks
+        looks += 1
+        return time.time_ns() // 1_000_000 + (3_600_000 if looks <= 2 else 0)
+
+    class Operate(operate_pb2_grpc.OperateServiceServicer):
+        async def Check(self, request: pb.CheckRequest, context: object) -> pb.CheckResponse:
+            return pb.CheckResponse()
+
+    server = rpc.RpcServer(BindConfig(), token="secret")
+    server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, Operate(), SERVICE)
+    address = await server.start()
+    monkeypatch.setattr(calls, "_now_ms", jumps)
+    async with rpc.connect(address, token="secret") as channel:
+        stub = operate_pb2_grpc.OperateServiceStub(channel)
+        await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=30)
+    assert looks == 3
+    await server.stop(0)
 
 
 async def test_what_a_service_says_is_heard_again_once_its_clock_is_right(tmp_path: Path) -> None:
