@@ -443,14 +443,19 @@ async def test_up_closes_what_an_older_release_left_open_and_says_so_in_one_line
     for _ in range(2):
         await local.up(stacks.config(), executables=stacks.executables, on_tightened=said.append)
         await local.down(stacks.paths())
-        # Nobody else reaches what is made open in a folder that is closed.
-        (directory / "left-open").write_text("")
-        (directory / "left-open").chmod(0o644)
     assert len(said) == 1 and str(directory) in said[0], said
-    await local.up(stacks.config(), executables=stacks.executables)
     assert _open_to_others(directory) == []
     assert (directory / "runs" / "old" / "tool").stat().st_mode & 0o777 == 0o700
     assert elsewhere.stat().st_mode & 0o777 == 0o644
+
+
+async def test_what_lies_open_in_a_closed_folder_is_closed_without_a_word(stacks) -> None:
+    paths = stacks.paths()
+    assert paths.make() == 0
+    (paths.directory / "left-open").write_text("")
+    (paths.directory / "left-open").chmod(0o644)
+    assert paths.make() == 0, "nobody else could reach it"
+    assert _open_to_others(paths.directory) == []
 
 
 async def test_a_token_file_that_others_can_read_stops_up_before_anything_starts(stacks, tmp_path) -> None:

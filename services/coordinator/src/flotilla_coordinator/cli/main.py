@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from flotilla_core.errors import FlotillaError
 
 
+_UsageError: Any = typer.BadParameter.__base__
+"""The parser's error; typer has no name for its class."""
+
+
 class _Commands(TyperGroup):
     """All commands; an error about an argument quotes it without what a terminal would obey."""
 
@@ -51,10 +55,8 @@ class _Commands(TyperGroup):
 def _visible_message() -> Iterator[None]:
     try:
         yield
-    # Those of the parser hold what they show in `message`; typer keeps their classes to itself.
-    except Exception as error:
-        if isinstance(message := getattr(error, "message", None), str):
-            error.message = visible(message)  # type: ignore[attr-defined]
+    except _UsageError as error:
+        error.message = visible(error.message)
         raise
 
 
