@@ -22,6 +22,9 @@ TIMES = (
     ("time/evaluate_s", "evaluate", GREY),
 )
 
+LONGEST_NAME = 60
+"""Characters of the name of a run that fit beside the title."""
+
 Series = tuple[list[int], list[float]]
 
 
@@ -85,16 +88,23 @@ def write_comparison(
     names: Sequence[str], curves: Sequence[Mapping[str, Mapping[int, float]]], runs: Sequence[str], path: Path
 ) -> None:
     """Write one PNG with a panel for each metric, in which every run has a curve."""
+    _comparison(names, curves, runs).savefig(path)
+
+
+def _comparison(
+    names: Sequence[str], curves: Sequence[Mapping[str, Mapping[int, float]]], runs: Sequence[str]
+) -> Figure:
     figure = Figure(figsize=(9, 2.2 + 2.2 * len(names)), dpi=120, layout="constrained")
-    grid = figure.subplots(len(names), 1, squeeze=False)
-    figure.suptitle(" and ".join(runs), x=0.01, ha="left", fontsize=13, fontweight="bold")
+    grid = figure.subplots(len(names), 1, sharex=True, squeeze=False)
+    _titled(figure, "Runs compared", "")
     for axes, name in zip(grid[:, 0], names, strict=True):
         for run, color, series in zip(runs, (BLUE, ORANGE), curves, strict=True):
             points = sorted(series.get(name, {}).items())
-            _line(axes, ([step for step, _ in points], [value for _, value in points]), run, color)
+            label = run if name == names[0] else None
+            _line(axes, ([step for step, _ in points], [value for _, value in points]), label, color)
         axes.set_ylabel(name)
         _finish(axes, last=name == names[-1])
-    figure.savefig(path)
+    return figure
 
 
 def _reward(run: _Run) -> Figure | None:
@@ -181,9 +191,15 @@ def _stacked(run: _Run, title: str, panels: list[tuple[str, str]]) -> Figure | N
 def _figure(run: _Run, title: str, panels: int) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(9, 2.2 + 2.2 * panels), dpi=120, layout="constrained")
     grid = figure.subplots(panels, 1, sharex=True, squeeze=False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-    grid[0, 0].set_title(run.name, loc="right", fontsize=9, color=GREY)
+    _titled(figure, title, run.name)
     return figure, list(grid[:, 0])
+
+
+def _titled(figure: Figure, title: str, run: str) -> None:
+    """Put the title and the run above everything else, where the legend does not come."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    name = run if len(run) <= LONGEST_NAME else f"{run[: LONGEST_NAME // 2]}...{run[-LONGEST_NAME // 2 :]}"
+    figure.text(0.99, 0.985, name, ha="right", va="top", fontsize=9, color=GREY)
 
 
 def _line(axes: Axes, series: Series, label: str | None, color: str) -> None:
@@ -196,8 +212,10 @@ def _finish(axes: Axes, *, last: bool = True) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#e4e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
+    if axes.get_yscale() == "linear":
+        axes.margins(y=0.12)  # for the figures beside the first and the last point
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if last:
         axes.set_xlabel("step")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=5)
+        axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=5)
