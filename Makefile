@@ -99,6 +99,11 @@ chaos-matrix:
 chaos-beside:
 	@$(BIN)/pytest -q -s tests/chaos --ignore=tests/chaos/test_fault_matrix.py
 
+.PHONY: test-all
+test-all: setup  ## Run every suite that this machine can, one after the other; build/what-ran.md is the table
+	@$(BIN)/python scripts/test_all.py test docs \
+	$(filter-out test-contract test-integration,$(SUITES:%=test-%)) test-py312
+
 .PHONY: $(SUITES:%=test-%)
 $(filter-out test-chaos test-helm test-ray test-storage test-trackers,$(SUITES:%=test-%)): test-%: setup
 	@echo "==> $* tests"
