@@ -1,15 +1,11 @@
-"""Whatever malformed requests a service gets, they are their callers' faults, and it serves the next run as before."""
+"""Malformed requests to every service, drawn from the contract: twenty thousand each; `tests/contract` sends two."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-from flotilla_coordinator.ledger.checker import check
-from flotilla_testing.fuzzed_fleet import MOST_GROWTH_MIB, SEED_VARIABLE, fuzz_fleet, seed
-from flotilla_testing.stack import sim_stack
+from malformed_requests import assert_change_nothing
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -19,17 +15,4 @@ REQUESTS = 20_000
 def test_twenty_thousand_malformed_requests_to_each_service_change_nothing(
     arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drawn = seed()
-    with capsys.disabled():
-        sys.stdout.write(f"\n{SEED_VARIABLE}={drawn}\n")
-    with sim_stack(arithmetic / "model", tmp_path) as stack:
-        report = fuzz_fleet(stack, arithmetic, tmp_path, REQUESTS, drawn)
-        verdicts = {run: check(stack.directory / "ledger.sqlite", run) for run in report.runs}
-    with capsys.disabled():
-        sys.stdout.write(f"{report}\n")
-    assert not report.offences, str(report)
-    assert not report.replaced, str(report)
-    assert max(report.growth_mib.values()) < MOST_GROWTH_MIB, str(report)
-    assert report.last_run["state"] == "succeeded", report.last_run["reason"]
-    assert report.last_run["run_id"] in verdicts
-    assert {run: str(verdict) for run, verdict in verdicts.items() if not verdict.passed} == {}
+    assert_change_nothing(REQUESTS, arithmetic, tmp_path, capsys)
