@@ -8,42 +8,59 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from load.machine import idle_lag_p99_s, slowness
 
 from flotilla_testing.fleet_load import FleetLoad, measure
 
 pytestmark = pytest.mark.timeout(3600)
 
 LARGE = FleetLoad()
+CPU_S = {1: 1.11, 8: 1.44, 64: 1.60}
+"""CPU seconds for 1,000 samples, by the number of generators, of all processes together: measured on two cores."""
+LAG_S = 0.106
+"""The latest 99th percentile of late turns of the coordinator's event loop, measured on two cores that were busy."""
+MARGIN = 1.25
+"""What these figures may be exceeded by: they differ by a tenth from one time to the next."""
+SHARE = 0.8
+"""Of the samples that this machine can carry at the CPU seconds above: what has to arrive."""
 CARRIED = 1000
-"""Samples a second that one coordinator carries where the machine has the time."""
-BUSY = 0.8
-"""Share of all cores; where they are as busy, the machine is the limit. `make bench` holds the bars of speed."""
-LATEST_TURN_S = 0.25
-"""Late turns of the event loop stay far below the limits of heartbeats and leases."""
+"""Samples a second that one coordinator carries, however many cores there are."""
+PROCESSES = {1: 1, 8: 4, 64: 8}
+
+
+@pytest.fixture(scope="module")
+def slower() -> float:
+    """How many times longer this machine computes than the one of the figures, before anything runs."""
+    return slowness()
 
 
 def test_64_generators_are_kept_busy_by_one_coordinator(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slower: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    idle_s = idle_lag_p99_s()
+    show(capsys, f"this machine: {slower:.2f} times the CPU seconds, idle lag {1000 * idle_s:.1f} ms")
     figures = measure(LARGE, tmp_path)
     show(capsys, f"64 generators: {figures}")
     assert figures.issued_again == 0
-    cores_busy = figures.rate / 1000 * figures.all_cpu_seconds / (os.cpu_count() or 1)
-    assert figures.rate >= CARRIED or cores_busy >= BUSY, f"{cores_busy:.2f} of the cores were busy"
+    most_s = MARGIN * slower * CPU_S[64]
+    assert figures.all_cpu_seconds <= most_s
+    can_s = 1000 * (os.cpu_count() or 1) / most_s
+    assert figures.rate >= min(CARRIED, SHARE * can_s)
     assert figures.coordinator_mib <= 400
-    assert figures.lag_p99_s <= LATEST_TURN_S
+    assert figures.lag_p99_s <= idle_s + MARGIN * slower * LAG_S
 
 
 def test_a_sample_costs_the_same_whatever_the_number_of_generators(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slower: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cpu: dict[int, float] = {}
-    for replicas, processes in ((1, 1), (8, 4), (64, 8)):
+    for replicas, processes in PROCESSES.items():
         folder = tmp_path / str(replicas)
         folder.mkdir()
         figures = measure(replace(LARGE, replicas=replicas, processes=processes), folder)
         show(capsys, f"{replicas} generators: {figures.all_cpu_seconds:.3f} s for 1,000 samples: {figures}")
         cpu[replicas] = figures.all_cpu_seconds
+    assert {count: s for count, s in cpu.items() if s > MARGIN * slower * CPU_S[count]} == {}
     assert max(cpu.values()) <= 1.5 * min(cpu.values()), cpu
 
 
