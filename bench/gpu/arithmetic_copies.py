@@ -1,9 +1,10 @@
 """The settings of `make demo`, tried with many seeds at once: what a run of the example would learn, in seconds.
 
-Trains copies of the example's model on one GPU, as `sft.yaml` and then `topr.yaml` say, by a few lines of torch of its
-own. It takes nothing from Flotilla. A key that it does not obey is refused.
+Trains copies of the example's model on one GPU, as `sft.yaml` and then `topr.yaml`, `grpo.yaml` or `ppo.yaml` say, by a
+few lines of torch of its own. It takes nothing from Flotilla. A key that it does not obey is refused.
 
     python bench/gpu/arithmetic_copies.py MODEL DATA --try "steps=220" --try "rollout.samples_per_prompt=4"
+    python bench/gpu/arithmetic_copies.py MODEL DATA --run ppo.yaml --try "data.rest_epochs=15"
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import yaml
-from many_qwen3 import Cache, Shape, Weights, load, logits
+from many_qwen3 import Cache, Shape, Weights, load, logits, states
 from torch import Tensor
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
@@ -30,11 +31,14 @@ ANSWER_PLACES = 5
 """One more than the longest answer and its end: what is longer is wrong."""
 OBEYED = {
     "steps",
+    "algorithm.type",
     "data.rest_epochs",
     "rollout.prompts_per_step",
     "rollout.samples_per_prompt",
     "algorithm.advantage.baseline",
     "algorithm.loss.negative_cap",
+    "algorithm.critic.optimizer.learning_rate",
+    "algorithm.critic.warmup_steps",
     "optimizer.learning_rate",
     "optimizer.warmup_updates",
     "optimizer.final_lr_ratio",
@@ -44,6 +48,12 @@ OBEYED = {
     "evaluation.max_prompts",
     "stop.accuracy_at_least",
 }
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "data": {"rest_epochs": 0},
+    "optimizer": {"steps_per_update": 1, "epochs_per_update": 1, "warmup_updates": 0},
+    "algorithm": {"advantage": {"baseline": "group", "lam": 1.0}, "loss": {"negative_cap": 1.0}},
+}
+CLIP, DAPO_CLIP_HIGH, GSPO_CLIP = 0.2, 0.28, (3e-4, 4e-4)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -78,6 +88,13 @@ class Copies:
             size = (second / (1 - 0.999**self._steps)).sqrt() + 1e-8
             weight.data -= rate / (1 - 0.9**self._steps) * first / size
 
+    def values(self, prompts: Tensor, answers: Tensor) -> Tensor:
+        """What a critic expects before each token of `answers`."""
+        for weight in self.weights.values():
+            weight.requires_grad_(True)
+        read = states(self.weights, self.shape, *_read(prompts, answers))[:, :, PROMPT_PLACES - 1 :]
+        return torch.einsum("mrth,mh->mrt", read, self.weights["head"])
+
     def _rate(self, update: int) -> float:
         peak, last = self._settings["learning_rate"], self._settings["final_lr_ratio"]
         warm_up = self._settings["warmup_updates"]
@@ -90,10 +107,9 @@ class Copies:
         """Of the tokens of `answers`; the gradient of the weights goes through them."""
         for weight in self.weights.values():
             weight.requires_grad_(True)
-        tokens = torch.cat([prompts, answers], 2)[:, :, :-1]
-        counts = torch.ones_like(tokens, dtype=torch.bool)
-        counts[:, :, :PROMPT_PLACES] = prompts != PAD
-        told = logits(self.weights, self.shape, tokens, counts)[:, :, PROMPT_PLACES - 1 :].log_softmax(-1)
+        told = logits(self.weights, self.shape, *_read(prompts, answers))[
+            :, :, PROMPT_PLACES - 1 :
+        ].log_softmax(-1)
         return told.gather(-1, answers[..., None])[..., 0]
 
     @torch.no_grad()
@@ -120,6 +136,48 @@ class Copies:
         asked = rows.prompts[:most].expand(self.weights["norm"].shape[0], -1, -1)
         given, _, _ = self.answers(asked, greedy=True)
         return (given == rows.answers[:most]).all(-1).float().mean(1)
+
+
+def _read(prompts: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens that are read to tell each token of `answers`, and which of them count."""
+    tokens = torch.cat([prompts, answers], 2)[:, :, :-1]
+    counts = torch.ones_like(tokens, dtype=torch.bool)
+    counts[:, :, :PROMPT_PLACES] = prompts != PAD
+    return tokens, counts
+
+
+class Critic:
+    """Learns what each copy may expect: it starts from the copy's own weights, with a head of zeros."""
+
+    def __init__(self, run: dict[str, Any], start: tuple[Weights, Shape]) -> None:
+        weights = {name: one.clone() for name, one in start[0].items()}
+        weights["head"] = torch.zeros_like(weights["norm"])
+        self._section = run["algorithm"]["critic"]
+        settings = DEFAULTS["optimizer"] | self._section["optimizer"]
+        self._copies = Copies(weights, start[1], settings, run["steps"])
+        self._lam = run["algorithm"]["advantage"]["lam"]
+
+    def advantages(self, prompts: Tensor, given: Tensor, on: Tensor, rewards: Tensor, update: int) -> Tensor:
+        """Return the whitened advantage of each token, and learn from the rewards."""
+        before = self._copies.values(prompts, given).detach() * on
+        following = torch.cat([before[:, :, 1:], torch.zeros_like(before[:, :, :1])], 2)
+        is_last = on & ~torch.cat([on[:, :, 1:], torch.zeros_like(on[:, :, :1])], 2)
+        errors = (following + rewards[..., None] * is_last - before) * on
+        gained, told = torch.zeros_like(errors[:, :, 0]), []
+        for place in reversed(range(errors.shape[2])):
+            gained = errors[:, :, place] + self._lam * gained
+            told.append(gained)
+        advantages = torch.stack(told[::-1], 2) * on
+        returns = advantages + before
+        values = self._copies.values(prompts, given)
+        clip = self._section["value_clip"]
+        near = before + (values - before).clamp(-clip, clip)
+        lost = torch.maximum((values - returns).square(), (near - returns).square()) * on
+        counts = on.sum((1, 2))
+        self._copies.step(0.5 * lost.sum((1, 2)) / counts, update)
+        mean = (advantages.sum((1, 2)) / counts)[:, None, None]
+        centred = (advantages - mean) * on
+        return centred / (centred.square().sum((1, 2)) / counts).sqrt()[:, None, None].clamp(min=1e-6)
 
 
 def read(file: Path) -> Rows:
@@ -207,10 +265,11 @@ def warm_up(
 def learn(
     run: dict[str, Any], start: tuple[Weights, Shape], train: Rows, held_out: Rows, seeds: list[int]
 ) -> Tensor:
-    """Train every copy by rewards alone, as `topr.yaml` does; returns the accuracy of each."""
-    rollout, optimizer, loss = run["rollout"], run["optimizer"], run["algorithm"]["loss"]
+    """Train every copy by rewards alone, as the file of the run does; returns the accuracy of each."""
+    rollout, optimizer = run["rollout"], run["optimizer"]
     samples, parts = rollout["samples_per_prompt"], optimizer["steps_per_update"]
     copies = Copies({name: one.clone() for name, one in start[0].items()}, start[1], optimizer, run["steps"])
+    critic = Critic(run, start) if run["algorithm"]["type"] == "ppo" else None
     draws = [Draws(len(train.prompts), seed, run["data"]["rest_epochs"]) for seed in seeds]
     for update in range(run["steps"]):
         taken = [one.take(rollout["prompts_per_step"]) for one in draws]
@@ -222,23 +281,72 @@ def learn(
         solved = rewards.unflatten(1, (-1, samples)).all(2).cpu().numpy()
         for one, own, right in zip(draws, taken, solved, strict=True):
             one.note(own, right)
-        compared = (
-            rewards
-            if run["algorithm"]["advantage"]["baseline"] == "batch"
-            else rewards.unflatten(1, (-1, samples))
-        )
-        beyond = compared - compared.mean(-1, keepdim=True)
-        advantages = (beyond / (compared.std(-1, keepdim=True) + 1e-6)).view_as(rewards)
+        if critic is None:
+            advantages = compared(run, copies, prompts, rewards, train.answers[asked])[..., None]
+        else:
+            advantages = critic.advantages(prompts, given, on, rewards, update)
+            if update < run["algorithm"]["critic"]["warmup_steps"]:
+                continue
+        if run["algorithm"]["type"] == "dapo":  # It leaves groups out whose rewards are equal.
+            on = on & (advantages != 0)
         for part in (
             torch.arange(rewards.shape[1], device=DEVICE).chunk(parts) * optimizer["epochs_per_update"]
         ):
             logprobs = copies.logprobs(prompts[:, part], given[:, part])
-            counted, advantage = on[:, part], advantages[:, part]
-            ratio = ((logprobs.detach() - before[:, part]) * counted).sum(-1).clamp(max=20).exp()
-            weight = torch.where(advantage >= 0, 1.0, ratio.clamp(max=loss["negative_cap"]))
-            lost = -(weight * advantage)[..., None] * logprobs * counted
-            copies.step(lost.sum((1, 2)) / counted.sum((1, 2)), update)
+            copies.step(policy_loss(run, logprobs, before[:, part], advantages[:, part], on[:, part]), update)
     return copies.accuracy(held_out, run["evaluation"]["max_prompts"])
+
+
+def compared(run: dict[str, Any], copies: Copies, prompts: Tensor, rewards: Tensor, right: Tensor) -> Tensor:
+    """Return how far each reward is above those that its algorithm compares it with."""
+    kind, samples = run["algorithm"]["type"], run["rollout"]["samples_per_prompt"]
+    if kind == "remax":
+        given, _, _ = copies.answers(prompts, greedy=True)
+        return rewards - (given == right).all(-1).float()
+    among = (
+        rewards
+        if run["algorithm"]["advantage"]["baseline"] == "batch"
+        else rewards.unflatten(1, (-1, samples))
+    )
+    beyond = among - among.mean(-1, keepdim=True)
+    if kind == "rloo":
+        return (beyond * samples / (samples - 1)).view_as(rewards)
+    return (beyond / (among.std(-1, keepdim=True) + 1e-6)).view_as(rewards)
+
+
+def policy_loss(
+    run: dict[str, Any], logprobs: Tensor, before: Tensor, advantages: Tensor, on: Tensor
+) -> Tensor:
+    """Of each copy, as the preset of its algorithm says."""
+    kind = run["algorithm"]["type"]
+    tokens = on.sum(-1, keepdim=True).clamp(min=1)
+    log_ratio = (logprobs - before) * on
+    if kind in ("rloo", "remax"):
+        return -(advantages * logprobs * on).sum((1, 2)) / on.shape[1]
+    if kind == "gspo":
+        low, high = GSPO_CLIP
+        ratio = (log_ratio.sum(-1, keepdim=True) / tokens).exp()
+        objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+        return -objective.sum((1, 2)) / on.shape[1]
+    if kind == "topr":
+        ratio = log_ratio.detach().sum(-1, keepdim=True).clamp(max=20).exp()
+        weight = torch.where(advantages >= 0, 1.0, ratio.clamp(max=run["algorithm"]["loss"]["negative_cap"]))
+        objective = weight * advantages * logprobs
+    else:
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - CLIP, 1 + (DAPO_CLIP_HIGH if kind == "dapo" else CLIP))
+        objective = torch.minimum(ratio * advantages, clipped * advantages)
+    return -(objective * on).sum((1, 2)) / on.sum((1, 2)).clamp(min=1)
+
+
+def completed(run: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return a run with the defaults of what its file leaves out."""
+    inner = {
+        name: completed(run.get(name, {}), default)
+        for name, default in defaults.items()
+        if isinstance(default, dict)
+    }
+    return {**defaults, **run, **inner}
 
 
 def changed(run: dict[str, Any], settings: str) -> dict[str, Any]:
@@ -263,21 +371,22 @@ def main() -> None:
     cli.add_argument("data", type=Path, help="what make_data.py wrote")
     cli.add_argument("--seeds", type=int, default=24)
     cli.add_argument("--warm-up", default="", help="keys of sft.yaml, such as optimizer.learning_rate=5.0e-4")
-    cli.add_argument("--try", action="append", dest="settings", help="keys of topr.yaml; once for each try")
+    cli.add_argument("--try", action="append", dest="settings", help="keys of the run; once for each try")
+    cli.add_argument("--run", default="topr.yaml", help="file of the example, which follows the warm-up")
     asked = cli.parse_args()
     torch.set_float32_matmul_precision("high")
     train, preferred, held_out = (read(asked.data / f"{name}.jsonl") for name in ("rl", "sft", "heldout"))
     imitation = changed(yaml.safe_load((EXAMPLE / "sft.yaml").read_text()), asked.warm_up)
     start = warm_up(imitation, asked.model, preferred, held_out, list(range(asked.seeds)))
     seeds = list(range(len(start[0]["norm"])))
-    rewarded = yaml.safe_load((EXAMPLE / "topr.yaml").read_text())
+    rewarded = completed(yaml.safe_load((EXAMPLE / asked.run).read_text()), DEFAULTS)
     for settings in asked.settings or [""]:
         began = time.monotonic()
         ends = learn(changed(rewarded, settings), start, train, held_out, seeds).cpu()
         spread = {"mean": ends.mean(), "deviation": ends.std(correction=0), "least": ends.min()}
         told = {name: round(float(value), 4) for name, value in spread.items()}
-        below = {"below 0.93": int((ends < 0.93).sum()), "of": len(seeds)}
-        tell({"try": settings, **told, **below, "s": round(time.monotonic() - began)})
+        below = {f"below {bar}": int((ends < bar).sum()) for bar in (0.90, 0.93)} | {"of": len(seeds)}
+        tell({"run": asked.run, "try": settings, **told, **below, "s": round(time.monotonic() - began)})
 
 
 def tell(what: dict[str, Any]) -> None:

@@ -26,9 +26,10 @@ EXAMPLE = ROOT / "examples" / "arithmetic"
 RUN_LIMIT_S = 1500.0
 LOWEST_END = 0.90
 FILES = {
-    "grpo": ["grpo.yaml"],
     "ppo": ["ppo.yaml"],
     "lora": ["grpo.yaml", "longer.yaml", "lora.yaml"],
+    "rloo": ["grpo.yaml", "steady.yaml", "once.yaml"],
+    "remax": ["grpo.yaml", "steady.yaml", "once.yaml"],
 }
 """Of `examples/arithmetic`, as the demo takes them."""
 ALGORITHMS = ("grpo", "rloo", "remax", "gspo", "dapo", "ppo", "lora")
@@ -64,7 +65,7 @@ def _learn(name: str, dtype: str, out: Path) -> int:
     with fleet(name, _description(name, dtype, out), out) as stack:
         started = time.monotonic()
         warm = _finished(stack, ["sft.yaml"], out)
-        files = FILES.get(name, ["grpo.yaml", "longer.yaml"])
+        files = FILES.get(name, ["grpo.yaml", "steady.yaml"])
         algorithm = {"lora": "grpo"}.get(name, name)
         start = f"initial_weights={warm['directory']}/model"
         run = _finished(stack, files, out, start, f"algorithm.type={algorithm}")

@@ -65,6 +65,13 @@ def logits(
     weights: Weights, shape: Shape, tokens: Tensor, counts: Tensor, cache: Cache | None = None
 ) -> Tensor:
     """Of `tokens` [copy, row, place], which follow those in `cache`; `counts` says of all of them which count."""
+    return torch.einsum("mrth,mvh->mrtv", states(weights, shape, tokens, counts, cache), weights["embedding"])
+
+
+def states(
+    weights: Weights, shape: Shape, tokens: Tensor, counts: Tensor, cache: Cache | None = None
+) -> Tensor:
+    """What the head of the model reads."""
     copies, rows, length = tokens.shape
     start = counts.shape[2] - length
     x = torch.gather(
@@ -81,7 +88,7 @@ def logits(
             inner, weights[f"up{layer}"]
         )
         x = x + _linear(gated, weights[f"down{layer}"])
-    return torch.einsum("mrth,mvh->mrtv", _norm(x, weights["norm"]), weights["embedding"])
+    return _norm(x, weights["norm"])
 
 
 def _attention(

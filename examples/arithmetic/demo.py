@@ -23,6 +23,8 @@ EXAMPLE = HERE.relative_to(ROOT)
 FILES = {"topr": ("stack.yaml", "topr.yaml"), "ppo": ("stack-ppo.yaml", "ppo.yaml")}
 """The stack and the run of algorithms that need others than GRPO's."""
 MOE_STACK, MOE_MODEL = "stack-moe.yaml", HERE / "model-moe"
+WITHOUT_RATIO = ("gpg", "opo", "reinforce", "remax", "rloo")
+"""Algorithms whose loss does not know how far the policy is from the one that sampled."""
 WITHOUT_REWARDS = ("sft", "dpo", "reward_model")
 """Algorithms that learn from answers or pairs, so that this story does not fit them."""
 
@@ -51,8 +53,7 @@ def demo(seed: int, algorithm: str, *, lora: bool, moe: bool, control: bool) -> 
         else:
             learner = "adapters beside the warmed-up weights" if lora else "from the warmed-up weights"
             chapter(3, f"{algorithm}: {learner}, by rewards alone")
-        longer = lora or algorithm not in ("grpo", *FILES)
-        files = [file, *["longer.yaml"] * longer, *["lora.yaml"] * lora, *["control.yaml"] * control]
+        files = [file, *laid_over(algorithm, lora=lora), *["control.yaml"] * control]
         start = f"initial_weights={warm['directory']}/model"
         run = train(
             stack, [EXAMPLE / name for name in files], f"seed={seed}", start, f"algorithm.type={algorithm}"
@@ -63,6 +64,15 @@ def demo(seed: int, algorithm: str, *, lora: bool, moe: bool, control: bool) -> 
     report(run, timeline)
     lowest_end = LOWEST_END if algorithm == DEFAULT and not moe else LOWEST_END_OF_OTHERS
     judge(run["metrics"], lowest_end, control=control)
+
+
+def laid_over(algorithm: str, *, lora: bool) -> list[str]:
+    """Return the files that are laid over the one of the run."""
+    if lora:
+        return ["longer.yaml", "lora.yaml"]
+    if algorithm in FILES:
+        return []
+    return ["steady.yaml", *["once.yaml"] * (algorithm in WITHOUT_RATIO)]
 
 
 def report(run: dict[str, Any], timeline: Path) -> None:

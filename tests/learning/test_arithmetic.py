@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(3600)
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "arithmetic" / "demo.py"
 
