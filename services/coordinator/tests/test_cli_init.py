@@ -220,7 +220,9 @@ def test_a_data_set_with_a_split_for_tests_holds_that_out(flotilla: Command) -> 
 def test_layouts_are_learned_by_the_algorithm_that_they_are_for(
     flotilla: Command, row: dict[str, Any], algorithm: str
 ) -> None:
-    assert init(flotilla, [row] * 4)["algorithm"] == algorithm
+    code, out, err = flotilla("init", "--model", "model", "--data", write("train.jsonl", [row] * 4), "--json")
+    assert code == 0, err
+    assert json.loads(out)["algorithm"] == algorithm
     plan = json.loads(flotilla("run", "plan", "run.yaml", "--json")[1])
     shown = [line["explanation"] for line in plan["lines"] if line["name"].startswith("first row")]
     assert len(shown) == {"sft": 1, "dpo": 2, "grpo": 0}[algorithm]

@@ -550,3 +550,35 @@ def test_long_prompts_lose_their_beginning_and_keep_all_that_is_learned(
     (found,) = sent([{"messages": TURNS}], model(templates.CHATML), tmp_path / "rows.jsonl", **data)
     assert found.endswith("assistant\n" + BLUE + GRASS + GREEN)
     assert "Sky?" not in found
+
+
+def prompts(row: Row, tokenizer: Tokenizer, source: Path) -> list[tuple[str, str]]:
+    """Return the prompts and answers of a run that learns from rewards."""
+    source.write_text(json.dumps(row) + "\n")
+    values = {"name": "r", "steps": 1, "rewards": [{"reward": "exact"}], "data": {"train": source}}
+    config = RunConfig.model_validate(values)
+    made = training_data(config)(source, config.data, tokenizer).prompts
+    return [(prompt.prompt_text, prompt.answer) for prompt in made]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TURNS[:2]},
+        {"prompt": [user("Sky?")], "completion": [assistant("Blue.")]},
+        {"conversations": [{"from": "human", "value": "Sky?"}, {"from": "gpt", "value": "Blue."}]},
+        {"prompt": [user("Sky?")], "answer": "Blue."},
+    ],
+)
+def test_rewards_compare_with_the_last_answer_of_a_chat(row: Row, tmp_path: Path, model: Models) -> None:
+    found = prompts(row, model(templates.CHATML), tmp_path / "rows.jsonl")
+    assert found == [(DEFAULT + QUESTION, "Blue.")]
+
+
+def test_prompts_lose_no_calls_and_no_tools(tmp_path: Path, model: Models) -> None:
+    row = {"prompt": CALLING[:3], "tools": [TOOL]}
+    ((text, _),) = prompts(row, model(templates.QWEN25), tmp_path / "rows.jsonl")
+    assert '{"name": "weather", "arguments": {"city": "Paris"}}' in text and '"description"' in text
+    for lost, said in ((row, "the tool 'weather'"), ({"prompt": CALLING[:3]}, "a call of a tool")):
+        with pytest.raises(InvalidConfig, match=f"leaves out .*{said}"):
+            prompts(lost, model(templates.CHATML), tmp_path / "rows.jsonl")
