@@ -171,6 +171,8 @@ def measured(asked: argparse.Namespace, rank: int, record: Record) -> int:
         model.selective_layers.on = asked.recompute == "selective"
         say(compiled=model.compiled_layers.on, refusal=compilation.refusal, **compilation.metrics())
         trainer = Trainer(model, session(asked.chunk))
+        # Of ranks that work together: all of them lack the memory for the second one, and none goes on alone.
+        say(planned_gib=trainer.planned_gib(asked.budget), fits=trainer.fitting(128 * asked.budget))
         packed = micro_batches(asked)
         fed, scored = (
             sum(count(batch) for batches in packed for batch in batches)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import torch
 from one_rank import finish_kernels, settings
 from qwen3_shape import QWEN3_0_6B, QWEN3_8B, SMALL
 
@@ -65,8 +67,17 @@ class Trainer:
         update.accumulate(command(batches), backward=True)
         return update
 
-    def _probe(self, tokens: int) -> None:
-        one_pass(self._model, [PROBE_SEQUENCE] * (tokens // PROBE_SEQUENCE), packed=True)
+    def planned_gib(self, tokens: int) -> float:
+        """Return the memory that a rank holds at most with micro-batches of so many tokens, by what it measured."""
+        held = torch.cuda.memory_allocated() if self._model.device.type == "cuda" else 0
+        return round((held + self._memory.require(tokens)) / 2**30, 2)
+
+    def fitting(self, tokens: int) -> int:
+        """Return how many tokens a micro-batch may have on these ranks, of those asked for."""
+        return self._memory.fitting(tokens)
+
+    def _probe(self, tokens: int, again: Callable[[], None]) -> None:
+        one_pass(self._model, [PROBE_SEQUENCE] * (tokens // PROBE_SEQUENCE), True, again)
 
     def update(self, batches: list[MicroBatch]) -> dict[str, Any]:
         """Make one update and return its loss and the seconds of its parts."""
