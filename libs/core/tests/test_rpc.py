@@ -457,3 +457,12 @@ async def test_a_caller_that_is_refused_while_it_still_sends_hears_why() -> None
             await rpc.client_stream(train, requests(number), timeout_s=20)
     await channel.close()
     await server.stop(0)
+
+
+def test_an_error_with_half_a_surrogate_pair_travels_as_what_it_is() -> None:
+    text = "half a pair: \udcff"
+    sent = errors.UserCodeError(text, where=text, why=text, next_step=text)
+    status = rpc.status.encode(sent, traceback=text)
+    got = rpc.status.from_status(status.SerializeToString())
+    assert isinstance(got, errors.UserCodeError)
+    assert (got.what, got.where, got.why, got.next_step) == ("half a pair: \\udcff",) * 4

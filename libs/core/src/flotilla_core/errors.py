@@ -1,7 +1,8 @@
 """Every failure that Flotilla reports on purpose, as one class a reason.
 
 Invariants: an error says what failed, where, why and what to do next, and it keeps all four when it travels
-over gRPC (`flotilla_core.rpc.status`). There is exactly one class for every `ErrorReason` of the contract.
+over gRPC (`flotilla_core.rpc.status`), whoever wrote its text. There is exactly one class for every `ErrorReason` of
+the contract.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from flotilla.common.v1 import error_pb2 as pb
 from flotilla_core.terminal import visible
 
 
+def unicode_text(text: str) -> str:
+    """Return text of others as every wire can carry it: halves of surrogate pairs become escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class FlotillaError(Exception):
     """A failure with a reason that a caller can act on."""
 
@@ -20,10 +26,10 @@ class FlotillaError(Exception):
 
     def __init__(self, what: str, *, where: str = "", why: str = "", next_step: str = "") -> None:
         super().__init__(what)
-        self.what = what
-        self.where = where
-        self.why = why
-        self.next_step = next_step
+        self.what = unicode_text(what)
+        self.where = unicode_text(where)
+        self.why = unicode_text(why)
+        self.next_step = unicode_text(next_step)
 
     def again(self) -> Self:
         """Return the same error, to be raised by one more call.

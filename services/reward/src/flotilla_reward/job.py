@@ -8,6 +8,7 @@ timeout carries no number that could be mistaken for a score.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 import numbers
@@ -86,9 +87,13 @@ Outcome = Value | Failure | Timeout
 
 
 def judge(returned: object) -> Value | Failure:
-    """Return the result of a reward as a value, if it is one."""
+    """Return the result of a reward as a value, if it is one; an array or tensor of one number is that number."""
+    if not isinstance(returned, numbers.Real) and getattr(returned, "shape", None) == ():
+        returned = returned.item()  # type: ignore[attr-defined]
     if not isinstance(returned, numbers.Real):
-        return Failure(f"returned {returned!r:.200} of type {type(returned).__name__}, expected a number")
+        return Failure(
+            f"returned {returned!r:.200} of type {type(returned).__name__}, expected a number{_way_for(returned)}"
+        )
     try:
         value = float(returned)
     except OverflowError:
@@ -96,3 +101,16 @@ def judge(returned: object) -> Value | Failure:
     if not math.isfinite(value):
         return Failure(f"returned {value}, expected a finite number")
     return Value(value)
+
+
+def _way_for(returned: object) -> str:
+    """Return how to make a number of what is often returned in its place."""
+    if inspect.iscoroutine(returned):
+        returned.close()  # Python warns of one that nobody awaits.
+        return ": wrap the call in asyncio.run(...)"
+    if isinstance(returned, dict):
+        key = next((key for key in ("score", "reward", *returned) if key in returned), "score")
+        return f": return one of its values, such as result[{key!r}]"
+    if isinstance(returned, list | tuple) and len(returned) == 1:
+        return ": a reward scores one response, so return result[0]"
+    return ""

@@ -34,7 +34,10 @@ def main() -> None:
     # What user code prints must not come between.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    started_as = os.getpid()
     found = [problem(spec["reward"], spec["parameters"]) for spec in json.load(sys.stdin)]
+    if os.getpid() != started_as:
+        os._exit(0)  # A process that a file forked when it was imported answers nothing.
     results.write(json.dumps(found))
     results.close()
     # Threads that user code started keep no process.

@@ -35,6 +35,17 @@ OURS = str(Path(__file__).parent)
 NOT_THE_USERS = (OURS, "<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 """Beginnings of file names whose code no user wrote for a run."""
 
+WRAP_ASYNC = """import asyncio
+
+def reward(prompt, response, answer, info):
+    return asyncio.run({function}(prompt=prompt, response=response, answer=answer, info=info))"""
+WRAP_TRL = """def reward(prompt, response, answer, info):
+    columns = {{name: [value] for name, value in info.items()}}
+    return {function}(prompts=[prompt], completions=[response], answer=[answer], **columns)[0]"""
+WRAP_VERL = """def reward(prompt, response, answer, info):
+    result = {function}(info.get("data_source"), response, answer, info.get("extra_info"))
+    return result["score"] if isinstance(result, dict) else result"""
+
 Score = Callable[[Sample], object]
 
 
@@ -55,19 +66,34 @@ def load(target: Target) -> Score:
     if not callable(function):
         raise CannotLoad(f"{target.function} is not a function but {type(function).__name__}")
     call: Callable[..., object] = function
+    if inspect.iscoroutinefunction(call):
+        raise CannotLoad(
+            f"{target.function} is an async function, which nothing awaits here. Name a function like this one "
+            f"instead:\n{WRAP_ASYNC.format(function=target.function)}"
+        )
     expected = {"prompt": "", "response": "", "answer": "", "info": {}, **target.parameters}
     try:
         inspect.signature(call).bind(**expected)
     except TypeError as error:
         raise CannotLoad(
             f"{target.function}{inspect.signature(call)} cannot be called with "
-            f"({', '.join(f'{name}=' for name in expected)}): {error}"
+            f"({', '.join(f'{name}=' for name in expected)}): {error}{_way_for(target.function, call)}"
         ) from error
 
     def score(sample: Sample) -> object:
         return call(**sample._asdict(), **target.parameters)
 
     return score
+
+
+def _way_for(name: str, call: Callable[..., object]) -> str:
+    """Return what to write for a function that was made for another program; empty for any other."""
+    names = inspect.signature(call).parameters
+    for mark, program, wrapper in (("completions", "TRL", WRAP_TRL), ("solution_str", "verl", WRAP_VERL)):
+        if mark in names:
+            instead = wrapper.format(function=name)
+            return f".\nIt is written for {program}. Name a function like this one instead:\n{instead}"
+    return ""
 
 
 def _user_function(target: Target) -> object:

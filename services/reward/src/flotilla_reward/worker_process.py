@@ -14,7 +14,7 @@ import socket
 import sys
 from typing import Any
 
-from flotilla_core.errors import Unavailable
+from flotilla_core.errors import Unavailable, unicode_text
 from flotilla_reward import frames, keeper
 from flotilla_reward.job import Failure, Sample, Target, Value, judge
 
@@ -123,7 +123,7 @@ class WorkerProcess:
         if not isinstance(message, str) or not isinstance(traceback, str):
             await self.kill()
             raise WorkerDied("was killed", "it gave neither a value nor a failure")
-        return Failure(_unicode(message), _unicode(traceback))
+        return Failure(unicode_text(message), unicode_text(traceback))
 
     async def _ask(self, question: dict[str, Any], limit_s: float) -> dict[str, Any]:
         secret = frames.new_secret()
@@ -174,11 +174,6 @@ class WorkerProcess:
     def _signal(self, number: signal.Signals) -> None:
         if self._keeper.returncode is None:
             self._keeper.send_signal(number)
-
-
-def _unicode(text: str) -> str:
-    """Return text that the wire can carry: halves of surrogate pairs are written out."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _log() -> int:

@@ -79,7 +79,8 @@ def encode(error: errors.FlotillaError, *, traceback: str = "") -> status_pb2.St
     status = status_pb2.Status(code=_CODES[error.reason], message=str(error)[:_PART_LIMIT])
     status.details.append(_packed(info))
     if traceback:
-        status.details.append(_packed(error_details_pb2.DebugInfo(detail=traceback[-_TRACEBACK_LIMIT:])))
+        detail = errors.unicode_text(traceback)[-_TRACEBACK_LIMIT:]
+        status.details.append(_packed(error_details_pb2.DebugInfo(detail=detail)))
     return status
 
 

@@ -27,6 +27,7 @@ class FrontLink:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
+        os.register_at_fork(after_in_child=self._in_fork)
         self._write_lock = threading.Lock()
         self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._urgent: dict[str, Callable[[Frame], None]] = {}
@@ -61,6 +62,11 @@ class FrontLink:
         """Answer that the command failed, with this and every other rank ready for the next one."""
         parts = {part: getattr(error, part) for part in ("what", "where", "why", "next_step")}
         self._send(Frame("refused", command.number, {"reason": int(error.reason), **parts}))
+
+    def _in_fork(self) -> None:
+        """Leave the front to this rank: a process that a loss of the user's forked ends when it answers."""
+        self._socket.close()
+        self._write_lock = threading.Lock()  # a thread that is not there may hold it
 
     def _send(self, frame: Frame) -> None:
         try:

@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -59,7 +60,8 @@ def load_user_function(name: str) -> Callable[..., Any]:
 
 
 def guarded(name: str, call: Callable[[], Any]) -> Any:
-    """The result of a call into code of the user's."""
+    """The result of a call into code of the user's; a process that it forked ends here."""
+    started_as = os.getpid()
     try:
         return call()
     # Code of the user's may raise anything.
@@ -67,9 +69,13 @@ def guarded(name: str, call: Callable[[], Any]) -> Any:
         raise UserCodeError(
             f"{type(error).__name__} in code of yours",
             where=name,
-            why=str(error),
+            # The text of an exception of the user's may raise in its turn.
+            why=str(traceback.TracebackException.from_exception(error)),
             next_step="call the function by hand with a small input",
         ) from error
+    finally:
+        if os.getpid() != started_as:
+            os._exit(0)
 
 
 def _bound_by(node: ast.stmt) -> list[str]:
