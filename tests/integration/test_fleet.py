@@ -144,7 +144,7 @@ def test_a_run_in_bfloat16_starts_however_few_tokens_its_canary_has(arithmetic: 
         "generator": {"dtype": "bfloat16", "replicas": 1},
     }
     run_file = small_run(arithmetic, tmp_path / "run.yaml")
-    with running_stack(description, tmp_path / "stack") as rounded:
+    with running_stack(description, tmp_path) as rounded:
         for _ in range(4):
             run = rounded.run(run_file, "steps=2", "weights.canary={prompts: 1, tokens: 4}")
             assert run["state"] == "succeeded", run["reason"]

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.cli.samples import _told_apart
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.evaluation.evaluate import HeldOutAnswer
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -216,3 +217,20 @@ def test_run_is_shown_with_warnings_and_the_metrics_that_matter_first(
         out.index(word) for word in ("learning\n", "reward/mean", "update\n", "loss", "the rest\n", "zebra")
     ]
     assert order == sorted(order)
+
+
+def test_a_table_shows_what_tells_prompts_apart_and_not_what_all_of_them_begin_with() -> None:
+    system = "<|im_start|>system\nYou are a helpful assistant who answers with one number.<|im_end|>\n"
+    turns = "<|im_start|>user\nHello, my name is {name}.<|im_end|>\n<|im_start|>assistant\nHi!<|im_end|>\n"
+    asked = "<|im_start|>user\nWhat is {sum}?<|im_end|>\n<|im_start|>assistant\n"
+    prompts = [(system + turns + asked).format(name=n, sum=s) for n, s in (("Ann", "1+2"), ("Bob", "40+2"))]
+    shown = [one["prompt"] for one in _told_apart([{"prompt": prompt} for prompt in prompts])]
+    assert all(len(prompt) <= 50 for prompt in shown)
+    assert "What is 1+2?" in shown[0] and "What is 40+2?" in shown[1]
+    assert not any("helpful" in prompt or "Hello" in prompt for prompt in shown)
+
+
+@pytest.mark.parametrize("prompts", [["10+11=", "10+12="], ["one " * 40], ["a" * 80, "b" * 80], []])
+def test_prompts_that_share_no_beginning_or_fit_are_shown_as_they_are(prompts: list[str]) -> None:
+    found = [{"prompt": prompt} for prompt in prompts]
+    assert _told_apart(found) == found

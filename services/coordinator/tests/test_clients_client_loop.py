@@ -16,10 +16,11 @@ from flotilla.coordinator.v1 import loop_pb2, run_pb2
 from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.ledger.records import DropReason, RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
+from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.runs import executor as serve_client_module
 from flotilla_coordinator.runs.active import RunHandle
 from flotilla_coordinator.runs.checkpoints import Progress
@@ -36,6 +37,7 @@ from flotilla_core.agreement import AgreementLimits
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import Cancelled, FlotillaError, InvalidRequest, Unavailable
 from flotilla_core.service import Activities
+from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 
 RUN = "run-1"
@@ -320,8 +322,9 @@ async def test_a_loop_whose_call_takes_long_is_not_idle(bench: Bench) -> None:
             loop.calls.end()
         raise TimeoutError
 
-    async def score(*_: Any) -> None:
+    async def score(*_: Any) -> dict[str, Outcome]:
         await waited.wait()
+        return {}
 
     bench.config = bench.config.model_copy(update={"loop_idle_timeout_s": 1e-9})
     bench.scorer.score = score
@@ -366,3 +369,39 @@ async def test_a_reason_why_samples_have_no_reward_is_told_once(bench: Bench) ->
         batch = Batch(step, [], {}, unscored=f"1 of 6 samples of step {step} could not be scored: {why}")
         await run.record_update(step, Version(0, step), batch, StepUpdates(update))
     assert [text.rpartition(": ")[2] for text in told] == ["boom", "bang"]
+
+
+async def test_a_sample_that_the_client_rejects_keeps_the_reward_of_the_run(bench: Bench) -> None:
+    async def score(items: list[Any]) -> dict[str, Outcome]:
+        return {item.sample_id: Outcome(0.25 + number / 4) for number, item in enumerate(items)}
+
+    bench.scorer.score = score
+    loop = bench.loop()
+    group = await sample(loop)
+    items: Any = [SimpleNamespace(sample_id=one.sample_id) for one in group.samples]
+    await loop.scores(items)
+    kept = gradients(group)
+    del kept.groups[0].samples[1]
+    await loop.add_gradients(kept)
+    await loop.step_optimizer("step", 0.0)
+    await loop.close()
+    await bench.ledger.drop_in_flight(RUN, DropReason.RUN_ENDED)
+    found = await bench.ledger.samples(RUN)
+    assert {one.sample_id: one.reward for one in found} == {
+        group.samples[0].sample_id: 1.0,
+        group.samples[1].sample_id: 0.5,
+    }
+
+
+async def test_a_sample_of_several_turns_is_recorded_with_all_of_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = bench.loop()
+    group = await sample(loop)
+    monkeypatch.setattr(loop.sampling._tokenizer, "decode", lambda tokens: " ".join(map(str, tokens)))
+    asked = gradients(group)
+    asked.groups[0].samples[0].token_ids.CopyFrom(to_tensor(np.array([4, 5, 9, 9, 6], np.int32)))
+    asked.groups[0].samples[1].token_ids.CopyFrom(to_tensor(np.array([4, 5], np.int32)))
+    await loop.add_gradients(asked)
+    await loop.step_optimizer("step", 0.0)
+    assert [one["response"] for one in bench.directory.read_samples()] == ["4 5 9 9 6", "2"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from flotilla_coordinator.records import plots
@@ -15,9 +15,9 @@ from flotilla_coordinator.records import plots
 NAME = "a-run-with-a-rather-long-name-20261126-225519-ab12"
 
 
-def said(figure: Figure) -> list[Bbox]:
+def said(figure: Any) -> list[Bbox]:
     """Where the title, the run, the legends and the notes of a figure are, once it is drawn."""
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
     legends = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None]

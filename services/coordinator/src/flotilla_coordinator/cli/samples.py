@@ -10,6 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -160,9 +161,9 @@ def samples(
         for sample in shown:
             _print_whole(sample)
     elif evaluation:
-        print_table(EVALUATION_COLUMNS, map(_evaluation_row, shown))
+        print_table(EVALUATION_COLUMNS, map(_evaluation_row, _told_apart(shown)))
     else:
-        print_table(COLUMNS, map(_row, shown))
+        print_table(COLUMNS, map(_row, _told_apart(shown)))
 
 
 def _sampled(
@@ -337,6 +338,37 @@ def _evaluation_row(sample: dict[str, Any]) -> tuple[str, ...]:
         _reward(sample),
         *(_short(sample.get(text) or "") for text in ("answer", "prompt", "response")),
     )
+
+
+def _told_apart(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples with the part of each long prompt that no other one has: where they differ, up to the end.
+
+    A system prompt, which begins all of them, and what a chat template writes at their end say nothing about a row.
+    """
+    prompts = sorted({sample.get("prompt") or "" for sample in found})
+    if len(prompts) < 2 or max(map(len, prompts)) <= _LONGEST_TEXT:
+        return found
+    begin = _common(prompts)
+    end = _common([prompt[len(begin) :][::-1] for prompt in prompts])
+    if not begin:
+        return found
+    return [
+        sample | {"prompt": _last_part((sample.get("prompt") or "")[len(begin) :].removesuffix(end[::-1]))}
+        for sample in found
+    ]
+
+
+def _common(texts: list[str]) -> str:
+    """Return what all texts begin with, without a word that this would cut."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(min(texts), max(texts), strict=False))
+    common = "".join(sign for sign, _ in pairs)
+    return common[: max(common.rfind(sign) for sign in " \n>") + 1]
+
+
+def _last_part(text: str) -> str:
+    """Return the end of a text, which asks; in a chat the turns before it come first."""
+    words = " ".join(text.split())
+    return words if len(words) <= _LONGEST_TEXT else "..." + words[3 - _LONGEST_TEXT :]
 
 
 def _short(text: str) -> str:

@@ -30,6 +30,7 @@ from flotilla_core import ids, rpc
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, Unavailable
+from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
 
 MOST_GROUPS, MOST_SAMPLES = 100_000, 2_000_000
@@ -107,7 +108,9 @@ class ClientLoop:
             raise InvalidRequest(
                 "the run has no rewards", where=f"run {self.run.run_id}", next_step="name them in `rewards`"
             )
-        return await self.calls.while_open(self._scorer.score(items))
+        outcomes = await self.calls.while_open(self._scorer.score(items))
+        self.sampling.scored(outcomes)
+        return outcomes
 
     async def logprobs(
         self, sequences: Sequence[train.ScoredSequence], temperature: float
@@ -129,7 +132,9 @@ class ClientLoop:
         )
         if request.HasField("loss"):
             asked.loss.CopyFrom(request.loss)
-        rewards = {s.sample_id: s.reward for group in request.groups for s in group.samples}
+        samples = [sample for group in request.groups for sample in group.samples]
+        rewards = {sample.sample_id: sample.reward for sample in samples}
+        responses = {s.sample_id: from_tensor(s.token_ids) for s in samples if s.HasField("token_ids")}
 
         async def act() -> train.ForwardBackwardResponse:
             async with self.calls.turn("forward and backward"):
@@ -138,6 +143,7 @@ class ClientLoop:
                     method, asked, timeout_s=STEP_TIMEOUT_S
                 )
                 self._steps.add(rewards)
+                self.sampling.continued(responses)
                 return reply
 
         return await self.calls.shielded(act())

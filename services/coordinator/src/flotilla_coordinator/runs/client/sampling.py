@@ -8,7 +8,7 @@ draws the prompts itself, so no batch is made here, and samples of such a run ar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import GroupIssue
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
+from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core import ids, telemetry
 from flotilla_core.config import RolloutConfig, RunConfig, SamplingConfig
 from flotilla_core.telemetry import names
@@ -64,6 +65,7 @@ class ClientSampling:
         # Groups of an earlier lineage keep their ids.
         self._call = lineage * CALLS_PER_LINEAGE
         self._unused: dict[str, tuple[RolloutGroup, RolloutSample]] = {}
+        self._scored: set[str] = set()
         self._works: set[asyncio.Task[tuple[int, RolloutGroup]]] = set()
 
     @property
@@ -136,10 +138,28 @@ class ClientSampling:
             self._works.difference_update(tasks)
 
     async def close(self) -> None:
-        """Cancel what is still under way, also while its caller is not listening."""
+        """Cancel what is still under way, and record the rewards of samples that the client did not train on."""
         for work in self._works:
             work.cancel()
         await asyncio.gather(*self._works, return_exceptions=True)
+        rejected = [sample for name, (_, sample) in self._unused.items() if name in self._scored]
+        self._scored.clear()
+        if rejected:
+            await self._ledger.group_scored(rejected)
+
+    def scored(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Note the rewards of the run; those that the client sends with gradients take their place."""
+        for sample_id, outcome in outcomes.items():
+            if outcome.total is not None and (known := self._unused.get(sample_id)) is not None:
+                known[1].reward = outcome.total
+                self._scored.add(sample_id)
+
+    def continued(self, responses: Mapping[str, np.ndarray]) -> None:
+        """Note the whole responses that are trained: of several turns, where the client went on after the first."""
+        for sample_id, token_ids in responses.items():
+            known = self._unused.get(sample_id)
+            if known is not None and len(token_ids) > len(known[1].token_ids):
+                known[1].text = self._tokenizer.decode(token_ids.tolist())
 
     def unused(self, rewards: dict[str, float]) -> list[RolloutGroup]:
         """Return the samples that no update has used yet, with the client's rewards, by group."""
@@ -157,6 +177,7 @@ class ClientSampling:
         """Note that these samples are in the record of an update."""
         for sample_id in sample_ids:
             self._unused.pop(sample_id, None)
+            self._scored.discard(sample_id)
 
     async def _sampled(self, request: GenerationRequest, prompt: ClientPrompt, group_id: str) -> RolloutGroup:
         group = RolloutGroup(
