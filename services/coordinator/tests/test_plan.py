@@ -342,26 +342,6 @@ def test_a_schedule_that_never_leaves_its_warm_up_is_refused(run: dict[str, Any]
     assert "optimizer.warmup_updates = 100" in the_error(planned)
 
 
-def test_a_sequence_that_the_model_cannot_hold_is_refused(run: dict[str, Any], stack: StackConfig) -> None:
-    run["rollout"]["sampling"]["max_response_tokens"] = 60
-    run["evaluation"]["max_response_tokens"] = 8
-    assert "need 65 tokens, the model has 64" in the_error(plan(run, stack))
-    short = stack.model_copy(
-        update={"generator": stack.generator.model_copy(update={"max_model_tokens": 16})}
-    )
-    run["rollout"]["sampling"]["max_response_tokens"] = 11
-    assert plan(run, stack).errors == []
-    run["evaluation"]["max_response_tokens"] = 12
-    refused = plan(run, short)
-    assert "evaluation.max_response_tokens = 12" in the_error(refused)
-    assert (
-        "need 17 tokens, and generator.max_model_tokens of the stack is 16 (the model has 64): "
-        "raise it to 17, or lower evaluation.max_response_tokens" in the_error(refused)
-    )
-    (model,) = [line for line in refused.lines if line.name == "model"]
-    assert "sequences up to 16 tokens (generator.max_model_tokens of the stack)" in model.explanation
-
-
 def test_the_plan_shows_the_preset_resolved(run: dict[str, Any], stack: StackConfig) -> None:
     algorithm = {"type": "dapo", "loss": {"clip_low": 0.1}, "kl": {"placement": "loss", "coefficient": 0.01}}
     lines = {line.name: line for line in plan(run, stack, algorithm=algorithm).lines}
@@ -612,23 +592,3 @@ def test_the_disk_counts_whole_so_that_a_run_that_fitted_is_not_refused_later(
     assert not plan(run, long_stack).errors
     errors = plan(run, long_stack, steps=1_000_000).errors
     assert any("10 GiB in all" in error for error in errors)
-
-
-@pytest.mark.parametrize(
-    ("canary", "says"),
-    [
-        ({"prompts": 1, "tokens": 3}, "compares 3 tokens of each generator, too few"),
-        ({"fail_at": 1.0}, "weights.canary.fail_at is 1, and no mean difference"),
-        ({"prompts": 1, "tokens": 4}, ""),
-        ({"prompts": 0, "tokens": 1, "fail_at": 1.0}, ""),
-        ({"temperatures": [], "tokens": 1, "prompts": 1}, ""),
-        ({"fail_at": 0.5}, ""),
-    ],
-)
-def test_a_canary_that_can_decide_nothing_is_refused(
-    run: dict[str, Any], stack: StackConfig, canary: dict[str, Any], says: str
-) -> None:
-    planned = plan(run, stack, weights={"canary": canary})
-    assert [error for error in planned.errors if says not in error] == [] and bool(planned.errors) is bool(
-        says
-    )

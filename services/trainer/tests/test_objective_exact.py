@@ -26,7 +26,6 @@ from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.policy import PolicyObjective
-from flotilla_trainer.objective.policy_columns import outcomes_of
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.update_metrics import objective_metrics
 from flotilla_trainer.wire.objective import ObjectiveSettings
@@ -350,27 +349,6 @@ def test_tokens_of_one_age_scale_the_whole_loss_by_one_factor() -> None:
     halved = result(objective_of("grpo", **terms, **decay), groups)
     assert halved[0] == pytest.approx(plain[0] / 2, abs=TOLERANCE)
     np.testing.assert_allclose(halved[1], plain[1] / 2, atol=TOLERANCE)
-
-
-def test_a_reward_is_bounded_before_a_long_response_costs_anything() -> None:
-    """A wild reward stays within its bounds, and the punishment of a wrong answer is not swallowed by them."""
-    group = pb.TrainGroup(group_id="g", prompt_token_ids=to_tensor(np.zeros(2, np.int32)))
-    lengths, rewards = [20, 22, 24, 3], [50.0, -1.0, -7.0, 0.5]
-    for number, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
-        tokens = np.ones(length, np.int32)
-        group.samples.add(
-            sample_id=f"g/{number}",
-            token_ids=to_tensor(tokens),
-            logprobs=to_tensor(np.full(length, -1.0, np.float32)),
-            reward=reward,
-        )
-    batch = UpdateBatch.read([group], ModelLimits(VOCABULARY, 0), VERSION)
-    overlong = {"buffer_tokens": 4, "penalty": 2.0}
-    policy = objective_of("grpo", advantage={"reward_clip": 1.0, "overlong": overlong}).policy
-    assert policy is not None
-    outcomes, _ = outcomes_of(batch, policy, LIMIT, np.ones(4, np.bool_), 0, None)
-    # Within [-1, 1]; then 0 at 20 tokens, a half of the punishment at 22, all of it at 24.
-    assert outcomes.rewards.tolist() == pytest.approx([1.0, -1.0 - 1.0, -1.0 - 2.0, 0.5])
 
 
 def test_divergence_in_the_reward_is_paid_token_by_token() -> None:

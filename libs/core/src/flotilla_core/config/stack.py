@@ -506,8 +506,7 @@ class StackConfig(ConfigModel):
     name: str = Field(default="local", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     """Name of the stack; two stacks with different names can run on one host."""
     model: ModelName = Path("examples/arithmetic/model")
-    """Hugging Face folder, name on the hub (`owner/name` or `hub:owner/name`) or s3://bucket/prefix that trainer and
-    generators load."""
+    """Hugging Face folder, [hub:]owner/name or s3://bucket/prefix that trainer and generators load."""
     state_dir: Path = Path(".flotilla")
     """Everything that the stack writes goes to `<state_dir>/<name>/`."""
     bind: BindConfig = BindConfig()
