@@ -51,7 +51,7 @@ DECIDING_TOKENS = 256
 SECOND_LOOK = 8
 """A second look is over so many times the tokens of the first, or of `DECIDING_TOKENS` where that had fewer.
 
-A sound generator is then 10 of its standard errors below the limit that a check of the default size has.
+A sound generator is then 9 of its standard errors below the limit that a check of the default size has.
 """
 LEAST_TOKENS = 4
 """A first look at fewer passes weights of another model too often: at 1 token once in four checks."""
