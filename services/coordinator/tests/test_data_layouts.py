@@ -165,6 +165,11 @@ LAYOUTS: dict[str, tuple[str, Row, list[str]]] = {
         {"messages": [system("Be brief."), *TURNS]},
         [BRIEF + QUESTION + BLUE + GRASS + GREEN],
     ),
+    "OpenAI: instructions of a developer": (
+        "sft",
+        {"messages": [{"role": "developer", "content": "Be brief."}, *TURNS[:2]]},
+        [BRIEF + QUESTION + BLUE],
+    ),
     "OpenAI: a turn of weight 0": (
         "sft",
         {
@@ -286,6 +291,19 @@ def test_calls_of_tools_are_learned_as_the_template_writes_them(
     assert ('{"type": "function", "function": {"name": "weather"' in prompt) == bool(tools)
 
 
+def test_calls_of_functions_in_old_files_are_the_same(tmp_path: Path, model: Models) -> None:
+    chat = [
+        CALLING[0],
+        {"role": "assistant", "content": None, "function_call": CALL["function"]},
+        {"role": "function", "name": "weather", "content": "sunny"},
+        CALLING[3],
+    ]
+    (found,) = sent(
+        [{"messages": chat, "functions": [TOOL]}], model(templates.QWEN25), tmp_path / "rows.jsonl"
+    )
+    assert found.endswith("".join(CALLED)) and '{"type": "function", "function": {"name": "weather"' in found
+
+
 def test_calls_in_sharegpts_files_are_the_same(tmp_path: Path, model: Models) -> None:
     chat = [
         {"from": "human", "value": "Weather?"},
@@ -334,6 +352,16 @@ def test_a_template_that_rewrites_history_gets_a_sequence_for_each_turn(
         f"{begin}[+<think>\nTwo twice.\n</think>\n\n4<|im_end|>+]",
         f"{begin}4<|im_end|>\n<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"
         "[+<think>\nThree twice.\n</think>\n\n6<|im_end|>+]",
+    ]
+
+
+def test_a_template_without_ends_gets_a_sequence_for_each_turn_which_ends(
+    tmp_path: Path, model: Models
+) -> None:
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    assert sent([{"messages": TURNS}], model(template), tmp_path / "rows.jsonl") == [
+        "Sky? [+Blue.</s>+]",
+        "Sky? Blue. Grass? [+Green.</s>+]",
     ]
 
 
@@ -456,18 +484,6 @@ REFUSED: dict[str, tuple[str, str, Row, str, Row]] = {
         {"prompt": [user("a"), assistant("b")], "answer": "c"},
         "leave the last message out",
         {"prompt": [user("a")], "answer": "c"},
-    ),
-    "an image": (
-        "CHATML",
-        "sft",
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-                assistant("b"),
-            ]
-        },
-        "a part that is not text",
-        {"messages": [user("a"), assistant("b")]},
     ),
     "half a weight": (
         "CHATML",

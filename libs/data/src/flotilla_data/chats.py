@@ -26,6 +26,8 @@ ROLES = {
     "function_response": "tool",
 }
 """The role of a message by its `from`, as ShareGPT's files write it."""
+OTHER_NAMES = {"developer": "system", "function": "tool"}
+"""Names of roles in OpenAI's files that templates know by another one."""
 CALL = "function_call"
 WEIGHT = "weight"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -94,8 +96,7 @@ def _message(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     message = {name: value for name, value in raw.items() if value is not None}
     if "role" not in message:
         message = _of_sharegpt(message, where)
-    if message["role"] == "function":
-        message["role"] = "tool"
+    message["role"] = OTHER_NAMES.get(message["role"], message["role"])
     message["content"] = _text_of(raw.get("content", message.get("content")), where)
     weight = message.get(WEIGHT)
     if weight not in (None, 0, 1):

@@ -267,7 +267,8 @@ def _with_system(prompt: Said, values: Mapping[str, Any]) -> Said:
 
 
 def _tools(values: Mapping[str, Any], columns: Columns, where: str) -> list[dict[str, Any]] | None:
-    return tools_of(value_at(values, columns.tools), where)
+    found = value_at(values, columns.tools)
+    return tools_of(values.get("functions") if found is None else found, where)
 
 
 def _said(raw: Any, what: str, where: str) -> Said:

@@ -2,7 +2,7 @@
 
 Invariants: a turn is what the template writes after the point at which the model begins to answer, up to the token that
 ends the turn; nothing else is learned. Turns share a sequence only where the template writes the earlier ones in the
-later chat as the model wrote them; a template that rewrites history gets a sequence for each. What the template leaves
+later chat as the model wrote them, with their end tokens; another template gets a sequence for each. What it leaves
 out of a chat is refused, never lost.
 """
 
@@ -76,9 +76,9 @@ def learned_texts(
         if trains(message)
     ]
     found: list[ChatText] = []
-    for text, begin in reversed(turns):
+    for text, begin, ended in reversed(turns):
         last = found[-1] if found else None
-        if last is not None and last.text.startswith(text):
+        if ended and last is not None and last.text.startswith(text):
             found[-1] = ChatText(last.text, ((begin, len(text)), *last.spans))
         else:
             found.append(ChatText(text, ((begin, len(text)),)))
@@ -87,8 +87,8 @@ def learned_texts(
 
 def _turn(
     before: Messages, message: dict[str, Any], tools: Tools, tokenizer: Tokenizer, what: str, where: str
-) -> tuple[str, int]:
-    """Return the text of a chat up to the end of a turn, and where the turn begins."""
+) -> tuple[str, int, bool]:
+    """Return the text of a chat up to the end of a turn, where the turn begins, and whether an end token ends it."""
     start = prompt_text(before, tools, tokenizer, where)
     whole = _rendered([*before, message], tools, tokenizer, where, begin_answer=False)
     if not whole.startswith(start):
@@ -98,18 +98,18 @@ def _turn(
             why="what it writes with the answer does not begin with what it writes without",
             next_step=AS_TEXT,
         )
-    turn = _ended(whole[len(start) :], tokenizer.end_texts)
+    turn, ended = _ended(whole[len(start) :], tokenizer.end_texts)
     thoughts = [str(message.get(key, "")) for key in THOUGHTS]
     _require(turn, thoughts, "what an assistant thought", where, AS_THINKING)
     _require(turn, _called(message), "a call of a tool", where, AS_CONTENT)
     _require(turn, THINKING.split(message["content"]), f"{what}, a message of 'assistant',", where, AS_TEXT)
-    return start + turn, len(start)
+    return start + turn, len(start), ended
 
 
-def _ended(text: str, ends: Sequence[str]) -> str:
-    """Cut a turn after the token that ends it; what a template writes after it, no model says."""
+def _ended(text: str, ends: Sequence[str]) -> tuple[str, bool]:
+    """Cut a turn after the token that ends it, if the template writes one; what comes after it, no model says."""
     found = [place + len(end) for end in ends if end and (place := text.find(end)) >= 0]
-    return text[: min(found)] if found else text.rstrip()
+    return (text[: min(found)], True) if found else (text.rstrip(), False)
 
 
 def _rendered(
