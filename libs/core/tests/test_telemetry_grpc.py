@@ -282,6 +282,12 @@ async def test_a_later_attempt_is_an_event_on_both_spans(traced: Fixture) -> Non
         ]
 
 
+@pytest.mark.parametrize("attempt", ["x", "", "-5", "9" * 5000, "1e3"])
+async def test_an_attempt_that_is_no_number_ends_no_call(traced: Fixture, attempt: str) -> None:
+    await traced.unary("UnaryUnary", metadata=((ATTEMPT_METADATA, attempt),))
+    assert [len(span.events) for span in await traced.spans("UnaryUnary")] == [0, 0]
+
+
 async def test_health_checks_leave_no_span(traced: Fixture) -> None:
     await traced.channel.unary_unary("/grpc.health.v1.Health/Check")(b"x")
     await asyncio.to_thread(telemetry.stop)

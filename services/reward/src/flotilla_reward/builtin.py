@@ -243,6 +243,7 @@ class Math(BuiltinReward):
         answer = answer_of(sample)
         try:
             expected = _expressions(_boxed(answer))
+        # Whatever the text of a data set makes of sympy.
         except Exception as error:
             raise CannotScore(f"the answer {answer!r:.200} cannot be read: {error!r:.200}") from error
         if not expected:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import ExitStack, aclosing
 from functools import partial
@@ -39,6 +40,7 @@ STATUS_NAMES = {code: code.name for code in grpc.StatusCode}
 
 ATTEMPT_METADATA = "flotilla-attempt"
 """Sent by our own retries, 2 from the second try on."""
+_FEW = re.compile(r"[0-9]{1,6}")
 _TRANSPARENT_RETRIES = "grpc-previous-rpc-attempts"
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -63,14 +65,16 @@ def span_name(method: str | bytes) -> str | None:
 
 
 def attempt_of(metadata: Iterable[tuple[str, Any]]) -> int:
-    """Return the number of this attempt at its call, from 1 on, over our own retries and those of the channel."""
+    """Return the number of this attempt at its call, from 1 on, over our own retries and those of the channel.
+
+    A span must not end a call: what is no number, or none of so few retries, counts for nothing.
+    """
     attempt = 1
     for key, value in metadata:
-        if key == ATTEMPT_METADATA:
-            attempt += int(value) - 1
-        elif key == _TRANSPARENT_RETRIES:
-            attempt += int(value)
-    return attempt
+        if key not in (ATTEMPT_METADATA, _TRANSPARENT_RETRIES) or not _FEW.fullmatch(str(value)):
+            continue
+        attempt += int(value) - (key == ATTEMPT_METADATA)
+    return max(attempt, 1)
 
 
 def note_attempt(span: Span, attempt: int) -> None:
