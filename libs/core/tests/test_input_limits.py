@@ -191,8 +191,12 @@ def test_json_that_nobody_could_mean_is_refused(content: bytes, told: str) -> No
 
 
 def test_a_json_file_is_not_read_beyond_its_limit(tmp_path: Path) -> None:
+    with (tmp_path / "endless.json").open("wb") as file:
+        file.truncate(1 << 40)
     with pytest.raises(InvalidConfig, match="more than 1000 bytes, the limit"):
-        read_json_object(Path("/dev/zero"), most_bytes=1000)
+        read_json_object(tmp_path / "endless.json", most_bytes=1000)
+    with pytest.raises(InvalidConfig, match="it is a device"):
+        read_json_object(Path("/dev/zero"))
     (tmp_path / "weights.safetensors").write_bytes((2**63).to_bytes(8, "little") + b"{}")
     with pytest.raises(InvalidConfig, match=r"weights\.safetensors.*at most 104857600 bytes"):
         stored_shapes(tmp_path / "weights.safetensors")

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from flotilla_coordinator.data.chat_template import ChatTemplate
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import load_prompts
-from flotilla_coordinator.data.tokenizer import ChatTemplate, Tokenizer
+from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import training_data
 from flotilla_core.config import DataConfig, RunConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig

@@ -220,19 +220,23 @@ def test_parquet_has_every_sample_and_null_for_a_missing_metric(directory: RunDi
     assert rows[2]["policy_versions"] == [{"version": "0.1", "start": 0, "end": 2}]
 
 
-def test_without_the_extra_the_run_ends_well_and_says_what_to_install(directory: RunDirectory) -> None:
+def test_without_the_extra_the_run_ends_well_and_says_what_to_install(
+    directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('gone', name='matplotlib')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert "pip install 'flotilla-coordinator[report]'" in conclude(directory, run_pb2.Run())
+
+
+def test_plots_are_drawn_outside_of_the_service(directory: RunDirectory) -> None:
+    directory.write_metrics(0, {"reward/mean": 0.5, "time/step_s": 1.0})
     script = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from pathlib import Path\n"
-        "from flotilla.coordinator.v1 import run_pb2\n"
-        "from flotilla_coordinator.records.report import conclude\n"
-        "from flotilla_coordinator.records.directory import RunDirectory\n"
-        "sys.stdout.write(conclude(RunDirectory(Path(sys.argv[1])), run_pb2.Run()))\n"
+        "import sys; from pathlib import Path\n"
+        "from flotilla_coordinator.records.report import write_plots\n"
+        "assert len(write_plots(Path(sys.argv[1]))) == 2\n"
+        "sys.exit('matplotlib' in sys.modules or 'pyarrow' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(directory.path)], capture_output=True, text=True, check=True
-    )
-    assert "pip install 'flotilla-coordinator[report]'" in done.stdout
+    subprocess.run([sys.executable, "-c", script, str(directory.path)], check=True)
 
 
 def test_what_a_fall_back_undid_is_kept_and_not_read(directory: RunDirectory) -> None:

@@ -1,16 +1,20 @@
 """Files that other processes of the same user read.
 
 Invariants: a reader sees the old content or the new one, never a part of it; what a stack writes is its owner's alone,
-and in UTF-8 whatever the locale.
+and in UTF-8 whatever the locale. What another author put in the place of a file, such as a named pipe, is never waited
+for.
 """
 
 from __future__ import annotations
 
 import codecs
+import errno
 import locale
 import os
 import secrets
+import stat
 import sys
+from io import BufferedReader
 from pathlib import Path
 
 
@@ -50,3 +54,32 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+
+
+_OTHER_KINDS = {
+    stat.S_IFDIR: "it is a folder",
+    stat.S_IFIFO: "it is a named pipe",
+    stat.S_IFSOCK: "it is a socket",
+    stat.S_IFCHR: "it is a device",
+    stat.S_IFBLK: "it is a device",
+}
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read its bytes; raise OSError for anything else, which could block or have no end."""
+    require_regular(os.stat(path), path)
+    # It may be another one by now, and a pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        require_regular(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return open(descriptor, "rb")
+
+
+def require_regular(found: os.stat_result, path: Path) -> None:
+    """Raise OSError where this is no regular file."""
+    if not stat.S_ISREG(found.st_mode):
+        why = _OTHER_KINDS.get(stat.S_IFMT(found.st_mode), "it is no regular file")
+        raise OSError(errno.EINVAL, why, str(path))

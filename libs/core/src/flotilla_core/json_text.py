@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from flotilla_core.errors import InvalidConfig
+from flotilla_core.files import open_regular
 
+MOST_VALUES = 4 << 20
+"""Limit for the values of one text; an empty list takes 72 bytes of memory, and three of text."""
 MOST_BYTES = 64 << 20
 """Limit for one file; the index of the weights of a very large model has a tenth of that."""
 MOST_LINE_BYTES = 16 << 20
@@ -43,6 +46,10 @@ def json_lines(file: IO[bytes], position: int = 0) -> Iterator[tuple[int, dict[s
 def json_object(raw: bytes, where: str, *, what: str = "the text", finite: bool = False) -> dict[str, Any]:
     """Return the object in a text; `finite` refuses NaN and infinity, which JSON cannot express."""
     decoder = _FINITE if finite else _ANY
+    if len(raw) > MOST_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise InvalidConfig(
+            f"{what} has too many values", where=where, why=f"it has more than {MOST_VALUES:,}, the limit"
+        )
     try:
         values = decoder.decode(raw.decode("utf-8"))
         if b"\\u" in raw:
@@ -70,7 +77,7 @@ def json_object(raw: bytes, where: str, *, what: str = "the text", finite: bool 
 def read_json_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """Return the object in a file; a missing file stays a FileNotFoundError, which the reader can explain better."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(most_bytes + 1)
     except FileNotFoundError:
         raise

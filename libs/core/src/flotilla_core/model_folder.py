@@ -9,14 +9,19 @@ without loading it, and can tell whether it means the same tokens as another.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from flotilla_core.errors import InvalidConfig, NotFound
-from flotilla_core.json_text import json_object
+from flotilla_core.files import open_regular, require_regular
+from flotilla_core.json_text import MOST_BYTES, json_object
 
 LONGEST_HEADER = 100 << 20
 """Bytes; the limit of the format."""
+MOST_DIMENSIONS = 16
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -56,27 +61,89 @@ def model_folder(model: Path | str) -> Path:
         ) from error
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights in the order of their names; there may be none."""
+    found = sorted(folder.glob("*.safetensors"))
+    for path in found:
+        try:
+            require_regular(path.stat(), path)
+        except OSError as error:
+            raise InvalidConfig(
+                "the file of weights cannot be read", where=str(path), why=error.strerror or str(error)
+            ) from None
+    return found
+
+
+def whole_number(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """Return a positive number of a model's configuration; `default` where it has none, or 0."""
+    value = config.get(key)
+    if value in (None, 0) and default is not None:
+        return default
+    if type(value) is not int or not 0 < value < 2**53:
+        problem = f"has no {key}" if value is None else f"has a {key} that is no whole number above 0"
+        raise InvalidConfig(
+            f"config.json {problem}",
+            where=where,
+            why="not a causal language model?" if value is None else f"it is {_shown(value)}",
+        )
+    return value
+
+
+def inner_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the part of the language model, which multimodal models keep inside; empty where there is none."""
+    inner = config.get("text_config", {})
+    if not isinstance(inner, dict):
+        raise InvalidConfig(
+            "text_config of config.json is no mapping", where=where, why=f"it is {_shown(inner)}"
+        )
+    return inner
+
+
+def end_tokens(config: Mapping[str, Any], where: str) -> list[int]:
+    """Return the tokens that end a response, as a configuration names them: one, several or none."""
+    value = config.get("eos_token_id")
+    ends = value if isinstance(value, list) else [] if value is None else [value]
+    for end in ends:
+        if type(end) is not int or not 0 <= end < 2**31:
+            raise InvalidConfig(
+                "eos_token_id is no id of a token",
+                where=where,
+                why=f"it has {_shown(end)}",
+                next_step="write the number of the token that ends a response, or a list of numbers",
+            )
+    return ends
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:100]
+
+
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a safetensors file, from its header alone."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             content = file.read(length) if length <= LONGEST_HEADER else b""
+            content = content if len(content) == length else b""
     except OSError as error:
         raise InvalidConfig(
             "the file of weights cannot be read", where=str(path), why=error.strerror or str(error)
         ) from None
     try:
         header = json_object(content, str(path))
-        return {
-            name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"
-        }
+        return {name: _shape(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     except (InvalidConfig, KeyError, TypeError, ValueError):
         raise InvalidConfig(
             "the file of weights is damaged",
             where=str(path),
             why=f"its header is not the JSON of at most {LONGEST_HEADER} bytes that names tensors and shapes",
         ) from None
+
+
+def _shape(sizes: list[int]) -> tuple[int, ...]:
+    if len(sizes) > MOST_DIMENSIONS or any(type(size) is not int or not 0 <= size < 2**53 for size in sizes):
+        raise ValueError("no shape of a tensor")
+    return tuple(sizes)
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -88,7 +155,8 @@ def tokenizer_digest(folder: Path) -> str:
             next_step="set `model` in stack.yaml, or initial_weights in run.yaml, to a Hugging Face folder",
         )
     try:
-        content = (folder / TOKENIZER_FILE).read_bytes()
+        with open_regular(folder / TOKENIZER_FILE) as file:
+            content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise NotFound(
             f"the model folder has no {TOKENIZER_FILE}",
@@ -100,4 +168,10 @@ def tokenizer_digest(folder: Path) -> str:
         raise InvalidConfig(
             f"{TOKENIZER_FILE} cannot be read", where=str(folder), why=error.strerror or str(error)
         ) from None
+    if len(content) > MOST_BYTES:
+        raise InvalidConfig(
+            f"{TOKENIZER_FILE} is too large",
+            where=str(folder),
+            why=f"it has more than {MOST_BYTES} bytes, the limit of its kind",
+        )
     return hashlib.sha256(content).hexdigest()

@@ -1,39 +1,31 @@
-"""Finds the files of a data set and reads what is in them: lines of JSON, or batches of Arrow columns.
+"""Finds the files of a data set, and tells one state of a file from another.
 
-Invariants: the files of a data set come in the order of their names, so its rows have one order. A hub name is resolved
-to files of the local cache, and the network is needed only where they are not there yet. pyarrow and the hub's client
-load only for data that need them.
+Invariants: the files of a data set come in the order of their names, so its rows have one order. All are regular files
+that can be read to their end. What a folder says about its files names files of that folder alone. A hub name is
+resolved to files of the local cache, and the network is needed only where they are not there yet; the hub's client
+loads only for such names.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
-import json
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from glob import glob, has_magic
+from glob import has_magic
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
-
-import zstandard
+from typing import NamedTuple
 
 from flotilla_core.config.model import HUB
 from flotilla_core.errors import InvalidConfig, Unavailable
+from flotilla_core.files import open_regular, require_regular
+from flotilla_core.json_text import read_json_object
+from flotilla_data.formats import COLUMNS, LINES, NEXT, PACKED, is_data, unreadable
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-LINES = (".jsonl", ".ndjson", ".json")
-PACKED = (".gz", ".zst")
-COLUMNS = (".parquet", ".arrow")
-MOST_ARRAY_BYTES = 1 << 30
-"""Limit of a JSON file that is one list, which has to be read whole; lines have no limit."""
-BATCH_ROWS = 4096
+LEAST_SPARSE_BYTES = 64 << 20
+MOST_HOLES = 100
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-_NEXT = "set data.train or evaluation.data"
 
 
 def data_files(source: Path, split: str) -> list[Path]:
@@ -46,18 +38,26 @@ def data_files(source: Path, split: str) -> list[Path]:
         if source.is_dir():
             return _files_of_folder(source, split, str(source))
         if has_magic(str(source)):
-            if found := sorted(Path(name) for name in glob(str(source), recursive=True)):
-                return [path for path in found if path.is_file()]
-            raise InvalidConfig("no data file fits the pattern", where=str(source), next_step=_NEXT)
+            if found := _matching(source):
+                return found
+            raise InvalidConfig("no data file fits the pattern", where=str(source), next_step=NEXT)
+        if os.path.exists(source):
+            require_regular(source.stat(), source)
     except OSError as error:
         raise unreadable(source, error) from None
-    raise InvalidConfig("the data file does not exist", where=str(source), next_step=_NEXT)
+    raise InvalidConfig("the data file does not exist", where=str(source), next_step=NEXT)
 
 
-def unreadable(path: Path, error: Exception) -> InvalidConfig:
-    """Make the error for a data file that the system or its reader refuses."""
-    why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return InvalidConfig("the data file cannot be read", where=str(path), why=why, next_step=_NEXT)
+def _matching(pattern: Path) -> list[Path]:
+    """Return the files that fit a pattern; folders are not followed through links, which may go in circles."""
+    at = next(place for place, part in enumerate(pattern.parts) if has_magic(part))
+    folder, rest = Path(*pattern.parts[:at]), "/".join(pattern.parts[at:])
+    found = folder.glob(f"{rest}/*" if rest.endswith("**") else rest)
+    return sorted(
+        path
+        for path in found
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
 
 
 def set_name(source: Path) -> str:
@@ -76,14 +76,33 @@ def _files_of_folder(folder: Path, split: str, shown: str) -> list[Path]:
             raise _no_split(shown, split, _names_in(folder / "dataset_dict.json"))
         folder = folder / split
     if (folder / "state.json").is_file():
-        state = json.loads((folder / "state.json").read_bytes())
-        return [folder / file["filename"] for file in state["_data_files"]]
+        return _saved_files(folder)
     found = sorted(path for path in folder.rglob("*") if is_data(path) and path.is_file())
     if not found:
         raise InvalidConfig(
             "the folder has no data files", where=shown, why=f"none ends with {', '.join(LINES + COLUMNS)}"
         )
     return _of_split(found, folder, split, shown)
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Return the files that `datasets` lists in its `state.json`, which lie beside it."""
+    where = folder / "state.json"
+    listed = read_json_object(where).get("_data_files")
+    names = (
+        [one.get("filename") if isinstance(one, dict) else None for one in listed or ()]
+        if isinstance(listed, list)
+        else [None]
+    )
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise InvalidConfig(
+                "state.json of a saved data set names no file of its folder",
+                where=str(where),
+                why=f"_data_files has {str(name)[:200]!r} in place of the name of a file beside it",
+                next_step="save it again (`save_to_disk`), or name the files themselves by a pattern",
+            )
+    return [folder / str(name) for name in names]
 
 
 def _of_split(found: list[Path], folder: Path, split: str, shown: str) -> list[Path]:
@@ -110,7 +129,8 @@ def _of_split(found: list[Path], folder: Path, split: str, shown: str) -> list[P
 
 
 def _names_in(path: Path) -> list[str]:
-    return [str(name) for name in json.loads(path.read_bytes()).get("splits", [])]
+    names = read_json_object(path).get("splits")
+    return [str(name)[:100] for name in names[:20]] if isinstance(names, list) else []
 
 
 def _no_split(shown: str, split: str, there: Sequence[str]) -> InvalidConfig:
@@ -173,132 +193,40 @@ def _snapshot(repository: str, revision: str | None, part: str) -> Path:
         ) from None
 
 
-def is_data(path: Path) -> bool:
-    """Return whether the name is that of a file that can be read here."""
-    suffix, packed = _suffixes(path)
-    return suffix in LINES or (suffix in COLUMNS and not packed)
+class Identity(NamedTuple):
+    """A file as it is now: what changes when somebody writes or replaces it."""
 
-
-def _suffixes(path: Path) -> tuple[str, str]:
-    """Return the suffix of the content and that of its compression."""
-    packed = path.suffix if path.suffix in PACKED else ""
-    return Path(path.name.removesuffix(packed)).suffix, packed
-
-
-def has_columns(path: Path) -> bool:
-    """Return whether the file holds Arrow columns rather than JSON; an unknown ending is taken for lines."""
-    return _suffixes(path)[0] in COLUMNS
-
-
-def has_plain_lines(path: Path) -> bool:
-    """Return whether the file's bytes are its lines, so that each can be read where it stands."""
-    suffix, packed = _suffixes(path)
-    if packed:
-        return False
-    if suffix != ".json":
-        return True
-    with path.open("rb") as file:
-        return file.read(256).lstrip()[:1] != b"["
-
-
-def unpacked_lines(path: Path) -> Iterator[bytes]:
-    """Return the lines of a compressed file, or the items of a JSON list as a line each."""
-    with path.open("rb") as raw:
-        if path.suffix == ".gz":
-            yield from _lines_or_items(path, cast("IO[bytes]", gzip.GzipFile(fileobj=raw)))
-        elif path.suffix == ".zst":
-            stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            yield from _lines_or_items(path, io.BufferedReader(cast("Any", stream)))
-        else:
-            yield from _lines_or_items(path, raw)
-
-
-def _lines_or_items(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    try:
-        first = file.readline()
-        while first.isspace():
-            yield b"\n"
-            first = file.readline()
-        if not first.lstrip().startswith(b"[") or _suffixes(path)[0] != ".json":
-            yield first
-            yield from file
-            return
-        text = first + file.read(MOST_ARRAY_BYTES)
-        if len(text) > MOST_ARRAY_BYTES:
-            raise InvalidConfig(
-                "the JSON list is too large",
-                where=str(path),
-                why=f"it has more than {MOST_ARRAY_BYTES} bytes and has to be read whole",
-                next_step="write one object a line (.jsonl), or Parquet",
-            )
-        for item in json.loads(text):
-            yield json.dumps(item, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
-    except (OSError, EOFError, ValueError, RecursionError, zstandard.ZstdError) as error:
-        raise unreadable(path, error) from None
-
-
-def record_batches(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """Return the columns of a Parquet or an Arrow file, piece by piece."""
-    pa = _pyarrow(path)
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            parquet = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-            return parquet.schema_arrow, _guarded(
-                path, parquet.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
-            )
-        source = pa.OSFile(str(path), "rb")
-        try:
-            file = pa.ipc.open_file(source)
-        except pa.ArrowInvalid:  # a stream, as the library `datasets` writes it
-            source.seek(0)
-            stream = pa.ipc.open_stream(source)
-            return stream.schema, _guarded(path, iter(stream))
-        return file.schema, _guarded(path, (file.get_batch(at) for at in range(file.num_record_batches)))
-    except (OSError, pa.ArrowException) as error:
-        raise unreadable(path, error) from None
-
-
-def _guarded(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    pa = _pyarrow(path)
-    try:
-        yield from batches
-    except (OSError, pa.ArrowException) as error:
-        raise unreadable(path, error) from None
-
-
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow as pa
-        import pyarrow.ipc
-    except ImportError:
-        raise InvalidConfig(
-            "Parquet and Arrow files need the package pyarrow",
-            where=str(path),
-            next_step="install the coordinator with its extra `report`, or write the data as JSON lines",
-        ) from None
-    return pa
-
-
-Identity = tuple[Path, int, int, int]
-"""A file as it is now: path, inode, size, time of its last change."""
+    path: Path
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
 
 
 def identity(path: Path) -> Identity:
-    """Return what changes when somebody writes the file, without reading it."""
+    """Return the identity of a file, without reading it; refuse what is no file, or would take for ever to read."""
     try:
         found = path.stat()
+        require_regular(found, path)
     except OSError as error:
         raise unreadable(path, error) from None
-    return path, found.st_ino, found.st_size, found.st_mtime_ns
+    # No file system packs text a hundredfold, so that most of such a file was never written.
+    if found.st_size > LEAST_SPARSE_BYTES and found.st_blocks * 512 * MOST_HOLES < found.st_size:
+        raise InvalidConfig(
+            "the data file consists of holes",
+            where=str(path),
+            why=f"of its {found.st_size:,} bytes {found.st_blocks * 512:,} were written",
+            next_step=NEXT,
+        )
+    return Identity(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 @lru_cache(maxsize=4096)
 def content_digest(file: Identity) -> str:
     """Return the digest of the file's bytes, computed once while the file does not change."""
     try:
-        with file[0].open("rb") as opened:
+        with open_regular(file.path) as opened:
             return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     except OSError as error:
-        raise unreadable(file[0], error) from None
+        raise unreadable(file.path, error) from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from array import array
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
@@ -25,30 +24,30 @@ import numpy as np
 import numpy.typing as npt
 
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_core.files import open_regular
 from flotilla_core.json_text import json_object
 from flotilla_data.columns import is_sent_as_text
-from flotilla_data.files import (
-    Identity,
-    content_digest,
-    data_files,
+from flotilla_data.copies import copy_of
+from flotilla_data.files import Identity, content_digest, data_files, identity
+from flotilla_data.formats import (
+    LONGEST_LINE,
+    MOST_ROWS,
+    PIECE_BYTES,
+    PIECE_ROWS,
+    ROWS_OF_PIECES,
     has_columns,
     has_plain_lines,
-    identity,
-    record_batches,
-    unpacked_lines,
+    pyarrow_for,
+    too_many_rows,
     unreadable,
 )
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-LONGEST_LINE = 64 << 20
-"""The limit in bytes; a prompt of a million tokens has a tenth of that."""
-PIECE_ROWS = 128
-"""The rows of a copy that are read together; a step draws single rows from all over the file."""
 ROWS_AT_ONCE = 4096
-COPY_KEPT_S = 14 * 86_400
-"""A copy that no run opened for so long is deleted when another one is made."""
+BYTES_AT_ONCE = 16 << 20
+"""Rows that are larger together are not in memory together, unless somebody keeps what is made of them."""
 
 Proof = Callable[["pa.RecordBatch"], bool]
 """Says whether a look at whole columns shows that all of their rows can be used."""
@@ -69,7 +68,14 @@ class Row:
 class FileRows(Protocol):
     """The rows of one file; numbers begin at 0 in each."""
 
+    nbytes: int
+    """The size of all rows as they are stored."""
+
     def __len__(self) -> int: ...
+
+    def most_bytes(self, number: int) -> int:
+        """Return how large a row may be."""
+        ...
 
     def read(self, numbers: Sequence[int]) -> list[Row]:
         """Return these rows, in this order."""
@@ -85,7 +91,7 @@ class LineRows:
 
     def __init__(self, path: Path, shown: Path, unit: str) -> None:
         self._shown, self._unit = shown, unit
-        self._file = path.open("rb")
+        self._file = open_regular(path)
         self._now = self._identity()
         starts, sizes, lines = array("q"), array("i"), array("i")
         place = 0
@@ -94,7 +100,10 @@ class LineRows:
                 starts.append(place)
                 sizes.append(min(size, LONGEST_LINE + 1))
                 lines.append(line)
+            if len(starts) > MOST_ROWS:
+                raise too_many_rows(shown)
             place += abs(size)
+        self.nbytes = place
         self._starts = np.frombuffer(starts, np.int64) if starts else np.zeros(0, np.int64)
         self._sizes = np.frombuffer(sizes, np.int32) if sizes else np.zeros(0, np.int32)
         # Only blank lines make a row's number another one than its line's.
@@ -102,6 +111,10 @@ class LineRows:
 
     def __len__(self) -> int:
         return len(self._starts)
+
+    def most_bytes(self, number: int) -> int:
+        """Return how large a row is."""
+        return int(self._sizes[number])
 
     def read(self, numbers: Sequence[int]) -> list[Row]:
         """Return these rows, in this order."""
@@ -115,8 +128,8 @@ class LineRows:
 
     def unproven(self, proof: Proof | None) -> Iterator[Row]:
         """Return all rows: lines have no columns to look at."""
-        for start in range(0, len(self), ROWS_AT_ONCE):
-            yield from self.read(range(start, min(start + ROWS_AT_ONCE, len(self))))
+        for part in parts(self, range(len(self))):
+            yield from self.read(part)
 
     def _row(self, number: int) -> Row:
         line = number + 1 if self._lines is None else int(self._lines[number])
@@ -151,32 +164,36 @@ def _line_sizes(file: BinaryIO) -> Iterator[int]:
 
 
 class ArrowRows:
-    """Rows of Arrow columns, of which a piece is read at a time; all pieces but the last have the same size."""
+    """Rows of Arrow columns, of which a piece is read at a time; all pieces but the last have as many rows."""
 
     def __init__(self, path: Path, shown: Path) -> None:
-        import pyarrow as pa
-        import pyarrow.ipc
-
+        pa = pyarrow_for(shown)
         self._shown = shown
         self._reader = pa.ipc.open_file(pa.OSFile(str(path), "rb"))
         self._one_at_a_time = threading.Lock()
         self._pieces = int(self._reader.num_record_batches)
-        last = self._pieces - 1
-        self._length = last * PIECE_ROWS + int(self._piece(last).num_rows) if self._pieces else 0
         schema = self._reader.schema
+        self._piece_rows = int((schema.metadata or {}).get(ROWS_OF_PIECES, PIECE_ROWS))
+        last = self._pieces - 1
+        self._length = last * self._piece_rows + int(self._piece(last).num_rows) if self._pieces else 0
+        self.nbytes = path.stat().st_size
         self._as_text = [column.name for column in schema if is_sent_as_text(column.type)]
 
     def __len__(self) -> int:
         return self._length
 
+    def most_bytes(self, number: int) -> int:
+        """Return how large a row may be: nobody has measured each."""
+        return LONGEST_LINE if self._piece_rows == 1 else PIECE_BYTES // PIECE_ROWS
+
     def read(self, numbers: Sequence[int]) -> list[Row]:
         """Return these rows, in this order."""
         by_piece: dict[int, list[int]] = {}
         for number in numbers:
-            by_piece.setdefault(number // PIECE_ROWS, []).append(number)
+            by_piece.setdefault(number // self._piece_rows, []).append(number)
         found: dict[int, Row] = {}
         for at, own in by_piece.items():
-            piece, first = self._piece(at), at * PIECE_ROWS
+            piece, first = self._piece(at), at * self._piece_rows
             if len(own) * 4 > piece.num_rows:
                 found |= {row.number: row for row in self._rows(piece, first)}
                 continue
@@ -189,14 +206,29 @@ class ArrowRows:
         for at in range(self._pieces):
             piece = self._piece(at)
             if proof is None or not proof(piece):
-                yield from self._rows(piece, at * PIECE_ROWS)
+                yield from self._rows(piece, at * self._piece_rows)
 
     def _piece(self, at: int) -> pa.RecordBatch:
         with self._one_at_a_time:
             return self._reader.get_batch(at)
 
     def _rows(self, piece: pa.RecordBatch, first: int) -> Iterator[Row]:
-        for number, values in enumerate(piece.to_pylist(), first):
+        try:
+            rows = piece.to_pylist()
+        except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+            if (
+                piece.num_rows > 1
+            ):  # Only one of them has a value that Python has not, such as a time after 9999.
+                for at in range(piece.num_rows):
+                    yield from self._rows(piece.slice(at, 1), first + at)
+            else:
+                where = f"{self._shown}, row {first + 1}"
+                problem = InvalidConfig(
+                    "the row has a value that cannot be read", where=where, why=str(error)
+                )
+                yield Row(first, where, {}, problem)
+            return
+        for number, values in enumerate(rows, first):
             for name in self._as_text:
                 if values[name] is not None:
                     values[name] = str(values[name])
@@ -210,7 +242,7 @@ class Rows:
         self.source = source
         self._rows = rows
         self._ends = list(accumulate(len(one) for one in rows))
-        self.digests = {str(file[0]): content_digest(file) for file in files}
+        self.digests = {str(file.path): content_digest(file) for file in files}
         """The digest of each file's content."""
         self.judged: dict[Any, tuple[frozenset[int], tuple[str, ...], npt.NDArray[np.int64] | None]] = {}
         """By the rules of the judgement: bad rows, the names of the first ones, and the order by difficulty."""
@@ -222,6 +254,16 @@ class Rows:
     def digest(self) -> str:
         """The digest of the content of all files, in their order."""
         return blake2b(" ".join(self.digests.values()).encode(), digest_size=16).hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all rows as they are stored."""
+        return sum(one.nbytes for one in self._rows)
+
+    def most_bytes(self, number: int) -> int:
+        """Return how large a row may be."""
+        at = bisect(self._ends, number)
+        return self._rows[at].most_bytes(number - self._first(at))
 
     def read(self, numbers: Sequence[int]) -> list[Row]:
         """Return these rows, in this order."""
@@ -249,6 +291,19 @@ class Rows:
         return self._ends[at - 1] if at else 0
 
 
+def parts(rows: Rows | FileRows, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Divide rows into those that are read together: neither many nor large."""
+    start = nbytes = 0
+    for at, number in enumerate(numbers):
+        size = rows.most_bytes(number)
+        if at - start == ROWS_AT_ONCE or (at > start and nbytes + size > BYTES_AT_ONCE):
+            yield numbers[start:at]
+            start, nbytes = at, 0
+        nbytes += size
+    if start < len(numbers):
+        yield numbers[start:]
+
+
 def _numbered(row: Row, first: int) -> Row:
     return Row(row.number + first, row.where, row.values, row.error)
 
@@ -262,18 +317,20 @@ def open_rows(source: Path, split: str, copies: Path | None) -> Rows:
 @lru_cache(maxsize=8)
 def _opened(source: Path, files: tuple[Identity, ...], copies: Path) -> Rows:
     """Open files once while they do not change: a plan and its run read the same ones."""
-    return Rows(source, files, [_rows_of(file, copies) for file in files])
+    rows = Rows(source, files, [_rows_of(file, copies) for file in files])
+    if len(rows) > MOST_ROWS:
+        raise too_many_rows(source)
+    return rows
 
 
 def _rows_of(file: Identity, copies: Path) -> FileRows:
-    path = file[0]
+    path = file.path
     try:
         if has_columns(path):
-            return ArrowRows(_copy(file, copies, ".arrow", _write_columns), path)
+            return ArrowRows(copy_of(file, copies), path)
         if has_plain_lines(path):
             return LineRows(path, path, "line")
-        unit = "row" if ".json" in path.suffixes else "line"
-        return LineRows(_copy(file, copies, ".jsonl", _write_lines), path, unit)
+        return LineRows(copy_of(file, copies), path, "row" if ".json" in path.suffixes else "line")
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -282,47 +339,3 @@ def _rows_of(file: Identity, copies: Path) -> FileRows:
 def _folder_of_process() -> tempfile.TemporaryDirectory[str]:
     """Make a folder that ends with the process."""
     return tempfile.TemporaryDirectory(prefix="flotilla-data-")
-
-
-def _copy(file: Identity, copies: Path, ending: str, write: Callable[[Path, Path], None]) -> Path:
-    """Return the copy of a file, and make it where there is none of this content."""
-    target = copies / f"{content_digest(file)}{ending}"
-    if target.exists():
-        os.utime(target)
-        return target
-    copies.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in (*copies.glob("*.arrow"), *copies.glob("*.jsonl")):
-        if old.stat().st_mtime < time.time() - COPY_KEPT_S:
-            old.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(dir=copies, prefix=".writing-") as folder:
-        write(file[0], Path(folder) / "copy")
-        os.chmod(Path(folder) / "copy", 0o600)
-        os.replace(Path(folder) / "copy", target)
-    return target
-
-
-def _write_columns(path: Path, target: Path) -> None:
-    # This comes first because it says what to do where pyarrow is missing.
-    schema, batches = record_batches(path)
-    import pyarrow as pa
-    import pyarrow.ipc
-
-    # A file has one dictionary for a column, and batches may each bring their own.
-    schema = pa.schema([
-        pa.field(one.name, one.type.value_type) if pa.types.is_dictionary(one.type) else one for one in schema
-    ])  # fmt: skip
-    with pa.OSFile(str(target), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-        rest = pa.Table.from_batches([], schema)
-        for batch in batches:
-            table = pa.concat_tables([rest, pa.Table.from_batches([batch]).cast(schema)])
-            whole = table.num_rows - table.num_rows % PIECE_ROWS
-            writer.write_table(table.slice(0, whole).combine_chunks(), PIECE_ROWS)
-            rest = table.slice(whole)
-        if rest.num_rows:
-            writer.write_table(rest.combine_chunks(), PIECE_ROWS)
-    pa.default_memory_pool().release_unused()
-
-
-def _write_lines(path: Path, target: Path) -> None:
-    with target.open("wb") as file:
-        file.writelines(unpacked_lines(path))

@@ -13,7 +13,14 @@ from typing import Any
 
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.json_text import read_json_object
-from flotilla_core.model_folder import model_folder, stored_shapes
+from flotilla_core.model_folder import (
+    end_tokens,
+    inner_config,
+    model_folder,
+    stored_shapes,
+    weight_files,
+    whole_number,
+)
 
 HEAD = "lm_head.weight"
 REQUIRED = ("vocab_size", "max_position_embeddings")
@@ -45,7 +52,7 @@ class Checkpoint:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a whole sync moves; a tied head is not one of them."""
         tensors: dict[str, tuple[int, ...]] = {}
-        for file in sorted(self.folder.glob("*.safetensors")):
+        for file in weight_files(self.folder):
             tensors.update(stored_shapes(file))
         if not tensors:
             raise NotFound(
@@ -66,12 +73,12 @@ class Checkpoint:
     @property
     def vocabulary_size(self) -> int:
         """Rows of the embedding."""
-        return int(self._text_config["vocab_size"])
+        return whole_number(self._text_config, "vocab_size", str(self.folder))
 
     @property
     def longest_sequence(self) -> int:
         """Prompt plus response that the model was built for."""
-        return int(self._text_config["max_position_embeddings"])
+        return whole_number(self._text_config, "max_position_embeddings", str(self.folder))
 
     @cached_property
     def end_of_sequence(self) -> tuple[int, ...]:
@@ -79,15 +86,12 @@ class Checkpoint:
         sources = [self._text_config]
         if (self.folder / "generation_config.json").exists():
             sources.append(_json(self.folder, "generation_config.json"))
-        found: list[int] = []
-        for source in sources:
-            ids = source.get("eos_token_id")
-            found += [] if ids is None else ids if isinstance(ids, list) else [ids]
-        return tuple(dict.fromkeys(int(token) for token in found))
+        found = [end for source in sources for end in end_tokens(source, str(self.folder))]
+        return tuple(dict.fromkeys(found))
 
     @property
     def _text_config(self) -> dict[str, Any]:
-        return {**self.config, **self.config.get("text_config", {})}
+        return self.config | inner_config(self.config, str(self.folder))
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:

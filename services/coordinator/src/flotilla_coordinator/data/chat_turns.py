@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from flotilla_coordinator.data.chat_template import Conversation
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.errors import InvalidConfig
 from flotilla_data.chats import THOUGHTS, WEIGHT, Messages, trains
@@ -54,15 +55,44 @@ class ChatText:
         return [self.text[begin:end] for begin, end in pairwise(edges)]
 
 
+@dataclass(frozen=True)
+class Chat:
+    """Messages that end where the model begins to answer."""
+
+    messages: Messages
+    tools: Tools
+    where: str
+
+
 def prompt_text(messages: Messages, tools: Tools, tokenizer: Tokenizer, where: str) -> str:
     """Return the text that the model continues."""
-    text = _rendered(messages, tools, tokenizer, where, begin_answer=True)
-    _require_tools(text, tools, where)
-    for message in messages:
-        # What an assistant thought earlier is left out on purpose by templates of models that think.
-        if message["role"] != "assistant":
-            _require(text, [message["content"]], f"a message of {message['role']!r}", where, AS_PROMPT)
-        _require(text, _called(message), "a call of a tool", where, AS_CONTENT)
+    (text,) = prompt_texts([Chat(messages, tools, where)], tokenizer)
+    if isinstance(text, InvalidConfig):
+        raise text
+    return text
+
+
+def prompt_texts(chats: Sequence[Chat], tokenizer: Tokenizer) -> list[str | InvalidConfig]:
+    """Return the text of each chat, or why it has none."""
+    asked = [Conversation(_plain(one.messages), one.tools, where=one.where) for one in chats]
+    return [
+        _refusal(text) if isinstance(text, InvalidConfig) else _checked(text, one)
+        for one, text in zip(chats, tokenizer.render_chats(asked), strict=True)
+    ]
+
+
+def _checked(text: str, chat: Chat) -> str | InvalidConfig:
+    """Return the text, unless the template left something of the chat out."""
+    try:
+        _require_tools(text, chat.tools, chat.where)
+        for message in chat.messages:
+            # What an assistant thought earlier is left out on purpose by templates of models that think.
+            if message["role"] != "assistant":
+                whose = f"a message of {message['role']!r}"
+                _require(text, [message["content"]], whose, chat.where, AS_PROMPT)
+            _require(text, _called(message), "a call of a tool", chat.where, AS_CONTENT)
+    except InvalidConfig as error:
+        return error
     return text
 
 
@@ -115,18 +145,27 @@ def _ended(text: str, ends: Sequence[str]) -> tuple[str, bool]:
 def _rendered(
     messages: Messages, tools: Tools, tokenizer: Tokenizer, where: str, *, begin_answer: bool
 ) -> str:
-    plain = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
-    try:
-        return tokenizer.render_chat(plain, begin_answer=begin_answer, tools=tools)
-    except InvalidConfig as error:
-        raise InvalidConfig(
-            error.what,
-            where=f"{where}; {error.where}",
-            why=error.why,
-            next_step=error.next_step
-            or "bring the messages into the order and the roles that this model's template takes (a system message may "
-            "go into the first user's message), or write the chat as text to the columns prompt and answer",
-        ) from None
+    asked = [Conversation(_plain(messages), tools, begin_answer, where)]
+    (text,) = tokenizer.render_chats(asked)
+    if isinstance(text, InvalidConfig):
+        raise _refusal(text)
+    return text
+
+
+def _plain(messages: Messages) -> Messages:
+    return [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
+
+
+def _refusal(error: InvalidConfig) -> InvalidConfig:
+    """Return the refusal of a template, with a way."""
+    return InvalidConfig(
+        error.what,
+        where=error.where,
+        why=error.why,
+        next_step=error.next_step
+        or "bring the messages into the order and the roles that this model's template takes (a system message may "
+        "go into the first user's message), or write the chat as text to the columns prompt and answer",
+    )
 
 
 def _called(message: dict[str, Any]) -> Iterator[str]:

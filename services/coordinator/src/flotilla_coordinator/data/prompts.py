@@ -8,7 +8,7 @@ more of them than `data.max_bad_rows` end the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -17,16 +17,22 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flotilla_coordinator.data.chat_turns import prompt_text
+from flotilla_coordinator.data.chat_turns import Chat, prompt_texts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
-from flotilla_core.errors import FlotillaError, InvalidConfig, NotFound
+from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_data.columns import Columns, Reads, all_usable, value_at
 from flotilla_data.layouts import Example, as_messages, read_example
-from flotilla_data.rows import ROWS_AT_ONCE, Proof, Row, Rows, open_rows
+from flotilla_data.rows import ROWS_AT_ONCE, Proof, Row, Rows, open_rows, parts
 
 STREAMED_ABOVE_ROWS = 20_000
 """More rows are streamed unless `data.streaming` says otherwise: they take seconds to tokenize, and much memory."""
+STREAMED_ABOVE_BYTES = 32 << 20
+"""Rows of more bytes are streamed likewise: what they become in memory can take twenty times as much."""
+MOST_LOADED_BYTES = 256 << 20
+SHORT_CHARACTERS = 1 << 16
+CHARACTERS_PER_TOKEN = 16
+"""A text of more characters for each token of the limit, and more than `SHORT_CHARACTERS`, counts as too long."""
 NAMED_BAD_ROWS = 5
 
 
@@ -132,20 +138,23 @@ class PromptFile:
         """Return the prompts of these rows; None for those that are left out."""
         return [self._by_row[number] for number in numbers]
 
-    def chunks(self) -> Iterator[list[Prompt]]:
-        """Return all prompts in the order of the rows, some at a time."""
-        for start in range(0, self.rows, ROWS_AT_ONCE):
-            made = self.read(range(start, min(start + ROWS_AT_ONCE, self.rows)))
-            yield [prompt for prompt in made if prompt is not None]
+    def chunks(self, most: int = ROWS_AT_ONCE) -> Iterator[list[Prompt]]:
+        """Return all prompts in the order of the rows, at most so many at a time."""
+        for start in range(0, self.rows, most):
+            for part in self.parts(range(start, min(start + most, self.rows))):
+                yield [prompt for prompt in self.read(part) if prompt is not None]
+
+    def parts(self, numbers: Sequence[int]) -> Iterable[Sequence[int]]:
+        """Divide rows into those that are read together."""
+        return [numbers]
 
     def first(self, most: int) -> list[Prompt]:
         """Return the first prompts, at most this many."""
         found: list[Prompt] = []
-        start = 0
-        while len(found) < most and start < self.rows:
-            end = min(start + max(64, min(most, ROWS_AT_ONCE)), self.rows)
-            found += [prompt for prompt in self.read(range(start, end)) if prompt is not None]
-            start = end
+        for chunk in self.chunks(max(64, min(most, ROWS_AT_ONCE))):
+            found += chunk
+            if len(found) >= most:
+                break
         return found[:most]
 
     def cut(self, most: int) -> PromptFile:
@@ -186,7 +195,7 @@ class StreamedPrompts(PromptFile):
 
     def read(self, numbers: Sequence[int]) -> list[Prompt | None]:
         """Make the prompts of these rows; None for those that are left out."""
-        made = self._maker.make(self._rows.read(numbers))
+        made = [one for part in self.parts(numbers) for one in self._maker.make(self._rows.read(part))]
         for one in made:
             if isinstance(one, LeftOut) and one.error is not None:
                 self.bad.add(one.number, one.error)
@@ -195,6 +204,10 @@ class StreamedPrompts(PromptFile):
                 self.dropped += isinstance(one, LeftOut)
                 self.truncated += not isinstance(one, LeftOut)
         return [None if isinstance(one, LeftOut) else one.prompt for one in made]
+
+    def parts(self, numbers: Sequence[int]) -> Iterable[Sequence[int]]:
+        """Divide rows into those that are read together."""
+        return parts(self._rows, numbers)
 
 
 @dataclass(frozen=True)
@@ -252,6 +265,17 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True)
+class PromptText:
+    """The text of a prompt before it is tokenized."""
+
+    text: str
+    bare: bool = False
+    """Whether it has no special tokens yet."""
+    was_long: bool = False
+    """Whether it is the end of a text that cannot be within the limit."""
+
+
+@dataclass(frozen=True)
 class PromptMaker:
     """Makes the prompts of rows."""
 
@@ -274,21 +298,25 @@ class PromptMaker:
         """Render and tokenize the prompts of rows, in their order."""
         left_out: dict[int, LeftOut] = {}
         examples: dict[int, Example] = {}
-        texts: dict[int, tuple[str, bool]] = {}
         for row in rows:
             try:
                 examples[row.number] = self.read(row)
-                texts[row.number] = self._rendered(examples[row.number], row.where)
-            except NotFound:  # a model without a template fails every row
-                raise
             except FlotillaError as error:
                 left_out[row.number] = LeftOut(row.number, error)
+        texts: dict[int, PromptText] = {}
+        for number, text in self._rendered(rows, examples).items():
+            if isinstance(text, FlotillaError):
+                left_out[number] = LeftOut(number, text)
+            elif text.was_long and self.config.overlong_prompts == "drop":
+                left_out[number] = LeftOut(number, None)
+            else:
+                texts[number] = text
         token_ids = self._encoded(texts)
         made: list[Made] = []
         for row in rows:
             if row.number not in texts:
                 continue
-            one = self._made(row, examples[row.number], texts[row.number][0], token_ids[row.number])
+            one = self._made(row, examples[row.number], texts[row.number], token_ids[row.number])
             if isinstance(one, LeftOut):
                 left_out[row.number] = one
             else:
@@ -296,30 +324,48 @@ class PromptMaker:
         finished: dict[int, Made | LeftOut] = {one.number: one for one in self._finished(made)}
         return [left_out.get(row.number) or finished[row.number] for row in rows]
 
-    def _rendered(self, example: Example, where: str) -> tuple[str, bool]:
-        """Return the text to tokenize, and whether it has no special tokens yet."""
-        messages = as_messages(example.prompt, self.config)
-        if messages is None:
-            assert isinstance(example.prompt, str)
-            return example.prompt, True
-        text = prompt_text(messages, example.tools, self.tokenizer, where)
-        if not text:
-            raise InvalidConfig("the prompt is empty", where=where)
-        return text, False
+    def _rendered(
+        self, rows: Sequence[Row], examples: dict[int, Example]
+    ) -> dict[int, PromptText | FlotillaError]:
+        """Return the text of each example, or why it has none."""
+        found: dict[int, PromptText | FlotillaError] = {}
+        chats: dict[int, Chat] = {}
+        for row in rows:
+            if (example := examples.get(row.number)) is None:
+                continue
+            messages = as_messages(example.prompt, self.config)
+            if messages is None:
+                assert isinstance(example.prompt, str)
+                found[row.number] = self._cut(example.prompt, bare=True)
+            else:
+                chats[row.number] = Chat(messages, example.tools, row.where)
+        texts = prompt_texts(list(chats.values()), self.tokenizer) if chats else []
+        for (number, chat), text in zip(chats.items(), texts, strict=True):
+            if isinstance(text, FlotillaError):
+                found[number] = text
+            else:
+                empty = InvalidConfig("the prompt is empty", where=chat.where)
+                found[number] = self._cut(text) if text else empty
+        return found
 
-    def _encoded(self, texts: dict[int, tuple[str, bool]]) -> dict[int, list[int]]:
+    def _cut(self, text: str, *, bare: bool = False) -> PromptText:
+        """Keep the end of a text that cannot be within the limit, before all of it is tokenized."""
+        most = SHORT_CHARACTERS + CHARACTERS_PER_TOKEN * self.config.max_prompt_tokens
+        return PromptText(text[-most:], bare, len(text) > most)
+
+    def _encoded(self, texts: dict[int, PromptText]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         # A rendered template has its own special tokens; a plain text gets the tokenizer's.
         for bare in (True, False):
-            part = {number: text for number, (text, without) in texts.items() if without is bare}
+            part = {number: one.text for number, one in texts.items() if one.bare is bare}
             encoded = self.tokenizer.encode_many(list(part.values()), special=bare)
             found |= dict(zip(part, encoded, strict=True))
         return found
 
-    def _made(self, row: Row, example: Example, text: str, token_ids: list[int]) -> Made | LeftOut:
+    def _made(self, row: Row, example: Example, text: PromptText, token_ids: list[int]) -> Made | LeftOut:
         """Make the prompt; truncation keeps the end, with the question and the template's last words."""
         config = self.config
-        was_long = len(token_ids) > config.max_prompt_tokens
+        was_long = text.was_long or len(token_ids) > config.max_prompt_tokens
         if was_long and config.overlong_prompts == "drop":
             return LeftOut(row.number, None)
         if was_long and config.overlong_prompts == "error":
@@ -327,11 +373,13 @@ class PromptMaker:
                 f"the prompt has {len(token_ids)} tokens, more than data.max_prompt_tokens = "
                 f"{config.max_prompt_tokens}",
                 where=row.where,
-                why="data.overlong_prompts is error",
+                why="data.overlong_prompts is error"
+                + ("; of so many characters, only those at the end were counted" if text.was_long else ""),
                 next_step="raise the limit, or set data.overlong_prompts to drop or truncate",
             )
         cut = np.asarray(token_ids[-config.max_prompt_tokens :], dtype=np.int32)
-        prompt = Prompt(0, row.number, text, cut, example.answer, self.columns.others(row.values, self.reads))
+        others = self.columns.others(row.values, self.reads)
+        prompt = Prompt(0, row.number, text.text, cut, example.answer, others)
         return Made(prompt, row.where, row.values, example, token_ids, was_long)
 
     def _finished(self, made: list[Made]) -> Iterator[Made | LeftOut]:
@@ -363,12 +411,14 @@ def load_prompts(
             why="the file has no lines",
             next_step="add one JSON object a line",
         )
-    first = next((row.values for row in rows.read(range(min(len(rows), 64))) if row.error is None), {})
+    streams = _streams(rows, config)
+    looked_at = next(parts(rows, range(min(len(rows), 64))))
+    first = next((row.values for row in rows.read(looked_at) if row.error is None), {})
     maker = PromptMaker(Columns.of(config, first, reads), config, tokenizer, reads, stages)
     bad = BadRows(source, len(rows), config.max_bad_rows)
     order = _judged(rows, maker, bad)
     about = DataSetFacts(maker.columns, rows.digests, _identity(rows, maker), order)
-    if config.streaming == "on" or (config.streaming == "auto" and len(rows) > STREAMED_ABOVE_ROWS):
+    if streams:
         file: PromptFile = StreamedPrompts(rows, maker, bad, about)
         some = file.first(1)
     else:
@@ -384,6 +434,19 @@ def load_prompts(
             next_step="raise data.max_prompt_tokens" if file.dropped else "mend its rows",
         )
     return file
+
+
+def _streams(rows: Rows, config: DataConfig) -> bool:
+    """Return whether prompts are made when they are drawn."""
+    if config.streaming == "off" and rows.nbytes > MOST_LOADED_BYTES:
+        raise InvalidConfig(
+            "the data set is too large to be held in memory",
+            where=str(rows.source),
+            why=f"data.streaming is off, and its rows have {rows.nbytes:,} bytes; the limit is {MOST_LOADED_BYTES:,}",
+            next_step="leave data.streaming at auto",
+        )
+    large = len(rows) > STREAMED_ABOVE_ROWS or rows.nbytes > STREAMED_ABOVE_BYTES
+    return config.streaming == "on" or (config.streaming == "auto" and large)
 
 
 def _judged(rows: Rows, maker: PromptMaker, bad: BadRows) -> npt.NDArray[np.int64] | None:
@@ -427,8 +490,8 @@ def _loaded(rows: Rows, maker: PromptMaker, bad: BadRows, about: DataSetFacts) -
     """Make all prompts now."""
     prompts: list[Prompt | None] = []
     dropped = truncated = 0
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        for one in maker.make(rows.read(range(start, min(start + ROWS_AT_ONCE, len(rows))))):
+    for part in parts(rows, range(len(rows))):
+        for one in maker.make(rows.read(part)):
             if isinstance(one, LeftOut):
                 prompts.append(None)
                 if one.error is not None:

@@ -1,92 +1,32 @@
-"""Loads the tokenizer of a model folder without transformers, renders chat templates, and refuses replicas that differ.
+"""Loads the tokenizer of a model folder without transformers, and refuses replicas whose tokenizer differs.
 
 Invariants: it reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json` and
-`chat_template.jinja`, never the network. Templates are untrusted code, so they run in jinja2's immutable sandbox, in
-the environment that published templates are written for (trimmed blocks, loop controls, `raise_exception`, unescaped
-`tojson`). Token ids mean the same in both processes, or the run does not begin.
+`chat_template.jinja`, never the network. Whatever they hold, what is wrong is an error that names the file. Token ids
+mean the same in both processes, or the run does not begin.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
+from flotilla_coordinator.data.chat_template import ChatTemplate, Conversation
 from flotilla_core.errors import InvalidConfig, Mismatch, NotFound
+from flotilla_core.files import open_regular
 from flotilla_core.json_text import read_json_object
-from flotilla_core.model_folder import TOKENIZER_FILE, tokenizer_digest
+from flotilla_core.model_folder import TOKENIZER_FILE, end_tokens, tokenizer_digest
 from flotilla_core.rpc import Replica
 
 ReplicaT = TypeVar("ReplicaT", bound=Replica[Any])
 
 
-class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`, which marks an assistant's part for other tools; the text is unchanged."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class ChatTemplate:
-    """Renders chat templates: a list of messages becomes the text that the model continues.
-
-    One compiled template.
-    """
-
-    def __init__(self, source: str, special_tokens: dict[str, str], *, where: str) -> None:
-        self._where = where
-        self._special_tokens = special_tokens
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise InvalidConfig("the chat template cannot be read", where=where, why=str(error)) from error
-
-    def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        begin_answer: bool = True,
-        tools: Sequence[dict[str, Any]] | None = None,
-    ) -> str:
-        """Return the messages as one text; with `begin_answer` it ends where the assistant begins to answer."""
-        try:
-            return self._template.render(
-                messages=list(messages),
-                tools=tools,
-                add_generation_prompt=begin_answer,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise InvalidConfig(
-                "the chat template refuses the messages", where=self._where, why=str(error)
-            ) from error
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+CHARACTERS_AT_ONCE = 1 << 20
+"""A token takes a hundred times the memory of a character while it is made."""
+MOST_TEMPLATE_BYTES = 4 << 20
 
 
 @lru_cache(maxsize=8)
@@ -156,8 +96,12 @@ class Tokenizer:
         return list(self._backend.encode(text, add_special_tokens=special).ids)
 
     def encode_many(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """Return the token ids of many texts at once, computed on all cores."""
-        return [list(item.ids) for item in self._backend.encode_batch_fast(texts, add_special_tokens=special)]
+        """Return the token ids of many texts, computed on all cores."""
+        return [
+            list(item.ids)
+            for some in _together(texts)
+            for item in self._backend.encode_batch_fast(some, add_special_tokens=special)
+        ]
 
     def decode(self, token_ids: list[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids."""
@@ -169,28 +113,43 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         begin_answer: bool = True,
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render messages by the folder's chat template, up to where the answer begins, or a whole conversation."""
+        return self._template().render(messages, begin_answer=begin_answer, tools=tools)
+
+    def render_chats(self, conversations: Sequence[Conversation]) -> list[str | InvalidConfig]:
+        """Render many conversations at once; each gives its text, or why the template refuses it."""
+        return self._template().render_many(conversations)
+
+    def _template(self) -> ChatTemplate:
         if self._chat is None:
             self._chat = ChatTemplate(self._template_source(), self._special_tokens(), where=str(self.folder))
-        return self._chat.render(messages, begin_answer=begin_answer, tools=tools)
+        return self._chat
 
     def _template_source(self) -> str:
         path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            try:
-                return path.read_text("utf-8")
-            except (OSError, UnicodeDecodeError) as error:
+        try:
+            with open_regular(path) as file:
+                content = file.read(MOST_TEMPLATE_BYTES + 1)
+            if len(content) > MOST_TEMPLATE_BYTES:
                 raise InvalidConfig(
-                    "the chat template cannot be read", where=str(path), why=str(error)
-                ) from error
+                    "the chat template is too large",
+                    where=str(path),
+                    why=f"it has more than {MOST_TEMPLATE_BYTES} bytes, the limit",
+                )
+            return content.decode()
+        except FileNotFoundError:
+            pass  # It may be in the settings.
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfig("the chat template cannot be read", where=str(path), why=str(error)) from None
         source = self._settings.get("chat_template")
         if isinstance(source, list):  # several by name
-            source = {item["name"]: item["template"] for item in source}.get("default")
+            named = [item for item in source if isinstance(item, dict)]
+            source = next((item.get("template") for item in named if item.get("name") == "default"), None)
         if not isinstance(source, str):
             raise NotFound(
                 "the model has no chat template",
@@ -217,9 +176,22 @@ class Tokenizer:
     def _models_end_ids(self) -> tuple[int, ...]:
         found: list[int] = []
         for file in ("generation_config.json", "config.json"):
-            value = _read_json(self.folder / file).get("eos_token_id")
-            found += value if isinstance(value, list) else [] if value is None else [value]
-        return tuple(dict.fromkeys(int(token) for token in found))
+            found += end_tokens(_read_json(self.folder / file), str(self.folder / file))
+        return tuple(dict.fromkeys(found))
+
+
+def _together(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Divide texts into those that are tokenized together."""
+    some: list[str] = []
+    characters = 0
+    for text in texts:
+        if some and characters + len(text) > CHARACTERS_AT_ONCE:
+            yield some
+            some, characters = [], 0
+        some.append(text)
+        characters += len(text)
+    if some:
+        yield some
 
 
 def _token_text(setting: object) -> str | None:
@@ -230,7 +202,10 @@ def _token_text(setting: object) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.is_file() else {}
+    try:
+        return read_json_object(path)
+    except FileNotFoundError:
+        return {}
 
 
 def of_same_tokenizer(

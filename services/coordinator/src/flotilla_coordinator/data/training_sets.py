@@ -94,11 +94,20 @@ class JoinedSets(PromptFile):
 
     def read(self, numbers: Sequence[int]) -> list[Prompt | None]:
         """Return the prompts of these rows, which ascend."""
-        found: list[Prompt | None] = []
+        return [prompt for one, own in self._own(numbers) for prompt in one.read(own)]
+
+    def parts(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Divide rows into those that are read together."""
+        for one, own in self._own(numbers):
+            for part in one.file.parts(own):
+                yield [number + one.before for number in part]
+
+    def _own(self, numbers: Sequence[int]) -> Iterator[tuple[LoadedSet, list[int]]]:
+        """Return each set with those of its rows that are asked for."""
         for one in self._sets:
             own = [n - one.before for n in numbers if one.before <= n < one.before + one.file.rows]
-            found += one.read(own)
-        return found
+            if own:
+                yield one, own
 
 
 def read_sets(config: DataConfig, tokenizer: Tokenizer, load: Load) -> list[LoadedSet]:

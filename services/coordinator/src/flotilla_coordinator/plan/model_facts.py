@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -19,7 +20,7 @@ from flotilla_core.config import GeneratorConfig, LoraConfig
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.gpu_shares import IN_TURN
 from flotilla_core.json_text import read_json_object
-from flotilla_core.model_folder import stored_shapes
+from flotilla_core.model_folder import inner_config, stored_shapes, weight_files, whole_number
 
 LAYER = ".layers."
 EXPERT = ".experts."
@@ -81,37 +82,33 @@ class ModelFacts:
     def read(cls, folder: Path) -> ModelFacts:
         """Read a Hugging Face folder."""
         config = _config(folder)
-        text = config.get("text_config", config)  # multimodal models keep their language model inside
-        try:
-            hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
-            head_size = int(text.get("head_dim") or hidden // heads)
-            tensors = _tensors(folder)
-            experts = len({_expert(name) for name in tensors} - {""})
-            return cls(
-                folder=folder,
-                parameters=sum(map(math.prod, tensors.values())),
-                outer_parameters=sum(math.prod(s) for name, s in tensors.items() if LAYER not in name),
-                layers=int(text["num_hidden_layers"]),
-                hidden_size=hidden,
-                intermediate_size=_intermediate_size(text),
-                heads=heads,
-                query_size=head_size * heads,
-                normalizes_heads=any("q_norm" in name for name in tensors),
-                vocabulary_size=int(text["vocab_size"]),
-                longest_sequence=int(text["max_position_embeddings"]),
-                key_value_size=2 * head_size * int(text.get("num_key_value_heads") or heads),
-                matrices=_matrices(tensors),
-                shape={key: text.get(key) for key in SHAPE_KEYS} | {"experts": experts},
-                experts=experts,
-                visited_experts=int(text.get("num_experts_per_tok") or 0) if experts else 0,
-                expert_parameters=sum(math.prod(s) for name, s in tensors.items() if _expert(name)),
-                largest_tensors=tuple(nlargest(IN_TURN, map(math.prod, tensors.values()))),
-                shapes=Counter(shape for shape in tensors.values() if math.prod(shape)),
-            )
-        except KeyError as error:
-            raise InvalidConfig(
-                f"config.json has no {error.args[0]}", where=str(folder), why="not a causal language model?"
-            ) from None
+        text = inner_config(config, str(folder)) or config
+        number = partial(whole_number, text, where=str(folder))
+        hidden, heads = number("hidden_size"), number("num_attention_heads")
+        head_size = number("head_dim", default=max(1, hidden // heads))
+        tensors = _tensors(folder)
+        experts = len({_expert(name) for name in tensors} - {""})
+        return cls(
+            folder=folder,
+            parameters=sum(map(math.prod, tensors.values())),
+            outer_parameters=sum(math.prod(s) for name, s in tensors.items() if LAYER not in name),
+            layers=number("num_hidden_layers"),
+            hidden_size=hidden,
+            intermediate_size=_intermediate_size(number),
+            heads=heads,
+            query_size=head_size * heads,
+            normalizes_heads=any("q_norm" in name for name in tensors),
+            vocabulary_size=number("vocab_size"),
+            longest_sequence=number("max_position_embeddings"),
+            key_value_size=2 * head_size * number("num_key_value_heads", default=heads),
+            matrices=_matrices(tensors),
+            shape={key: text.get(key) for key in SHAPE_KEYS} | {"experts": experts},
+            experts=experts,
+            visited_experts=number("num_experts_per_tok", default=0) if experts else 0,
+            expert_parameters=sum(math.prod(s) for name, s in tensors.items() if _expert(name)),
+            largest_tensors=tuple(nlargest(IN_TURN, map(math.prod, tensors.values()))),
+            shapes=Counter(shape for shape in tensors.values() if math.prod(shape)),
+        )
 
     @property
     def active_parameters(self) -> int:
@@ -152,11 +149,13 @@ def _config(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def _intermediate_size(config: dict[str, Any]) -> int:
-    dense = int(config.get("intermediate_size") or 4 * int(config["hidden_size"]))
-    experts = int(config.get("num_experts_per_tok") or 0)
-    shared = int(config.get("shared_expert_intermediate_size") or 0)
-    return experts * int(config.get("moe_intermediate_size") or dense) + shared if experts else dense
+def _intermediate_size(number: Callable[..., int]) -> int:
+    dense = number("intermediate_size", default=4 * number("hidden_size"))
+    experts = number("num_experts_per_tok", default=0)
+    if not experts:
+        return dense
+    shared = number("shared_expert_intermediate_size", default=0)
+    return experts * number("moe_intermediate_size", default=dense) + shared
 
 
 def _expert(tensor: str) -> str:
@@ -167,7 +166,7 @@ def _expert(tensor: str) -> str:
 
 def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every stored tensor by its name."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise NotFound(
             "the model folder has no *.safetensors",

@@ -1,8 +1,8 @@
 """Makes plots and Parquet files of a run, by the extra `flotilla-coordinator[report]`.
 
 Invariants: nothing heavy is imported before a report is requested; without the extra, one error says how to get it.
-pyarrow keeps 70 MiB of every process that imports it, so it never enters the service: a run is exported to Parquet in a
-process of its own, one at a time, which ends with the call that requested it.
+matplotlib and pyarrow keep a hundred MiB of every process that imports them, and each figure leaves some more. So the
+service draws and exports in processes of their own, which end with the call that requested them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_core.bounded_process import BoundedProcess, Bounds, OutOfBounds
 from flotilla_core.disk import names_full_disk
-from flotilla_core.errors import DiskFull, FailedPrecondition, FlotillaError, Internal
+from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, Internal
 from flotilla_core.rpc.status import encode, from_status
 from flotilla_core.subprocess_group import ProcessGroup
 
+PLOT_MEMORY_BYTES = 2 << 30
+PLOT_CPU_S = 120.0
+PLOT_FILE_BYTES = 64 << 20
 _REFUSED = 3
 """The exit code of a process that printed the status of an error."""
 
@@ -33,20 +37,36 @@ def conclude(directory: RunDirectory, run: run_pb2.Run) -> str:
         missing = "no logs"
         directory.keep_logs(run)
         missing = "no plots"
-        with names_full_disk("the plots cannot be written", directory.path):
-            write_plots(directory.path)
-    except (FailedPrecondition, DiskFull) as error:
+        write_plots(directory.path)
+    except FlotillaError as error:
         return f"{missing}: {error}"
     return ""
 
 
 def write_plots(run_dir: Path) -> list[Path]:
-    """Write PNG plots of a run directory into `plots/`."""
+    """Write PNG plots of a run directory into `plots/`, by a process of its own."""
+    try:
+        bounds = Bounds(PLOT_MEMORY_BYTES, PLOT_CPU_S, file_bytes=PLOT_FILE_BYTES)
+        with BoundedProcess(f"{__name__}:draw", bounds) as process:
+            return [Path(file) for file in process.ask({"run_dir": str(run_dir)})]
+    except OutOfBounds as error:
+        raise Exhausted(
+            "the plots cannot be drawn within bounds",
+            where=str(run_dir),
+            why=str(error),
+            next_step="draw what you need from metrics.jsonl",
+        ) from None
+
+
+def draw(question: dict[str, Any]) -> list[str]:
+    """Draw the plots of the run directory that the question names, in the process of `write_plots`."""
     try:
         from flotilla_coordinator.records import plots
     except ModuleNotFoundError as error:
         raise _missing(error) from error
-    return plots.write_plots(run_dir)
+    run_dir = Path(question["run_dir"])
+    with names_full_disk("the plots cannot be written", run_dir):
+        return [str(path) for path in plots.write_plots(run_dir)]
 
 
 def export_parquet(run_dir: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from flotilla_core.checkpoint import not_written
 from flotilla_core.errors import FailedPrecondition, Mismatch, NotFound, Unimplemented
+from flotilla_core.files import require_regular
 from flotilla_core.json_text import read_json_object
 from flotilla_trainer.rank.lora import Adapters
 
@@ -75,6 +76,7 @@ def read_adapters(folder: Path, adapters: Adapters) -> dict[str, torch.Tensor]:
     """Read the tensors of a folder that these adapters can continue from."""
     _check_config(folder, adapters)
     try:
+        require_regular((folder / TENSORS_FILE).stat(), folder / TENSORS_FILE)
         found = load_file(folder / TENSORS_FILE)
     except (OSError, SafetensorError) as error:
         raise FailedPrecondition(

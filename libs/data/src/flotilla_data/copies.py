@@ -1,0 +1,68 @@
+"""Keeps plain copies of data files that cannot be read where they stand.
+
+Invariants: a copy is made once, under the digest of the content, by a process within bounds
+(`flotilla_data.decoding`): this one decodes nothing that another author packed. A file that somebody writes meanwhile
+gets no copy.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from flotilla_core.bounded_process import BoundedProcess, Bounds, OutOfBounds
+from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_data.files import Identity, content_digest, identity
+from flotilla_data.formats import has_columns
+
+COPY_KEPT_S = 14 * 86_400
+"""A copy that no run opened for so long is deleted when another one is made."""
+MEMORY_BYTES = 2 << 30
+LEAST_CPU_S = 60.0
+CPU_S_PER_MIB = 4.0
+"""Ten times what decoding takes."""
+LEAST_UNPACKED_BYTES = 256 << 20
+UNPACKED_BYTES_PER_BYTE = 100
+
+
+def copy_of(file: Identity, copies: Path) -> Path:
+    """Return the copy of a file, and make it where there is none of this content."""
+    target = copies / f"{content_digest(file)}{'.arrow' if has_columns(file.path) else '.jsonl'}"
+    if target.exists():
+        os.utime(target)
+        return target
+    copies.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for old in (*copies.glob("*.arrow"), *copies.glob("*.jsonl")):
+        if old.stat().st_mtime < time.time() - COPY_KEPT_S:
+            old.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=copies, prefix=".writing-") as folder:
+        made = Path(folder) / "copy"
+        _write(file, made)
+        os.chmod(made, 0o600)
+        os.replace(made, target)
+    return target
+
+
+def _write(file: Identity, target: Path) -> None:
+    path, size = file.path, file.size
+    most = max(LEAST_UNPACKED_BYTES, size * UNPACKED_BYTES_PER_BYTE)
+    bounds = Bounds(MEMORY_BYTES, LEAST_CPU_S + CPU_S_PER_MIB * size / 2**20, file_bytes=most)
+    try:
+        with BoundedProcess("flotilla_data.decoding:write_plainly", bounds) as process:
+            process.ask({"path": str(path), "target": str(target), "most_bytes": most})
+    except OutOfBounds as error:
+        raise InvalidConfig(
+            "the data file cannot be decoded within bounds",
+            where=str(path),
+            why=str(error),
+            next_step="write it again with smaller row groups and batches, for example pyarrow's "
+            "write_table(..., row_group_size=1000), or as JSON lines"
+            if has_columns(path)
+            else "write one object a line (.jsonl)",
+        ) from None
+    if identity(path) != file:
+        raise FailedPrecondition(
+            "the data file changed while it was read", where=str(path), next_step="start again"
+        )
