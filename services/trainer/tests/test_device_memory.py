@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +13,17 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from flotilla_core.config import LoraConfig
+from flotilla_core.config import BatchingConfig, LoraConfig, OptimizerConfig
 from flotilla_core.errors import Exhausted
-from flotilla_trainer.rank import device_memory
+from flotilla_trainer.rank import device_memory, worker
 from flotilla_trainer.rank.compilation import one_pass
 from flotilla_trainer.rank.device_memory import MicroBatchMemory, Taken
 from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.sharded_model import ShardedModel
+from flotilla_trainer.rank.worker import RankWorker
+from flotilla_trainer.wire.frames import Frame
+from flotilla_trainer.wire.settings import ObjectiveSettings, SessionSettings
 
 GPU = torch.device("cuda", 0)
 GIB = 1 << 30
@@ -171,3 +177,37 @@ def test_a_measuring_pass_leaves_no_gradient(
         return [name for name, parameter in model.trainable().items() if parameter.grad is not None]
 
     assert on_ranks(1, act) == [[]]
+
+
+def test_the_optimizer_of_a_session_is_gone_before_that_of_the_next_is_built(
+    tmp_path: Path, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(vocab_size=31, num_hidden_layers=2, head_dim=8, **shape)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    session = SessionSettings(ObjectiveSettings(), OptimizerConfig(), BatchingConfig(), 0, total_updates=1)
+
+    def act() -> list[int]:
+        cpu = torch.device("cpu")
+        rank: Any = RankWorker.__new__(RankWorker)
+        rank._model, rank._device = ShardedModel(tmp_path, torch.float32, RankMesh.form("cpu"), cpu), cpu
+        rank._memory, rank._setup = (
+            MicroBatchMemory(cpu, lambda *_: None),
+            SimpleNamespace(returns_memory=False),
+        )
+        moments: list[weakref.ref[torch.Tensor]] = []
+        alive: list[int] = []
+
+        def built(model: ShardedModel, settings: OptimizerConfig) -> PolicyOptimizer:
+            alive.append(sum(one() is not None for one in moments))
+            optimizer = PolicyOptimizer(model, settings)
+            states = optimizer._adamw.state.values()
+            moments.extend(weakref.ref(state["exp_avg"]) for state in states)
+            return optimizer
+
+        monkeypatch.setattr(worker, "PolicyOptimizer", built)
+        for _ in range(2):
+            rank._open_session(Frame("open_session", 0, session.fields()))
+        return [len(moments) > 0, *alive]
+
+    assert on_ranks(1, act) == [[True, 0, 0]]

@@ -148,6 +148,7 @@ class RankWorker:
 
     def _open_session(self, command: Frame) -> Answer:
         settings = SessionSettings.from_fields(command.fields)
+        self._forget_session()
         self._settings = settings
         torch.manual_seed(settings.seed)
         self._model.adapt(settings.lora, settings.seed)
@@ -156,9 +157,7 @@ class RankWorker:
         self._model.recomputed_layers.inputs_rest_on_host = settings.batching.activation_offload
         self._optimizer = self._with_moments(settings.optimizer)
         self._memory.forget()
-        self._pending = None
         self._reference = ReferenceWeights(self._model) if settings.objective.keeps_reference else None
-        self._distribution = None
         if self._reference is not None:
             self._distribution = ReferenceDistribution(self._model, self._reference)
         self._objective = rank_objective(settings.objective, self._distribution)
@@ -327,11 +326,15 @@ class RankWorker:
             # A model that cannot have this head is refused while the old model still exists.
             with torch.device("meta"):
                 MODELS[head].skeleton(AutoConfig.from_pretrained(self._setup.model), torch.float32)
-        self._settings = self._objective = self._optimizer = self._pending = None
-        self._reference = self._distribution = None
+        self._forget_session()
         del self._model, self._publisher, self._checkpoints
         gc.collect()
         self._build(head, frozen=frozen)
+
+    def _forget_session(self) -> None:
+        """Free what an earlier session kept: the device may hold only one optimizer and one reference."""
+        self._settings = self._objective = self._optimizer = self._pending = None
+        self._reference = self._distribution = None
 
     def _accumulate(
         self, update: Update, command: Frame, *, factor: float = 1.0, part: range | None = None
