@@ -23,10 +23,12 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import training_data
 from flotilla_coordinator.rollouts.source import SupervisedSource
 from flotilla_coordinator.trainers.messages import fill
-from flotilla_core.config import RunConfig
+from flotilla_core.config import DataConfig, RunConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
+from flotilla_data.columns import Columns, Reads
+from flotilla_data.layouts import read_example
 from flotilla_testing import chat_templates as templates
 
 Row = dict[str, Any]
@@ -513,6 +515,38 @@ REFUSED: dict[str, tuple[str, str, Row, str, Row]] = {
         r"data\.prompt_field",
         {"prompt": "a", "chosen": "I say b", "rejected": "I say c"},
     ),
+    "a prompt that both chats leave out": (
+        "CHATML",
+        "dpo",
+        {
+            "prompt": "Be brief.",
+            "chosen": [user("a"), assistant("b")],
+            "rejected": [user("a"), assistant("c")],
+        },
+        "is not in the messages with which both answers begin.*leave out one",
+        {"prompt": "Be brief. a", "chosen": [assistant("b")], "rejected": [assistant("c")]},
+    ),
+    "a call that is no call": (
+        "QWEN25",
+        "sft",
+        {"messages": [user("a"), assistant("", tool_calls=5)]},
+        "a call of a tool names no function",
+        {"messages": [user("a"), assistant("", tool_calls={"name": "f", "arguments": {}})]},
+    ),
+    "a speaker that is no text": (
+        "CHATML",
+        "sft",
+        {"conversations": [{"from": ["human"], "value": "a"}]},
+        "neither text nor a list of chat messages",
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    ),
+    "a role that is no text": (
+        "CHATML",
+        "sft",
+        {"messages": [{"role": ["user"], "from": "human", "value": "a"}]},
+        "neither text nor a list of chat messages",
+        {"messages": [user("a"), assistant("b")]},
+    ),
     "turns of a pair that history changes": (
         "QWEN3",
         "dpo",
@@ -540,6 +574,27 @@ def test_what_cannot_be_learned_is_refused_with_a_way_that_works(
         sent([row], tokenizer, tmp_path / "rows.jsonl", algorithm)
     assert "rows.jsonl, line 1" in str(caught.value) and caught.value.next_step
     assert all("[+" in text for text in sent([followed], tokenizer, tmp_path / "rows.jsonl", algorithm))
+
+
+def test_a_row_that_is_nested_too_deeply_is_refused_by_its_line() -> None:
+    arguments: Row = {}
+    for _ in range(2000):
+        arguments = {"a": arguments}
+    row = {"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": arguments}])]}
+    columns = Columns.of(DataConfig(train=Path("rows.jsonl")), row, Reads.answers)
+    with pytest.raises(InvalidConfig, match=r"nested too deeply \(line 1\)"):
+        read_example(row, columns, Reads.answers, "line 1")
+
+
+def test_a_pair_that_goes_on_from_its_prompt_keeps_it(tmp_path: Path, model: Models) -> None:
+    begun = [assistant("Blue."), user("Grass?")]
+    row: Row = {
+        "prompt": "Sky?",
+        "chosen": [*begun, assistant("Green.")],
+        "rejected": [*begun, assistant("Red.")],
+    }
+    for text in sent([row], model(templates.CHATML), tmp_path / "rows.jsonl", "dpo"):
+        assert QUESTION.removeprefix("<|im_start|>") in text
 
 
 def test_bad_answers_of_unpaired_preferences_are_never_learned(tmp_path: Path, model: Models) -> None:

@@ -56,11 +56,7 @@ def is_empty(message: Mapping[str, Any]) -> bool:
 
 def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     """Return the descriptions of functions that a model may call; None where the value holds none."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return None
+    value = loaded(value)
     if not isinstance(value, list) or not value:
         return None
     tools = [_tool(one) for one in value]
@@ -87,9 +83,11 @@ def _tool(value: Any) -> dict[str, Any] | None:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and (
-        value.get("role") is not None or (value.get("from") is not None and "value" in value)
-    )
+    if not isinstance(value, Mapping):
+        return False
+    if value.get("role") is not None:
+        return isinstance(value["role"], str)
+    return isinstance(value.get("from"), str) and "value" in value
 
 
 def _message(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -106,12 +104,11 @@ def _message(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
             why="a message of the assistant is trained or it is not",
             next_step="write 1, or 0 for one that is not trained",
         )
-    calls = message.get("tool_calls", [])
-    if CALL in message:
-        calls = [message.pop(CALL)]
-    message.pop("tool_calls", None)
+    calls = message.pop("tool_calls", None)
+    calls = loaded(message.pop(CALL, calls))
     if calls:
-        message["tool_calls"] = [_call(call, where) for call in calls]
+        several = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [_call(call, where) for call in several]
     return message
 
 
@@ -166,7 +163,7 @@ def _kind_of(part: Any) -> str:
 
 def _call(raw: Any, where: str) -> dict[str, Any]:
     """Return a call of a tool with its arguments as an object, where they are the text of one."""
-    call = _loaded(raw)
+    call = loaded(raw)
     described = call.get("function", call) if isinstance(call, Mapping) else None
     name = described.get("name") if isinstance(described, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(described, Mapping) or not isinstance(name, str):
@@ -176,17 +173,18 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
             why=f"it is {raw!r:.200}",
             next_step='write it as {"type": "function", "function": {"name": ..., "arguments": ...}}',
         )
-    arguments = _without_nothing(_loaded(described.get("arguments", {})))
+    arguments = _without_nothing(loaded(described.get("arguments", {})))
     others = {key: value for key, value in call.items() if key in ("id", "index") and value is not None}
     return others | {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _loaded(value: Any) -> Any:
+def loaded(value: Any) -> Any:
+    """Return what a text of JSON holds; any other value, and a text that is none, as it is."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

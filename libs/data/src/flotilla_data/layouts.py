@@ -16,7 +16,7 @@ from typing import Any
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.structs import unfit
-from flotilla_data.chats import Messages, chat_of, is_empty, tools_of, trains
+from flotilla_data.chats import Messages, chat_of, is_empty, loaded, tools_of, trains
 from flotilla_data.columns import (
     ALPACA,
     CHAT,
@@ -52,12 +52,11 @@ class Example:
 
 def read_example(values: Mapping[str, Any], columns: Columns, reads: Reads, where: str) -> Example:
     """Return what an algorithm reads from a row; raise the reason why it cannot be used."""
-    if reads is Reads.pairs:
-        found = _pair(values, columns, where)
-    elif reads is Reads.answers:
-        found = _answer_to_learn(values, columns, where)
-    else:
-        found = _prompt(values, columns, where)
+    read = {Reads.pairs: _pair, Reads.answers: _answer_to_learn, Reads.prompts: _prompt}[reads]
+    try:
+        found = read(values, columns, where)
+    except RecursionError:
+        raise InvalidConfig("the line is nested too deeply", where=where, next_step=_LEAVE_OUT) from None
     for name, value in columns.others(values, reads).items():
         if problem := unfit(value, f"column {name}"):
             raise InvalidConfig(
@@ -170,8 +169,10 @@ def _pair(values: Mapping[str, Any], columns: Columns, where: str) -> Example:
     if value_at(values, columns.prompt) is not None:
         prompt = prompt_in(values, columns, where)
     if not isinstance(chosen, str) and not isinstance(rejected, str):
-        if (shared := _shared_messages(chosen, rejected)) and not isinstance(prompt, list):
-            # A prompt of text repeats what both chats begin with.
+        shared = _shared_messages(chosen, rejected)
+        begins = bool(shared) and shared[0]["role"] != "assistant"
+        if begins and not isinstance(prompt, list):
+            _require_repeated(prompt, shared, columns, where)
             prompt = shared
         elif prompt is not None:
             prompt = _as_chat(prompt)
@@ -229,8 +230,8 @@ def prompt_in(values: Mapping[str, Any], columns: Columns, where: str) -> Said:
             why=f"the line has {', '.join(sorted(values)) or 'no columns'}",
             next_step="set data.prompt_field, or evaluation.prompt_field for held-out data",
         )
-    if isinstance(raw, str) and columns.prompt in ("messages", "conversations"):
-        raw = _chat_in_json(raw)
+    if columns.prompt in ("messages", "conversations") and isinstance(chat := loaded(raw), list):
+        raw = chat  # ROLL writes chats as text of JSON
     if columns.layout == ALPACA and isinstance(raw, str):
         raw = _instruction(raw, values, where)
     if raw in ("", []):
@@ -241,6 +242,7 @@ def prompt_in(values: Mapping[str, Any], columns: Columns, where: str) -> Said:
             f"column {columns.prompt!r} is neither text nor a list of chat messages",
             where=where,
             why=f"it is a {type(raw).__name__}",
+            next_step="write the prompt as text, or as messages with a role and a content",
         )
     return _with_system(prompt, values) if columns.layout in (ALPACA, CHAT, SHAREGPT) else prompt
 
@@ -314,6 +316,19 @@ def _shared_messages(chosen: Messages, rejected: Messages) -> Messages:
     return chosen[: max(same, 0)]
 
 
+def _require_repeated(prompt: str | None, shared: Messages, columns: Columns, where: str) -> None:
+    """Refuse a prompt of text that is none of the messages with which both chats begin: it would be lost."""
+    texts = [message["content"].strip() for message in shared]
+    if prompt is None or any(text in prompt or prompt.strip() in text for text in texts if text):
+        return
+    raise InvalidConfig(
+        f"column {columns.prompt!r} is not in the messages with which both answers begin",
+        where=where,
+        why=f"it is {prompt!r:.100}, and they begin with {texts[0]!r:.100}",
+        next_step="leave out one of the two: the column, or the messages before the answers",
+    )
+
+
 def _shared_text(chosen: str, rejected: str) -> str:
     """Return the text with which both answers begin, up to the last whole word or turn."""
     same = takewhile(lambda letters: letters[0] == letters[1], zip(chosen, rejected, strict=False))
@@ -345,15 +360,6 @@ def _ends_with_an_answer(columns: Columns, where: str) -> InvalidConfig:
         why=f"column {columns.answer!r} has an answer too, and a prompt ends where the model begins to write",
         next_step="leave the last message out, or leave out the other column to learn from the whole chat",
     )
-
-
-def _chat_in_json(text: str) -> Any:
-    """Return the chat that a text of JSON holds, or the text; ROLL writes chats so."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
-    return found if isinstance(found, list) else text
 
 
 def _kept_good(label: str) -> str:
