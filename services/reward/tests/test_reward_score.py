@@ -20,6 +20,7 @@ from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_reward import catalog, scoring
 from flotilla_reward.catalog import Term
 from flotilla_reward.pool import WorkerPool
+from flotilla_testing.reward_process import exists
 
 HERE = Path(__file__).parent
 USER_FILE = HERE / "rewards_fixture.py"
@@ -304,6 +305,24 @@ async def test_workers_end_with_the_pool() -> None:
     assert len(pids) == 2
     await pool.stop()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+async def test_a_job_that_runs_ends_with_the_pool(tmp_path: Path) -> None:
+    file = tmp_path / "endless.py"
+    file.write_text(
+        "import pathlib, time\n"
+        "def endless(prompt, response, answer, info):\n"
+        "    pathlib.Path(__file__).with_name('begun').touch()\n"
+        "    while True:\n"
+        "        time.sleep(1)\n"
+    )
+    pool = WorkerPool(1)
+    await pool.start()
+    job = asyncio.create_task(score(pool, [spec(f"{file}:endless", timeout_s=600)], items("a")))
+    await exists(tmp_path / "begun")
+    await pool.stop()
+    outcomes = await asyncio.wait_for(job, 20)
+    assert "was ended by SIGKILL while it scored" in outcomes["s0"].error.message
 
 
 async def test_workers_end_with_a_service_that_is_killed() -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import Any
 
 from flotilla_core.errors import Unavailable, unicode_text
@@ -160,8 +161,10 @@ class WorkerProcess:
 
     async def kill(self) -> str:
         """End the worker and all that it started; says how it ended."""
-        # The keeper sees that the channel closes, even where it was stopped by user code.
-        self._channel.close()
+        # The keeper sees that the channel ends, even where it was stopped by user code. Who waits for an answer sees it
+        # too, and before the descriptor is free for another socket.
+        with suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
         self._signal(signal.SIGCONT)
         try:
             async with asyncio.timeout(EXIT_LIMIT_S):
@@ -169,6 +172,8 @@ class WorkerProcess:
         except TimeoutError:
             self._signal(signal.SIGKILL)
             code = await self._keeper.wait()
+        finally:
+            self._channel.close()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def _signal(self, number: signal.Signals) -> None:
