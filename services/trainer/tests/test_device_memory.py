@@ -23,7 +23,8 @@ from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.worker import RankWorker
 from flotilla_trainer.wire.frames import Frame
-from flotilla_trainer.wire.settings import ObjectiveSettings, SessionSettings
+from flotilla_trainer.wire.objective import ObjectiveSettings
+from flotilla_trainer.wire.settings import SessionSettings
 
 GPU = torch.device("cuda", 0)
 GIB = 1 << 30
