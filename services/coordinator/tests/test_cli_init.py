@@ -190,6 +190,19 @@ def test_some_rows_are_held_out_where_no_held_out_data_are_named(flotilla: Comma
     assert sorted(map(json.dumps, lines("split/heldout.jsonl"))) == sorted(map(json.dumps, held_out))
 
 
+def test_held_out_prompts_longer_than_the_trained_ones_are_asked(flotilla: Command) -> None:
+    """A chat is trained from its first answer on, and a held-out one asked up to its last."""
+    turns = [{"role": "user", "content": "And then? " * 9}, {"role": "assistant", "content": "Then this."}]
+    chats = [{"messages": chat["messages"] + turns} for chat in CHATS]
+    named = write("held.jsonl", [{"prompt": "1+" * 300 + "1=", "answer": "301"}])
+    for rows, more in (
+        (chats, ()),
+        (chats, ("--heldout", write("long.jsonl", chats))),
+        (SUMS, ("--heldout", named)),
+    ):
+        init(flotilla, rows, *more, "--force")
+
+
 def test_a_data_set_with_a_split_for_tests_holds_that_out(flotilla: Command) -> None:
     Path("sums").mkdir()
     write("sums/train.jsonl", SUMS[:40])

@@ -345,7 +345,8 @@ def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Toke
             _require_all_answers(prompts, draft)
         if draft.holds_out or not supervised:
             draft = replace(draft, answers=kind_of_answers([prompt.answer for prompt in prompts]))
-    longest = _rounded(max(len(prompt.token_ids) for prompt in prompts) * 5 // 4)
+    asked = [*prompts, *_held_out_prompts(draft, config, tokenizer)]
+    longest = _rounded(max(len(prompt.token_ids) for prompt in asked) * 5 // 4)
     response = min(_response_tokens(draft, prompts, tokenizer), max(limit - longest, limit // 2))
     prompt_tokens = min(longest, limit - response)
     whole = prompt_tokens + response
@@ -357,6 +358,30 @@ def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Toke
         response_tokens=response,
         model_tokens=min(_rounded(whole), limit),
     )
+
+
+def _held_out_prompts(draft: Draft, config: RunConfig, tokenizer: Tokenizer) -> Sequence[Prompt]:
+    """Return the first held-out prompts where they may be longer than those that are trained.
+
+    A chat is trained from its first answer on, and asked up to its last one.
+    """
+    from flotilla_coordinator.data.training_sets import read_held_out
+    from flotilla_core.config import EvaluationConfig
+
+    if not draft.held_out and not (draft.split and config.algorithm.type == "sft"):
+        return ()
+    fields = draft.held_out_fields
+    columns = {} if fields.layout else {"prompt_field": fields.prompt, "answer_field": fields.answer}
+    source = (
+        {"data": draft.held_out, "split": "test"}
+        if draft.held_out
+        else {"data": draft.data, "split": "train"}
+    )
+    evaluation = EvaluationConfig.model_validate({**source, **columns, "max_prompts": FIRST_ROWS})
+    limit = f"rows with prompts of at most {draft.longest_sequence} tokens"
+    with _named_by("--heldout" if draft.held_out else "--data", limit):
+        sets = read_held_out(config.model_copy(update={"evaluation": evaluation}), tokenizer)
+    return [prompt for _, file in sets for prompt in file.prompts]
 
 
 def _response_tokens(draft: Draft, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> int:
