@@ -25,7 +25,12 @@ PAIRS = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(2
 def make_model(folder: Path, *, width: int = 8, layers: int = 3, template: bool = True) -> None:
     """A model whose file of weights has a header alone, and a tokenizer of characters."""
     folder.mkdir()
-    config = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 2, "vocab_size": 300}
+    config: dict[str, Any] = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "vocab_size": 300,
+    }
     config |= {"model_type": "qwen3", "num_key_value_heads": 1, "max_position_embeddings": 8192}
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {"embed.weight": [300, width]}
