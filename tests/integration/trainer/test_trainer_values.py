@@ -104,8 +104,8 @@ def plain_returns(sample: pb.TrainSample) -> list[float]:
     values = from_tensor(sample.values).astype(np.float64).tolist()
     distance = from_tensor(sample.logprobs).astype(np.float64) - from_tensor(sample.reference_logprobs)
     own = [place for place in range(count) if mask[place]]
-    # At a limit of 20 tokens of its own the last 8 cost up to a half.
-    reward = max(-1.0, min(1.0, sample.reward - 0.5 * max(0, len(own) - 12) / 8))
+    # Bounded first; then, at a limit of 20 tokens of its own, the last 8 cost up to a half.
+    reward = max(-1.0, min(1.0, sample.reward)) - 0.5 * max(0, len(own) - 12) / 8
     returns, carried = list(values), 0.0
     following = sample.value_after if sample.truncated else 0.0
     for place in reversed(own):
