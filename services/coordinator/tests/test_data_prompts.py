@@ -279,7 +279,8 @@ def test_overlong_prompts_are_dropped_truncated_or_refused(tmp_path: Path, token
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([{"prompt": "1"}, "{not json"], r"the line is not JSON \(.*line 2\)"),
+        ([{"prompt": "1"}, "{not json"], r"the line is not JSON \(.*line 2\).* write one JSON object a line"),
+        (["prompt,answer", "1+1,2"], r"the line is not JSON \(.*line 1\).* which ends in .parquet"),
         ([{"prompt": "1"}, "", "[1]"], r"not a JSON object \(.*line 3\): it is a list"),
         ([{"question": "1"}], r"column 'prompt' is missing \(.*line 1\): the line has question"),
         ([{"prompt": 3}], r"neither text nor a list of chat messages \(.*line 1\)"),
@@ -303,6 +304,14 @@ def test_a_bad_line_is_named(tmp_path: Path, tokenizer: Tokenizer, lines: list[o
     config = data(tmp_path, *lines)
     with pytest.raises(InvalidConfig, match=message):
         load_prompts(config.train, config, tokenizer)
+
+
+def test_a_mark_of_utf8_before_the_first_line_is_read_past(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = data(tmp_path, {"prompt": "1+1="})
+    config.train.write_bytes(b"\xef\xbb\xbf" + config.train.read_bytes())
+    assert [prompt.prompt_text for prompt in load_prompts(config.train, config, tokenizer).prompts] == [
+        "1+1="
+    ]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:

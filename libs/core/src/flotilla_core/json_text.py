@@ -43,8 +43,13 @@ def json_lines(file: IO[bytes], position: int = 0) -> Iterator[tuple[int, dict[s
             yield position, values
 
 
-def json_object(raw: bytes, where: str, *, what: str = "the text", finite: bool = False) -> dict[str, Any]:
-    """Return the object in a text; `finite` refuses NaN and infinity, which JSON cannot express."""
+def json_object(
+    raw: bytes, where: str, *, what: str = "the text", finite: bool = False, next_step: str = ""
+) -> dict[str, Any]:
+    """Return the object in a text; `finite` refuses NaN and infinity, which JSON cannot express.
+
+    `next_step` is that of the error where the text is no JSON object.
+    """
     decoder = _FINITE if finite else _ANY
     if len(raw) > MOST_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise InvalidConfig(
@@ -66,10 +71,13 @@ def json_object(raw: bytes, where: str, *, what: str = "the text", finite: bool 
             why="its levels are more than Python can follow, about 1000",
         ) from None
     except ValueError as error:
-        raise InvalidConfig(f"{what} is not JSON", where=where, why=str(error)) from None
+        raise InvalidConfig(f"{what} is not JSON", where=where, why=str(error), next_step=next_step) from None
     if not isinstance(values, dict):
         raise InvalidConfig(
-            f"{what} is not a JSON object", where=where, why=f"it is a {type(values).__name__}"
+            f"{what} is not a JSON object",
+            where=where,
+            why=f"it is a {type(values).__name__}",
+            next_step=next_step,
         )
     return values
 

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from array import array
 from bisect import bisect
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 4096
 BYTES_AT_ONCE = 16 << 20
 """Rows that are larger together are not in memory together, unless somebody keeps what is made of them."""
+
+_FORMATS = (
+    "write one JSON object a line, or name a file of Parquet or Arrow, which ends in .parquet or .arrow"
+)
 
 Proof = Callable[["pa.RecordBatch"], bool]
 """Says whether a look at whole columns shows that all of their rows can be used."""
@@ -143,7 +148,10 @@ class LineRows:
                     why=f"it has more than {LONGEST_LINE} bytes, the limit",
                 )
             raw = os.pread(self._file.fileno(), size, int(self._starts[number]))
-            return Row(number, where, json_object(raw, where, what=f"the {self._unit}", finite=True))
+            # Editors of Windows write the mark of UTF-8 before the first row.
+            raw = raw if number else raw.removeprefix(BOM_UTF8)
+            what = f"the {self._unit}"
+            return Row(number, where, json_object(raw, where, what=what, finite=True, next_step=_FORMATS))
         except InvalidConfig as error:
             return Row(number, where, {}, error)
 
