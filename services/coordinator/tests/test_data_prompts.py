@@ -306,12 +306,15 @@ def test_a_bad_line_is_named(tmp_path: Path, tokenizer: Tokenizer, lines: list[o
         load_prompts(config.train, config, tokenizer)
 
 
-def test_a_mark_of_utf8_before_the_first_line_is_read_past(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    config = data(tmp_path, {"prompt": "1+1="})
-    config.train.write_bytes(b"\xef\xbb\xbf" + config.train.read_bytes())
-    assert [prompt.prompt_text for prompt in load_prompts(config.train, config, tokenizer).prompts] == [
-        "1+1="
-    ]
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.jsonl", '{"prompt": "1+1="}'), ("a.json", '[{"prompt": "1+1="}]')]
+)
+def test_a_mark_of_utf8_before_the_first_row_is_read_past(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    loaded = load_prompts(tmp_path / name, DataConfig(train=tmp_path / name), tokenizer)
+    assert [prompt.prompt_text for prompt in loaded.prompts] == ["1+1="]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -79,7 +79,7 @@ def _write_lines(path: Path, target: Path) -> None:
     try:
         with open_regular(path) as raw, target.open("wb") as copy:
             file = _unpacked(path, raw)
-            first = file.read(_READ_BYTES)
+            first = file.read(_READ_BYTES).removeprefix(codecs.BOM_UTF8)
             if suffixes(path)[0] == ".json" and first.lstrip()[:1] == b"[":
                 copy.writelines(
                     json.dumps(item, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"

@@ -6,6 +6,7 @@ holds when it is unpacked, so that a small file cannot take much memory or disk.
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def has_plain_lines(path: Path) -> bool:
     if suffix != ".json":
         return True
     with open_regular(path) as file:
-        return file.read(256).lstrip()[:1] != b"["
+        return file.read(256).removeprefix(BOM_UTF8).lstrip()[:1] != b"["
 
 
 def pyarrow_for(path: Path) -> Any:
