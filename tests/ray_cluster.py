@@ -17,6 +17,9 @@ from flotilla_core.config import StackConfig, load
 from flotilla_launch.ray.nodes import RayNodes
 from flotilla_testing.stack import Stack, wait_until
 
+NOTICES_S = 90.0
+"""Ray's own health check: five failures, three seconds apart. Each takes up to ten seconds where nobody answers, and
+none where the port is closed, so Ray misses a machine after 12 to 65 s. The rest is for a host that is busy."""
 SMALL = {"object_store_memory": 80 << 20, "include_dashboard": False, "include_log_monitor": False}
 
 
@@ -48,6 +51,15 @@ class RayCluster:
     def kill(self, node: Any) -> None:
         """Lose a machine without a word."""
         self._cluster.remove_node(node, allow_graceful=False)
+
+    def wait_until_missed(self, node: Any) -> None:
+        """Wait until Ray knows that a machine is lost, which no test of ours can hasten."""
+        import ray
+
+        def missed() -> bool:
+            return all(one["NodeID"] != node.node_id or not one["Alive"] for one in ray.nodes())
+
+        wait_until("Ray to notice that a machine is lost", missed, NOTICES_S)
 
     def kill_all(self, node: Any) -> int:
         """Kill all processes of a machine at once, those of the stack among them; return how many there were."""

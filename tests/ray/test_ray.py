@@ -36,8 +36,10 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip() or "Ray is here"),
 ]
-LOST_S = 90.0
-"""Ray takes some of it to notice that a machine is lost."""
+SERVES = {"resources": {"serves": 1}}
+"""Of what must not take the room of a spare machine: Ray places it where the cluster has `serves`."""
+MOVED_S = 60.0
+"""From the moment that Ray misses a machine to the agent at work elsewhere, in a new process."""
 
 
 @contextlib.contextmanager
@@ -97,12 +99,13 @@ def test_a_killed_machine_moves_its_replica_and_the_run_loses_nothing(
                 cluster.kill(other)
                 done = run.lines
                 run.wait_for_steps(3, done, "with the generator that is left")
+                cluster.wait_until_missed(other)
                 wait_until(
                     "the replica on the other machine",
                     lambda: told(stack, "generator-1").get("place") == cluster.machine(stack, "head"),
-                    LOST_S,
+                    MOVED_S,
                 )
-                wait_until("the replica in the run again", lambda: len(run.serving()) == 2, LOST_S)
+                wait_until("the replica in the run again", lambda: len(run.serving()) == 2, MOVED_S)
                 ended = run.ends_by_itself()
             assert set(states(stack).values()) == {"ready"}
             verdict = check(stack.directory / "ledger.sqlite", ended.run_id)
@@ -116,7 +119,7 @@ def test_a_trainer_on_two_machines_loses_one_and_an_agent_and_the_run_loses_noth
     arithmetic: Path, tmp_path: Path
 ) -> None:
     """The first machine has all but the ranks. Each of the others has room for one, and one of them is spare."""
-    with running_cluster(num_cpus=3) as cluster:
+    with running_cluster(num_cpus=3, serves=3) as cluster:
         machines = [cluster.add(num_cpus=1, learns=1) for _ in range(3)]
         stack = described(
             "ray",
@@ -124,7 +127,13 @@ def test_a_trainer_on_two_machines_loses_one_and_an_agent_and_the_run_loses_noth
             arithmetic / "model",
             generator={"engine": "sim", "sim": {"seconds_per_token": 0.02}},
             trainer=SPREAD,
-            ray={"address": cluster.address, "trainer": {"resources": {"learns": 1}}},
+            ray={
+                "address": cluster.address,
+                "head": SERVES,
+                "generator": SERVES,
+                "reward": SERVES,
+                "trainer": {"resources": {"learns": 1}},
+            },
         )
         with on_ray(stack, cluster):
             assert_runs_its_plan(stack, "ray")
@@ -135,11 +144,13 @@ def test_a_trainer_on_two_machines_loses_one_and_an_agent_and_the_run_loses_noth
                 run.wait_for_steps(2, 0, "on two machines")
                 psutil.Process(_pid(stack, AGENT)).send_signal(signal.SIGKILL)
                 goes_on_after("the agent was killed", run, 1)
-                cluster.kill(next(one for one in machines if one.node_id == lost))
+                machine = next(one for one in machines if one.node_id == lost)
+                cluster.kill(machine)
+                cluster.wait_until_missed(machine)
                 wait_until(
                     "the agent on the spare machine",
                     lambda: cluster.machine(stack, AGENT) not in ("", lost, front),
-                    LOST_S,
+                    MOVED_S,
                 )
                 goes_on_after("the machine was lost", run, 2)
                 assert cluster.machine(stack, "trainer") == front, "what was not lost stays where it is"
@@ -151,7 +162,7 @@ def test_a_trainer_on_two_machines_loses_one_and_an_agent_and_the_run_loses_noth
 
 def test_the_arithmetic_example_runs_to_its_end_on_two_machines(arithmetic: Path, tmp_path: Path) -> None:
     """A real engine and a real trainer on different machines: weights, samples and spans go between them."""
-    with running_cluster(num_cpus=3, learns=1) as cluster:
+    with running_cluster(num_cpus=3, learns=1, serves=2) as cluster:
         cluster.add(num_cpus=1, decodes=1)
         stack = described(
             "ray",
@@ -160,6 +171,8 @@ def test_the_arithmetic_example_runs_to_its_end_on_two_machines(arithmetic: Path
             generator={"max_model_tokens": 64},
             ray={
                 "address": cluster.address,
+                "head": SERVES,
+                "reward": SERVES,
                 "trainer": {"resources": {"learns": 1}},
                 "generator": {"resources": {"decodes": 1}},
             },
@@ -212,13 +225,14 @@ def test_actors_are_found_by_other_shells_and_come_back_where_they_were_killed(
             cluster.add(num_cpus=1, heads=1)
             lost = cluster.machine(stack, "head")
             cluster.kill(first)
+            cluster.wait_until_missed(first)
             wait_until(
                 "the head on another machine",
                 lambda: (
                     cluster.machine(stack, "head") not in ("", lost)
                     and told(stack, "head").get("place") == cluster.machine(stack, "head")
                 ),
-                LOST_S,
+                MOVED_S,
             )
             wait_until("all services ready", lambda: set(states(stack).values()) == {"ready"}, 120.0)
 
