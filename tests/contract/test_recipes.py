@@ -28,7 +28,8 @@ CARDS = {"80 GB": 81_559, "141 GB": 143_771}
 """The MiB that nvidia-smi tells of an H100 and of an H200."""
 COUNTS = (1, 2, 8)
 PROMPT_TOKENS = 256
-"""More than the longest problem of GSM8K has with its system prompt."""
+"""More than the longest problem of GSM8K has with its system prompt; a letter is a token here."""
+SYSTEM_PROMPT = load(RunConfig, [RECIPE / "grpo.yaml"]).data.system_prompt
 LAID_OVER = (
     "",
     "optimizer.offload=true",
@@ -135,7 +136,7 @@ def make_model(folder: Path, config: dict[str, Any]) -> None:
     )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     backend.save(str(folder / "tokenizer.json"))
-    template = "{{ messages[-1]['content'] }}"
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     settings = {"eos_token": "<end>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -153,7 +154,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A host with room for all checkpoints, data, and the models."""
     folder = tmp_path_factory.mktemp("recipes")
     for name, letter in (("train", "a"), ("test", "b")):
-        row = {"prompt": [{"role": "user", "content": letter * PROMPT_TOKENS}], "answer": "7"}
+        problem = letter * (PROMPT_TOKENS - len(SYSTEM_PROMPT))
+        row = {"prompt": [{"role": "user", "content": problem}], "answer": "7"}
         (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 100)
     for size, shape in SHAPES.items():
         make_model(folder / size, SHARED | shape)

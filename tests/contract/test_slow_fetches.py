@@ -116,7 +116,7 @@ class InstantGang:
             folder.mkdir(parents=True)
             (folder / "config.json").write_text("{}")
             (folder / "model.safetensors").write_bytes(WEIGHTS)
-        return [Frame(kind, 0, {}, {})]
+        return [Frame(kind, 0, {"fits": 1 << 20} if kind == "open_session" else {}, {})]
 
 
 @dataclass

@@ -1,43 +1,23 @@
-"""Runs on given answers, pairs and chats, go from their data to their end on a fleet that generates nothing."""
+"""Runs on pairs of answers go from their data to their end on a fleet that generates nothing."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from tokenizers import Tokenizer
 
-from flotilla_testing.plain_torch import logprobs, plain_model
 from flotilla_testing.stack import Stack, light_stack
 
 pytestmark = pytest.mark.timeout(300)
 
 
-END = "<eos>"
-TEMPLATE = (
-    "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}"
-    f"{END}{{% endif %}}{{% endfor %}}"
-)
-
-
 @pytest.fixture(scope="module")
-def model(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the example with a chat template."""
-    folder = shutil.copytree(arithmetic / "model", tmp_path_factory.mktemp("chat") / "model")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """No generator at all; the rest of a light fleet."""
-    with light_stack(model, tmp_path_factory.mktemp("light"), replicas=0) as running:
+    with light_stack(arithmetic / "model", tmp_path_factory.mktemp("light"), replicas=0) as running:
         yield running
 
 
@@ -96,37 +76,3 @@ def test_a_pair_that_is_none_is_refused_by_its_line_before_the_run_begins(
         assert outcome.code != 0
         assert said in outcome.err
         assert "pairs.jsonl, line 2" in outcome.err
-
-
-def test_turns_of_chats_are_what_a_run_learns(fleet: Stack, model: Path, tmp_path: Path) -> None:
-    def says(role: str, content: str, **keys: Any) -> dict[str, Any]:
-        return {"role": role, "content": content, **keys}
-
-    chats = [
-        {
-            "messages": [
-                says("user", f"{n}+1="),
-                says("assistant", str(n + 1)),
-                says("user", f"{n}+2="),
-                says("assistant", str(n), weight=0),
-                says("user", f"{n}+3="),
-                says("assistant", str(n + 3)),
-            ]
-        }
-        for n in range(10, 14)
-    ]
-    data = tmp_path / "chats.jsonl"
-    data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    changes = {"algorithm": {"type": "sft"}, "steps": 1, "rollout": {"prompts_per_step": 4}}
-    run = fleet.run(run_file(tmp_path, [], data={"train": str(data)}, evaluation=None, **changes))
-    assert run["state"] == "succeeded", run["reason"]
-    (step,) = fleet.metrics(run)
-    tokenizer, policy, learned = Tokenizer.from_file(str(model / "tokenizer.json")), plain_model(model), []
-    for n in range(10, 14):
-        parts = [f"{n}+1=", f"{n + 1}{END}", f"{n}+2={n}{END}{n}+3=", f"{n + 3}{END}"]
-        first, *rest = [np.array(tokenizer.encode(part).ids) for part in parts]
-        turns = np.repeat([True, False, True], [len(part) for part in rest])
-        learned.append(logprobs(policy, first, np.concatenate(rest))[torch.from_numpy(turns)])
-    every = torch.cat(learned)
-    assert step["tokens/trained"] == len(every)
-    assert step["loss"] == pytest.approx(-every.mean().item(), abs=1e-3)

@@ -16,35 +16,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.data.chat_turns import ChatText
-from flotilla_coordinator.data.given import chat_parts
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import training_data
 from flotilla_coordinator.rollouts.source import SupervisedSource
 from flotilla_coordinator.trainers.messages import fill
-from flotilla_core.config import DataConfig, RunConfig
+from flotilla_core.config import RunConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
-from flotilla_data.columns import Columns, Reads
-from flotilla_data.layouts import read_example
 from flotilla_testing import chat_templates as templates
+from flotilla_testing.chat_templates import assistant, system, user
 
 Row = dict[str, Any]
 Models = Callable[[str], Tokenizer]
-
-
-def user(text: str) -> Row:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str, **keys: Any) -> Row:
-    return {"role": "assistant", "content": text, **keys}
-
-
-def system(text: str) -> Row:
-    return {"role": "system", "content": text}
 
 
 @pytest.fixture(scope="module")
@@ -367,15 +352,6 @@ def test_a_template_without_ends_gets_a_sequence_for_each_turn_which_ends(
     ]
 
 
-def test_no_token_holds_letters_of_two_parts(model: Models) -> None:
-    tokenizer = model(templates.CHATML)
-    text = "The sky is blue."
-    assert len(tokenizer.encode(" sky")) < len(tokenizer.encode(" s")) + len(tokenizer.encode("ky"))
-    ((before, learned),) = chat_parts([ChatText(text, ((6, len(text)),))], tokenizer)
-    assert [tokenizer.decode(part) for part, _ in (before, learned)] == ["The sk", "y is blue."]
-    assert (before[1], learned[1]) == (False, True)
-
-
 ROWS_OF_KTO = [
     {"prompt": "The sky is", "completion": " green.", "label": False},
     {"prompt": "The sky is", "completion": " blue.", "label": True},
@@ -576,16 +552,6 @@ def test_what_cannot_be_learned_is_refused_with_a_way_that_works(
     assert all("[+" in text for text in sent([followed], tokenizer, tmp_path / "rows.jsonl", algorithm))
 
 
-def test_a_row_that_is_nested_too_deeply_is_refused_by_its_line() -> None:
-    arguments: Row = {}
-    for _ in range(2000):
-        arguments = {"a": arguments}
-    row = {"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": arguments}])]}
-    columns = Columns.of(DataConfig(train=Path("rows.jsonl")), row, Reads.answers)
-    with pytest.raises(InvalidConfig, match=r"nested too deeply \(line 1\)"):
-        read_example(row, columns, Reads.answers, "line 1")
-
-
 def test_a_pair_that_goes_on_from_its_prompt_keeps_it(tmp_path: Path, model: Models) -> None:
     begun = [assistant("Blue."), user("Grass?")]
     row: Row = {
@@ -621,35 +587,3 @@ def test_long_prompts_lose_their_beginning_and_keep_all_that_is_learned(
     (found,) = sent([{"messages": TURNS}], model(templates.CHATML), tmp_path / "rows.jsonl", **data)
     assert found.endswith("assistant\n" + BLUE + GRASS + GREEN)
     assert "Sky?" not in found
-
-
-def prompts(row: Row, tokenizer: Tokenizer, source: Path) -> list[tuple[str, str]]:
-    """Return the prompts and answers of a run that learns from rewards."""
-    source.write_text(json.dumps(row) + "\n")
-    values = {"name": "r", "steps": 1, "rewards": [{"reward": "exact"}], "data": {"train": source}}
-    config = RunConfig.model_validate(values)
-    made = training_data(config)(source, config.data, tokenizer).prompts
-    return [(prompt.prompt_text, prompt.answer) for prompt in made]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": TURNS[:2]},
-        {"prompt": [user("Sky?")], "completion": [assistant("Blue.")]},
-        {"conversations": [{"from": "human", "value": "Sky?"}, {"from": "gpt", "value": "Blue."}]},
-        {"prompt": [user("Sky?")], "answer": "Blue."},
-    ],
-)
-def test_rewards_compare_with_the_last_answer_of_a_chat(row: Row, tmp_path: Path, model: Models) -> None:
-    found = prompts(row, model(templates.CHATML), tmp_path / "rows.jsonl")
-    assert found == [(DEFAULT + QUESTION, "Blue.")]
-
-
-def test_prompts_lose_no_calls_and_no_tools(tmp_path: Path, model: Models) -> None:
-    row = {"prompt": CALLING[:3], "tools": [TOOL]}
-    ((text, _),) = prompts(row, model(templates.QWEN25), tmp_path / "rows.jsonl")
-    assert '{"name": "weather", "arguments": {"city": "Paris"}}' in text and '"description"' in text
-    for lost, said in ((row, "the tool 'weather'"), ({"prompt": CALLING[:3]}, "a call of a tool")):
-        with pytest.raises(InvalidConfig, match=f"leaves out .*{said}"):
-            prompts(lost, model(templates.CHATML), tmp_path / "rows.jsonl")

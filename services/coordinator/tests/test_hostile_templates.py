@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,7 +36,7 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "power of a variable": ("{% set x = 9 %}{{ x ** (x ** x) }}", "more than 1 s of a processor|memory"),
     "doubling": (
         "{% set n = namespace(t='xxxxxxxx') %}{% for i in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}",
-        "memory",
+        "memory|more than 1 s of a processor",
     ),
     "long text": ("{{ 'x' * 100000000 }}", "larger than 96 MiB|processor"),
     "text of everything": ("{{ 'x' * 10 ** 12 }}", "memory"),
@@ -92,6 +91,11 @@ TEMPLATES: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
+def rendering() -> list[psutil.Process]:
+    """Return the processes that render for this one; an earlier module may have left one with the users' bounds."""
+    return [one for one in psutil.Process().children() if RENDER in " ".join(one.cmdline())]
+
+
 @pytest.mark.parametrize(("source", "told"), TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_template(source: str, told: str) -> None:
     with pytest.raises(FlotillaError) as refused:
@@ -103,12 +107,15 @@ def test_template(source: str, told: str) -> None:
     assert isinstance(refused.value, InvalidConfig) or refused.value.next_step
     # The next conversation has nothing of it.
     assert ChatTemplate("{{ messages[0].content }}", {}, where="").render(MESSAGES) == "1+1="
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1 << 20
+    for child in rendering():
+        assert child.rlimit(psutil.RLIMIT_AS)[0] == chat_template.MEMORY_BYTES
 
 
 def test_templates_that_many_share_one_process() -> None:
-    """Threads that render at once get their own texts, and leave one child."""
+    """Threads that render at once get their own texts, and start no further child."""
     found: dict[int, str] = {}
+    ChatTemplate("x", {}, where="").render(MESSAGES)
+    before = rendering()
 
     def work(number: int) -> None:
         template = ChatTemplate(f"{{{{ messages[0].content }}}} {number}", {}, where="")
@@ -122,8 +129,7 @@ def test_templates_that_many_share_one_process() -> None:
     for thread in threads:
         thread.join()
     assert found == {number: f"{number} {number}" for number in range(8)}
-    children = [one for one in psutil.Process().children() if RENDER in " ".join(one.cmdline())]
-    assert len(children) == 1
+    assert rendering() == before
 
 
 def test_the_conversation_that_passes_the_bounds_is_named() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flotilla_coordinator.plan.data_lines import model_lines
-from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
 from flotilla_core.config import RunConfig
 
 CONFIG = {
@@ -43,5 +43,5 @@ def test_a_mixture_counts_all_experts_and_those_that_a_token_meets(mixture: Mode
     assert (mixture.experts, mixture.visited_experts) == (4, 1)
     assert (mixture.parameters, mixture.active_parameters) == (outside + 4 * one, outside + one)
     run = {"name": "run", "steps": 1, "data": {"train": "train.jsonl"}, "rewards": [{"reward": "exact"}]}
-    (line, *_) = model_lines(RunConfig.model_validate(run), mixture, None, 64)
+    (line, *_) = model_lines(RunConfig.model_validate(run), mixture, None, SequenceLimit(64, None))
     assert f"of the 4 experts of a layer a token visits 1: it meets {outside + one} parameters" in line[2]

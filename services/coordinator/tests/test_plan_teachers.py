@@ -58,7 +58,7 @@ def test_the_model_folder_of_every_named_teacher_is_looked_at(tmp_path: Path) ->
     found = {key: problem for key, _, problem in paths_of_stack(stack) if key.startswith("teachers.")}
     assert found == {
         "teachers.math.model": f"{tmp_path / 'empty'} has no config.json",
-        "teachers.code.model": "there is no such folder, and a name of the hub is organisation/model",
+        "teachers.code.model": "there is no such folder as ./absent, and a name of the hub is organisation/model",
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -202,3 +203,18 @@ def write_tokenizer(folder: Path, template: str) -> Path:
     ids = [backend.token_to_id(end) for end in ends]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     return folder
+
+
+def user(text: str) -> dict[str, Any]:
+    """Return a message of a user."""
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **keys: Any) -> dict[str, Any]:
+    """Return a message of the assistant."""
+    return {"role": "assistant", "content": text, **keys}
+
+
+def system(text: str) -> dict[str, Any]:
+    """Return a message of the system."""
+    return {"role": "system", "content": text}

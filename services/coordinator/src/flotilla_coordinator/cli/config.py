@@ -203,7 +203,11 @@ def _of_stack(config: StackConfig) -> Iterator[Found]:
             and not is_url(model)
             and (model.count("/") != 1 or model.startswith((".", "/", "~")))
         ):
-            yield key, model, "there is no such folder, and a name of the hub is organisation/model"
+            yield (
+                key,
+                model,
+                f"there is no such folder as {model}, and a name of the hub is organisation/model",
+            )
     if config.bind.token_file is not None:
         yield _file("bind.token_file", config.bind.token_file)
     if config.bind.tls is not None:
