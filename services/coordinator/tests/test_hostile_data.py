@@ -110,7 +110,7 @@ LINES: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "surrogate in a key": (b'{"prompt": "1", "\\udfff": 1}', "half of a surrogate pair"),
     "bytes": (b'{"prompt": "\xff\xfe"}', "not JSON"),
     "UTF-16": ('{"prompt": "1"}\n'.encode("utf-16"), "not JSON"),
-    "byte order mark": (b"\xef\xbb\xbf" + ROW, "not JSON"),
+    "byte order mark": (b"\xef\xbb\xbf" + ROW, "read 1 prompts"),
     "NUL": (b'{"prompt": "1\0"}', "not JSON"),
     "only NUL": (b"\0" * 1000, "not JSON"),
     "keys twice": (b'{"prompt": "1", "prompt": "2"}', "read 1 prompts"),
