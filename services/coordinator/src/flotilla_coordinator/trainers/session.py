@@ -35,6 +35,7 @@ from flotilla_core.errors import (
     Unavailable,
 )
 from flotilla_core.roles import process_name
+from flotilla_core.tasks import run_while
 from flotilla_core.telemetry import names
 from flotilla_core.transfer import Files
 from flotilla_core.version import Version
@@ -51,6 +52,9 @@ CLOSE_SLACK_S = 30.0
 PROBE_TIMEOUT_S = 10.0
 LOST_PROBES = 5
 PROBE_EVERY_S = 0.5
+ABSENT_LOOKS = 3
+ABSENT_EVERY_S = 5.0
+"""A gang whose files are fetched may be out of reach for a moment: so many looks so far apart find it gone."""
 COORDINATOR = "coordinator"
 """Who fetches for a run where no gang does."""
 NOT_THERE = (FailedPrecondition, Unavailable, DeadlineExceeded)
@@ -247,11 +251,27 @@ class LearningSession(GangSession):
         """Bring a checkpoint of the gang to its place in the run's directory."""
         shelf, name = CheckpointShelf(folder.parent), folder.name
         aside = await asyncio.to_thread(on_disk, folder, shelf.begin, name)
+        fetch = asyncio.ensure_future(self.gang.files.fetch_into(reference, aside, self._run_id))
         try:
-            await self.gang.files.fetch_into(reference, aside, self._run_id)
+            await run_while(fetch, self._fail_when_absent())
+            await fetch
             await asyncio.to_thread(on_disk, folder, shelf.publish, name)
         finally:
+            fetch.cancel()
+            await asyncio.wait({fetch})
             await asyncio.to_thread(shelf.discard, name)
+
+    async def _fail_when_absent(self) -> None:
+        """Raise when the gang has no session of this run any more: nobody has the files that it wrote."""
+        absent = 0
+        while absent < ABSENT_LOOKS:
+            await asyncio.sleep(ABSENT_EVERY_S)
+            absent = absent + 1 if await self.lost() else 0
+        raise Unavailable(
+            f"the {self.gang.name} went away before its checkpoint had arrived",
+            where=self.gang.slot,
+            next_step=f"see `flotilla logs {self.gang.slot}`",
+        )
 
     async def _trained(self, update_id: str, batch: Batch) -> pb.UpdateResult:
         """Send the batch; after a broken stream, ask for the update's result before sending it again."""
