@@ -33,14 +33,15 @@ READERS = {
     "cut": "log_files.keep_bounded([path])",
 }
 PROGRAM = """
-import resource, sys
+import sys
 from pathlib import Path
 from flotilla_core import json_text, log_files
+from flotilla_testing.peak_memory import most_memory_kib
 
 path = Path(sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = most_memory_kib()
 {read}
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(most_memory_kib() - before)
 """
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import signal
 from pathlib import Path
 
@@ -15,15 +14,11 @@ from flotilla_core.log_files import KEPT_BYTES, MOST_BYTES, former
 from flotilla_launch.client import LauncherClient
 from flotilla_launch.compose.file import _TO_LOG
 from flotilla_launch.logs import failure_excerpt, read_logs
+from flotilla_testing.peak_memory import forget_most_memory, most_memory_kib
 from flotilla_testing.tiny_stacks import until
 
 MIB = 1 << 20
 LAUNCHER_MAY_GROW_KIB = 64 * 1024
-
-
-def most_memory_kib(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0])
 
 
 async def test_a_flood_without_newlines_leaves_launcher_and_disk_as_they_were(stacks) -> None:
@@ -58,11 +53,12 @@ async def test_lines_of_several_logs_are_read_within_a_limit_of_memory(tmp_path:
     with log.open("wb") as file:
         for _ in range(200):
             file.write(b"x" * MIB)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    forget_most_memory()
+    before = most_memory_kib()
     why, last = failure_excerpt(log)
     assert not why and len("".join(last)) < 2000
     assert len([line async for line in read_logs({"a": log, "b": log}, 100, follow=False)]) == 2
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150 * 1024
+    assert most_memory_kib() - before < 150 * 1024
 
 
 async def test_the_line_that_says_why_is_found_and_cut(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import tokenizers
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_core.errors import FlotillaError, Internal
+from flotilla_testing.peak_memory import forget_most_memory, most_memory_kib
 
 CONFIG = {
     "hidden_size": 8,
@@ -168,7 +168,8 @@ FOLDERS: dict[str, tuple[Change, str]] = {
 def test_model_folder(tmp_path: Path, change: Change, told: str) -> None:
     write_model(tmp_path)
     change(tmp_path)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    forget_most_memory()
+    before = most_memory_kib()
     try:
         ModelFacts.read(tmp_path)
         tokenizer = Tokenizer.load(tmp_path)
@@ -179,4 +180,4 @@ def test_model_folder(tmp_path: Path, change: Change, told: str) -> None:
         answer = str(error)
     assert re.search(told, answer), answer[:2000]
     assert answer == READ or (str(tmp_path) in answer and len(answer) < 1000)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10
+    assert most_memory_kib() - before < 512 << 10
