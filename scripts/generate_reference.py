@@ -144,7 +144,7 @@ class ConfigPage:
     def _union(self, models: Sequence[type[ConfigModel]], place: str, field: FieldInfo) -> Iterator[str]:
         """Yield a section whose keys depend on its `type`."""
         yield from heading(place)
-        default_type = getattr(field.default, "type", "")
+        default_type = getattr(field.get_default(call_default_factory=True), "type", "")
         yield "Its keys depend on `type`" + (f", by default `{default_type}`." if default_type else ".")
         yield ""
         shared = {
@@ -241,9 +241,7 @@ def sections(annotation: Any, suffix: str = "") -> dict[str, list[type[ConfigMod
 
 def default(field: FieldInfo) -> str:
     """Return the default of a key as a file would say it."""
-    value = field.default
-    if field.default_factory is not None:
-        value = field.default_factory()  # type: ignore[call-arg]
+    value = field.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
         return "required"
     if value is None:

@@ -57,8 +57,11 @@ class AggregationConfig(ConfigModel):
 
 def _changed(section: ConfigModel, beside: tuple[str, ...] = ()) -> set[str]:
     """Return the keys of a section that are not at their defaults."""
-    fields = type(section).model_fields
-    return {name for name, value in section if name not in beside and value != fields[name].default}
+    usual = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in type(section).model_fields.items()
+    }
+    return {name for name, value in section if name not in beside and value != usual[name]}
 
 
 def _keys(section: str, names: set[str]) -> str:
@@ -255,19 +258,19 @@ class PolicyConfig(ConfigModel):
         "icepop_grpo",
     ] = "grpo"
     """The preset that fills the sections below where they are not written."""
-    advantage: AdvantageSection = GrpoAdvantage()
+    advantage: AdvantageSection = Field(default_factory=GrpoAdvantage)
     """The conversion of rewards into advantages."""
-    loss: LossSection = PpoLoss()
+    loss: LossSection = Field(default_factory=PpoLoss)
     """The loss that the trainer minimises."""
-    aggregation: AggregationConfig = AggregationConfig()
+    aggregation: AggregationConfig = Field(default_factory=AggregationConfig)
     """The averaging of token losses."""
-    sample_weights: SampleWeightsConfig = SampleWeightsConfig()
+    sample_weights: SampleWeightsConfig = Field(default_factory=SampleWeightsConfig)
     """The weight of each sample."""
-    kl: KlConfig = KlConfig()
+    kl: KlConfig = Field(default_factory=KlConfig)
     """Distance that the policy keeps to the initial policy."""
     teacher: TeacherConfig | None = None
     """Penalty on the divergence from a teacher over its likeliest tokens (stack: teacher)."""
-    correction: CorrectionConfig = CorrectionConfig()
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     """Correction for the policy that sampled."""
     critic: CriticConfig | None = None
     """The value model; only for the advantage `gae` (stack: critic)."""

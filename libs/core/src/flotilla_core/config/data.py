@@ -184,7 +184,7 @@ class RolloutConfig(ConfigModel):
     max_staleness: int = Field(default=0, ge=0, le=64)
     """Updates between the oldest token of a sample and the update that trains it. 0: samples come from the version that
     is being trained; k: generation runs up to k steps ahead of training."""
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling of training rollouts."""
     sample_timeout_s: float = Field(default=300.0, gt=0, le=604_800)
     """A group that is not done after this long is issued again; one that is admitted n steps ahead has (1 + n) times as

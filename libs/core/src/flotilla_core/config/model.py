@@ -114,7 +114,10 @@ AgreementLimit = Annotated[float, Field(gt=0, le=1, strict=True)] | Literal["aut
 
 
 class ConfigModel(BaseModel):
-    """A section of a configuration file."""
+    """A section of a configuration file.
+
+    A section within it has its default from a factory: an object would be made, and its model built, at each import.
+    """
 
     model_config = ConfigDict(
         extra="forbid",

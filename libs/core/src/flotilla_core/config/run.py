@@ -172,24 +172,24 @@ class RunConfig(ConfigModel):
     """Train adapters and keep the weights frozen; empty trains all weights."""
     data: DataConfig
     """Training prompts."""
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Generation; `sft`, `dpo` and `reward_model` use `prompts_per_step` alone, as answers or pairs per step."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
     """The terms of the weighted sum; evaluation uses the same, unless a held-out set names its own."""
-    algorithm: AlgorithmConfig = PolicyConfig()
+    algorithm: AlgorithmConfig = Field(default_factory=PolicyConfig)
     """The objective."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Learning rate, its schedule, and the optimizer steps of an update."""
-    batching: BatchingConfig = BatchingConfig()
+    batching: BatchingConfig = Field(default_factory=BatchingConfig)
     """Division of an update for memory; never changes the result."""
     evaluation: EvaluationConfig | None = None
     """Held-out mean reward, and accuracy: the share of answers whose total reward is at least `success_at`; or of pairs
     ranked correctly, if the run learns from pairs and names no rewards."""
     stop: StopConfig | None = None
     """Stop early on an evaluation."""
-    weights: WeightSyncConfig = WeightSyncConfig()
+    weights: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     """Weight synchronisation."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """How often the state is saved, and how many saved states are kept; the end of a run is saved as well."""
     export_final: bool = True
     """Write the final policy as a Hugging Face folder into the run directory."""

@@ -254,7 +254,7 @@ class GeneratorConfig(ConfigModel):
     engine_options: dict[str, Any] = Field(default_factory=dict, max_length=256)
     """Arguments of vLLM's engine by its own names, such as `block_size: 32`. They win over what Flotilla would choose;
     what has a key of its own here, or must be as it is, is refused by name when the generator starts."""
-    sim: SimConfig = SimConfig()
+    sim: SimConfig = Field(default_factory=SimConfig)
     """Only for the `sim` engine."""
     slowed_by: LatencyConfig | None = None
     """Delays the samples of a real engine until they have taken this long: a slow generator for benches and tests."""
@@ -392,7 +392,7 @@ class CoordinatorConfig(ConfigModel):
     next one, which continues them in the step that was under way. For hosts that move it, as Kubernetes does."""
     span_retention_runs: int = Field(default=50, ge=1, le=10_000_000)
     """Runs whose spans are kept."""
-    retention: RetentionConfig = RetentionConfig()
+    retention: RetentionConfig = Field(default_factory=RetentionConfig)
     """Limits of the records on disk."""
 
 
@@ -431,11 +431,11 @@ class SlurmConfig(ConfigModel):
     nodes: dict[str, NodeName] = Field(default={}, max_length=MOST_REPLICAS)
     """Node of a service, by both names, such as `trainer-0: head`. By default each gang and each generator has one of
     its own; coordinator, NATS and rewards share `head`."""
-    head: SlurmNodeConfig = SlurmNodeConfig()
+    head: SlurmNodeConfig = Field(default_factory=SlurmNodeConfig)
     """The node of coordinator, NATS and rewards."""
-    trainer: SlurmNodeConfig = SlurmNodeConfig()
+    trainer: SlurmNodeConfig = Field(default_factory=SlurmNodeConfig)
     """Nodes of trainers and other gangs, and of their further hosts."""
-    generator: SlurmNodeConfig = SlurmNodeConfig()
+    generator: SlurmNodeConfig = Field(default_factory=SlurmNodeConfig)
     """Nodes of generators."""
 
 
@@ -459,13 +459,13 @@ class RayConfig(ConfigModel):
     """Address of the cluster, as `ray.init` takes it; `auto` is the cluster that this machine is a node of."""
     gpus: bool = False
     """Each trainer takes `nproc` GPUs, and each generator `tensor_parallel_size`; false: they compute on CPUs."""
-    head: RayNodeConfig = RayNodeConfig()
+    head: RayNodeConfig = Field(default_factory=RayNodeConfig)
     """Coordinator and NATS, which are on one node."""
-    trainer: RayNodeConfig = RayNodeConfig()
+    trainer: RayNodeConfig = Field(default_factory=RayNodeConfig)
     """Each trainer or other gang, on each of its hosts."""
-    generator: RayNodeConfig = RayNodeConfig()
+    generator: RayNodeConfig = Field(default_factory=RayNodeConfig)
     """Each generator."""
-    reward: RayNodeConfig = RayNodeConfig()
+    reward: RayNodeConfig = Field(default_factory=RayNodeConfig)
     """Each reward replica."""
 
 
@@ -509,41 +509,41 @@ class StackConfig(ConfigModel):
     """Hugging Face folder, [hub:]owner/name or s3://bucket/prefix that trainer and generators load."""
     state_dir: Path = Path(".flotilla")
     """Everything that the stack writes goes to `<state_dir>/<name>/`."""
-    bind: BindConfig = BindConfig()
+    bind: BindConfig = Field(default_factory=BindConfig)
     """Addresses and secret of every service of the stack."""
-    nats: NatsConfig = NatsConfig()
+    nats: NatsConfig = Field(default_factory=NatsConfig)
     """Registry and event bus."""
-    telemetry: TelemetryConfig = TelemetryConfig()
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     """Recording of spans."""
-    generator: GeneratorConfig = GeneratorConfig()
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
     """Generator replicas."""
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """The policy trainer."""
     placement: Literal["auto", "separate", "colocated"] = "auto"
     """GPUs of trainer and generators: separate ones, or each generator shares the GPU of the trainer rank with its
     number. `auto` shares the only GPU, and where the file names neither `trainer.nproc` nor `generator.replicas`, every
     GPU on which both fit."""
-    critic: GangConfig = GangConfig()
+    critic: GangConfig = Field(default_factory=GangConfig)
     """Holds the value model of runs with algorithm.critic."""
-    reference: GangConfig = GangConfig()
+    reference: GangConfig = Field(default_factory=GangConfig)
     """Holds the first policy of runs with algorithm.kl.reference: service."""
-    teacher: GangConfig = GangConfig()
+    teacher: GangConfig = Field(default_factory=GangConfig)
     """Holds the model that runs with algorithm.advantage.type: distill or algorithm.teacher learn from."""
     teachers: dict[TeacherName, GangConfig] = Field(default={}, max_length=MOST_TEACHERS)
     """Named teachers, for runs that learn from several or choose one: a section like `teacher` for each name."""
-    reward: RewardServiceConfig = RewardServiceConfig()
+    reward: RewardServiceConfig = Field(default_factory=RewardServiceConfig)
     """Reward replicas."""
-    coordinator: CoordinatorConfig = CoordinatorConfig()
+    coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
     """The coordinator."""
-    launcher: LauncherConfig = LauncherConfig()
+    launcher: LauncherConfig = Field(default_factory=LauncherConfig)
     """The launcher, as other machines reach it."""
-    compose: ComposeConfig = ComposeConfig()
+    compose: ComposeConfig = Field(default_factory=ComposeConfig)
     """The stack in containers of this host."""
-    slurm: SlurmConfig = SlurmConfig()
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)
     """What the stack takes on a Slurm cluster."""
-    ray: RayConfig = RayConfig()
+    ray: RayConfig = Field(default_factory=RayConfig)
     """What the stack takes on a Ray cluster."""
-    kubernetes: KubernetesConfig = KubernetesConfig()
+    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
     """Where the stack is on a Kubernetes cluster."""
     autoscale: AutoscaleConfig | None = None
     """Adjusts the number of generators to what a run measures; absent: the number stays as configured."""

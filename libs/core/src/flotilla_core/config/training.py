@@ -175,7 +175,7 @@ class WeightSyncConfig(ConfigModel):
     what `update: between_samples` does. `auto` keeps it where `rollout.max_staleness` is above 0."""
     timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """Longest wait for one member in one sync; then it is evicted and the others continue."""
-    canary: CanaryConfig = CanaryConfig()
+    canary: CanaryConfig = Field(default_factory=CanaryConfig)
     """The check of generator against trainer after every sync."""
 
 
@@ -262,7 +262,7 @@ class CriticOptimizerConfig(OptimizerConfig):
 class CriticConfig(ConfigModel):
     """A model that learns the expected reward, which advantages are measured against."""
 
-    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    optimizer: CriticOptimizerConfig = Field(default_factory=CriticOptimizerConfig)
     """AdamW of the critic."""
     value_clip: float | None = Field(default=0.2, gt=0, le=1e6)
     """A value that moves further than this from the one that the advantages used gains nothing by it; empty is off."""
