@@ -83,7 +83,7 @@ class Axes:
         if members:
             shared = set.intersection(*(set(member.model_fields) for member in members)) - {"type"}
             for member in members:
-                yield from self._of_member(key, member, shared, field.default)
+                yield from self._of_member(key, member, shared, field.get_default(call_default_factory=True))
             yield from self._of_shared(key, members[0], shared)
             return
         for section in _sections(field.annotation):
