@@ -1,8 +1,8 @@
 """A fleet without IPv4, in a folder whose name no shell likes, under a locale of ASCII, whose files others may read.
 
-The engine is simulated, so that the fleet is up in seconds; services, NATS, the two ranks and weights are real. The host
-without IPv4 is a network namespace where there may be one, else the stack is bound to ::1; a host without IPv6 shows
-the rest.
+The engine is simulated, so that the fleet is up in seconds; services, NATS, the two ranks and weights are real. The
+host without IPv4 is a network namespace where there may be one, else the stack is bound to ::1; a host without IPv6
+shows the rest.
 """
 
 from __future__ import annotations
