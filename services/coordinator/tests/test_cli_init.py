@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
@@ -219,6 +223,36 @@ def test_a_data_set_with_a_split_for_tests_holds_that_out(flotilla: Command) -> 
     assert not Path("split").exists()
 
 
+@pytest.mark.parametrize("prefix", ["", "hub:"])
+def test_a_data_set_of_the_hub_is_split_with_and_without_the_prefix(
+    flotilla: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "cache/datasets--owner--sums/snapshots/abc"
+    for folder in (snapshot, snapshot.parents[1] / "refs"):
+        folder.mkdir(parents=True)
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    write(f"{snapshot}/train.jsonl", SUMS)
+    asked = ("init", "--model", "model", "--data", f"{prefix}owner/sums", "--force")
+    code, _, err = flotilla(*asked)
+    assert code == 0 and len(Path("split/heldout.jsonl").read_text().splitlines()) == len(SUMS) // 10, err
+    write(f"{snapshot}/test.jsonl", SUMS)
+    code, _, err = flotilla(*asked)
+    evaluation = run_file().evaluation
+    assert (
+        code == 0 and evaluation and str(evaluation.data) == str(run_file().data.train) == "hub:owner/sums"
+    ), err
+
+
+def test_times_within_the_messages_of_a_column_survive_the_split(flotilla: Command) -> None:
+    said = {"at": datetime(2026, 1, 1, tzinfo=UTC)}
+    rows = [{"messages": [message | said for message in chat["messages"]]} for chat in CHATS]
+    pq.write_table(pa.Table.from_pylist(rows), "chats.parquet")
+    code, _, err = flotilla("init", "--model", "model", "--data", "chats.parquet")
+    assert code == 0 and '"2026-01-01 00:00:00+00:00"' in Path("split/train.jsonl").read_text(), err
+
+
 @pytest.mark.parametrize(
     ("row", "algorithm"),
     [
@@ -229,6 +263,7 @@ def test_a_data_set_with_a_split_for_tests_holds_that_out(flotilla: Command) -> 
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "sft"),
         ({"instruction": "Translate.", "input": "cat", "output": "word " * 20}, "sft"),
         ({"instruction": "Translate.", "input": "cat", "output": "Katze"}, "grpo"),
+        ({"data_source": "x", "extra_info": {"question": "1+1=", "answer": "2"}}, "sft"),
         ({"chosen": CHATS[0]["messages"], "rejected": [*CHATS[0]["messages"][:1], CHATS[1]["messages"][1]]}, "dpo"),
         ({"input": {"messages": CHATS[0]["messages"][:1]}, "preferred_output": CHATS[0]["messages"][1:],
           "non_preferred_output": CHATS[1]["messages"][1:]}, "dpo"),
@@ -380,7 +415,7 @@ def test_the_commands_that_follow_name_the_new_stack_where_a_variable_names_anot
         (SUMS, {"--model": "nowhere"}, ("the model folder does not exist", "--model nowhere", "by --model")),
         (SUMS, {"--data": "nowhere.jsonl"}, ("the data file does not exist", "by --data")),
         (SUMS, {"--heldout": "nowhere.jsonl"}, ("the data file does not exist", "by --heldout")),
-        ([], {}, ("the data set has no rows",)),
+        ([], {}, ("the data set has no rows", "one JSON object a line")),
         ([[1, 2]], {}, ("train.jsonl, line 1",)),
         ([*SUMS, {"answer": "1"}], {}, ("column 'prompt' is missing", "train.jsonl, line 81", "by --data")),
         ([{"text": "a", "label": 1}], {}, ("no column with prompts", "the rows have label, text")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,9 +160,18 @@ def test_a_copy_is_made_once_for_a_content(tmp_path: Path, tokenizer: Tokenizer)
     read(source, tokenizer, tmp_path, streaming="on")
     (copy,) = (tmp_path / "copies").iterdir()
     before = copy.stat().st_ino
+    for name in (".writing-killed/copy", ".writing-now/copy", "unused.arrow"):
+        (tmp_path / "copies" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "copies" / name).touch()
+    for name in (".writing-killed", "unused.arrow"):
+        os.utime(tmp_path / "copies" / name, (0, 0))
+    read(written("json", tmp_path), tokenizer, tmp_path, streaming="on")
+    left = {path.name for path in (tmp_path / "copies").iterdir()}
+    assert ".writing-now" in left and not left & {".writing-killed", "unused.arrow"}
     moved = source.rename(tmp_path / "other.parquet")
     assert read(moved, tokenizer, tmp_path, streaming="on").kept == 300
-    assert [path.stat().st_ino for path in (tmp_path / "copies").iterdir()] == [before]
+    assert before in [path.stat().st_ino for path in (tmp_path / "copies").iterdir()]
+    assert len(left) == len([*(tmp_path / "copies").iterdir()])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -234,6 +233,16 @@ LAYOUTS: dict[str, tuple[str, Row, list[str]]] = {
         },
         [DEFAULT + QUESTION + BLUE],
     ),
+    "verl: a question and its answer beside others": (
+        "sft",
+        {"data_source": "x", "extra_info": {"index": 0, "question": "1+1=", "answer": "So #### 2"}},
+        ["1+1=[+So #### 2<|im_end|>+]"],
+    ),
+    "a class beside an answer": (
+        "sft",
+        {"prompt": "1+1=", "answer": "2", "label": 3},
+        ["1+1=[+2<|im_end|>+]"],
+    ),
     "a number as the answer": ("sft", {"prompt": "1+1=", "answer": 2}, ["1+1=[+2<|im_end|>+]"]),
 }
 
@@ -352,10 +361,6 @@ def test_a_template_without_ends_gets_a_sequence_for_each_turn_which_ends(
     ]
 
 
-ROWS_OF_KTO = [
-    {"prompt": "The sky is", "completion": " green.", "label": False},
-    {"prompt": "The sky is", "completion": " blue.", "label": True},
-]
 THINKS = {"messages": [user("2+2?"), assistant("4", reasoning_content="Two twice.")]}
 REFUSED: dict[str, tuple[str, str, Row, str, Row]] = {
     "a mapping as the answer": (
@@ -530,10 +535,17 @@ REFUSED: dict[str, tuple[str, str, Row, str, Row]] = {
         "put everything before the last message into the prompt",
         {"prompt": TURNS[:3], "chosen": [assistant("Green.")], "rejected": [assistant("Red.")]},
     ),
+    "tools of running text": (
+        "QWEN25",
+        "sft",
+        {"messages": [user("a"), assistant("b")], "tools": "hammer, nails"},
+        "the tools are a text that is not JSON.*as its JSON text",
+        {"messages": [user("a"), assistant("b")], "tools": json.dumps(TOOL)},
+    ),
     "unpaired preferences for dpo": (
         "CHATML",
         "dpo",
-        ROWS_OF_KTO[1],
+        {"prompt": "a", "completion": "b", "label": True},
         "column 'chosen' is missing.*keep the good answers",
         {"prompt": "a", "chosen": "b", "rejected": "c"},
     ),
@@ -561,17 +573,6 @@ def test_a_pair_that_goes_on_from_its_prompt_keeps_it(tmp_path: Path, model: Mod
     }
     for text in sent([row], model(templates.CHATML), tmp_path / "rows.jsonl", "dpo"):
         assert QUESTION.removeprefix("<|im_start|>") in text
-
-
-def test_bad_answers_of_unpaired_preferences_are_never_learned(tmp_path: Path, model: Models) -> None:
-    tokenizer, source = model(templates.CHATML), tmp_path / "data.jsonl"
-    with pytest.raises(InvalidConfig, match="the row calls its answer bad") as caught:
-        sent(ROWS_OF_KTO, tokenizer, source)
-    _, _, command = caught.value.next_step.partition("by sft: ")
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
-    good = [json.loads(line) for line in (tmp_path / "good.jsonl").read_text().splitlines()]
-    assert good == ROWS_OF_KTO[1:]
-    assert sent(good, tokenizer, source) == ["The sky is[+ blue.<|im_end|>+]"]
 
 
 def test_a_judge_of_whole_answers_gets_no_mask(tmp_path: Path, model: Models) -> None:

@@ -297,7 +297,7 @@ def test_overlong_prompts_are_dropped_truncated_or_refused(tmp_path: Path, token
             r"a part that is not text \(.*line 1\): it is 'dict'",
         ),
         ([{"prompt": ""}], r"the prompt is empty \(.*line 1\)"),
-        ([], r"the data set has no prompts"),
+        ([], r"the data set has no rows"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, tokenizer: Tokenizer, lines: list[object], message: str) -> None:

@@ -96,8 +96,8 @@ EMPTY_LISTS = b'{"prompt": "1", "x": [' + b"[]," * (20 << 20) + b"[]]}"
 MANY_KEYS = b'{"prompt": "1", "x": {' + b",".join(b'"%x":0' % key for key in range(4_300_000)) + b"}}"
 
 LINES: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
-    "empty": (b"", "no prompts.*no lines"),
-    "blank lines": (b"\n \n\t\n" * 1000, "no prompts.*no lines"),
+    "empty": (b"", "no rows.*one JSON object a line"),
+    "blank lines": (b"\n \n\t\n" * 1000, "no rows.*one JSON object a line"),
     "deep lists": (b"[" * 100_000, "nested too deeply"),
     "deep objects": (b'{"prompt":' * 100_000, "nested too deeply"),
     "deep value": (b'{"prompt": "1", "x": ' + b"[" * 900 + b"]" * 900 + b"}", "more than 20 levels"),
@@ -175,18 +175,18 @@ PACKED: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "bomb.jsonl.gz": (".jsonl.gz", lambda: ZEROS_GZ * 60, "more than 256 MiB then"),
     "bomb.jsonl.zst": (".jsonl.zst", lambda: ZEROS_ZST * 800, "more than 256 MiB then"),
     "bomb.json.zst": (".json.zst", lambda: zstandard.compress(b"[1,") + ZEROS_ZST * 800, "cannot be read"),
-    "blank bomb": (".json.gz", lambda: gzip.compress(b" " * (8 << 20)) * 4, "no prompts"),
+    "blank bomb": (".json.gz", lambda: gzip.compress(b" " * (8 << 20)) * 4, "no rows"),
     "long prompt": (".jsonl.zst", lambda: zstandard.compress(PROMPT), "longer than data.max_prompt_tokens"),
     "brackets": (".json.gz", lambda: gzip.compress(b"[" * (80 << 20)), "wrong, or has more than 67108864"),
     "cut gzip": (".jsonl.gz", lambda: gzip.compress(ROW * 1000)[:-20], "cannot be read"),
-    "cut Zstandard": (".jsonl.zst", lambda: zstandard.compress(os.urandom(1000))[:500], "no prompts|not JSON"),
+    "cut Zstandard": (".jsonl.zst", lambda: zstandard.compress(os.urandom(1000))[:500], "no rows|not JSON"),
     "no gzip": (".jsonl.gz", lambda: ROW, "Not a gzipped file"),
     "no Zstandard": (".jsonl.zst", lambda: ROW, "cannot be read"),
     "broken deflate": (".jsonl.gz", lambda: gzip.compress(ROW * 99)[:12] + b"\xff" * 99, "cannot be read"),
     "wide window": (".jsonl.zst", lambda: b"\x28\xb5\x2f\xfd\x00\xb0" + bytes(9), "cannot be read"),
     "packed twice": (".jsonl.gz", lambda: gzip.compress(gzip.compress(ROW)), "not JSON"),
-    "empty gzip": (".jsonl.gz", lambda: gzip.compress(b""), "no prompts"),
-    "empty file": (".jsonl.gz", lambda: b"", "no prompts"),
+    "empty gzip": (".jsonl.gz", lambda: gzip.compress(b""), "no rows"),
+    "empty file": (".jsonl.gz", lambda: b"", "no rows"),
     "list without end": (".json", lambda: b'[{"prompt": "1"}', "'the end' stands where"),
     "list and more": (".json", lambda: b'[{"prompt": "1"}] {}', "text after the list"),
     "list without commas": (".json", lambda: b'[{"prompt": "1"} {"prompt": "1"}]', "stands where"),
@@ -195,7 +195,7 @@ PACKED: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "deep list": (".json", lambda: b"[" * 100_000, "cannot be read"),
     "list of bytes": (".json", lambda: b'["\xff"]', "cannot be read"),
     "indented list": (".json", lambda: json.dumps([json.loads(ROW)] * 9, indent=4).encode(), "read 9 prompts"),
-    "empty list": (".json", lambda: b" [ ] ", "no prompts"),
+    "empty list": (".json", lambda: b" [ ] ", "no rows"),
     "long list": (".json", lambda: b"[" + ROW * 1 + (b"," + ROW) * 40_000 + b"]", "read 40001 prompts"),
 }  # fmt: skip
 
@@ -239,8 +239,8 @@ TABLES: dict[str, tuple[Callable[[], pa.Table], str]] = {
         lambda: pa.table({"prompt": ONE, "x": pa.ListArray.from_arrays([0, 1 << 23], pa.nulls(1 << 23))}),
         "row is too large|cannot be read|within bounds",
     ),
-    "no rows": (lambda: pa.table({"prompt": pa.array([], pa.string())}), "no prompts"),
-    "no columns": (lambda: pa.table({}), "no prompts"),
+    "no rows": (lambda: pa.table({"prompt": pa.array([], pa.string())}), "no rows"),
+    "no columns": (lambda: pa.table({}), "no rows"),
     "many columns": (lambda: pa.table({f"c{i}": [1] for i in range(5000)}), "too many columns"),
     "deep": (lambda: nested(60), "nested too deeply|cannot be read"),
     "deeper than rewards": (lambda: nested(30), "more than 20 levels"),
@@ -320,7 +320,7 @@ FOOTERS = {
 def test_no_columns_at_all(tmp_path: Path, ask: Ask, ending: str, content: bytes) -> None:
     path = tmp_path / f"train.{ending}"
     path.write_bytes(content)
-    assert_told(ask(path), "cannot be read|no prompts|cannot be decoded within bounds", path)
+    assert_told(ask(path), "cannot be read|no rows|cannot be decoded within bounds", path)
 
 
 def sparse(path: Path, size: int) -> None:
@@ -381,7 +381,7 @@ STATES: dict[str, tuple[bytes, str]] = {
     "names alone": (b'{"_data_files": ["data.arrow"]}', "names no file of its folder"),
     "no list": (b'{"_data_files": {"filename": "data.arrow"}}', "names no file of its folder"),
     "nothing": (b"{}", "names no file of its folder"),
-    "no files": (b'{"_data_files": []}', "no prompts"),
+    "no files": (b'{"_data_files": []}', "no rows"),
     "missing": (b'{"_data_files": [{"filename": "data-7.arrow"}]}', "cannot be read.*No such file"),
     "pipe": (b'{"_data_files": [{"filename": "pipe.arrow"}]}', "it is a named pipe"),
     "list": (b"[]", "it is a list"),

@@ -57,6 +57,14 @@ def is_empty(message: Mapping[str, Any]) -> bool:
 def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     """Return the descriptions of functions that a model may call; None where the value holds none."""
     value = loaded(value)
+    if isinstance(value, str) and value.strip():
+        raise InvalidConfig(
+            "the tools are a text that is not JSON",
+            where=where,
+            why=f"it is {value!r:.100}",
+            next_step="write them as a list, or as its JSON text; rename the column where it means another thing",
+        )
+    value = [value] if isinstance(value, Mapping) else value
     if not isinstance(value, list) or not value:
         return None
     tools = [_tool(one) for one in value]

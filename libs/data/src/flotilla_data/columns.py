@@ -23,7 +23,11 @@ CHAT, SHAREGPT, ALPACA, TEXT = "chats", "ShareGPT", "Alpaca", "text"
 INSTRUCTION = "instruction"
 PARTS = ("input", "context")
 """What follows an instruction in the prompt."""
+FUNCTIONS = "functions"
+"""The column of tools in older files of OpenAI."""
 OUTPUTS = ("output", "response")
+OF_EXTRA = ("extra_info.question", "extra_info.answer")
+"""What `sft` of verl learns in rows that are for rewards too."""
 LABELS = ("label", "kto_tag")
 """Columns that say whether an answer is a good one, as in KTO's rows."""
 
@@ -66,9 +70,8 @@ class Columns:
 
     def _with_answers(self, row: Mapping[str, Any], *, free: bool, own_prompt: bool, reads: Reads) -> Columns:
         """Look for a layout whose answer has a name of its own."""
-        model = row.get("reward_model")
-        if isinstance(model, dict) and "ground_truth" in model:
-            return replace(self, answer="reward_model.ground_truth", layout=VERL)
+        if verl := self._of_verl(row, taught=free and reads is Reads.answers):
+            return verl
         if "ground_truth" in row:
             chat = not own_prompt and row.get("messages") is not None
             prompt = "messages" if chat else self.prompt
@@ -81,6 +84,15 @@ class Columns:
         if free or (reads is Reads.answers and not own_prompt):
             return self._of_chats(row)
         return self
+
+    def _of_verl(self, row: Mapping[str, Any], *, taught: bool) -> Columns | None:
+        """Look for verl's column with the true answer, or for those of its rows that `sft` learns."""
+        model = row.get("reward_model")
+        if isinstance(model, dict) and "ground_truth" in model:
+            return replace(self, answer="reward_model.ground_truth", layout=VERL)
+        if taught and all(isinstance(value_at(row, name), str) for name in OF_EXTRA):
+            return replace(self, prompt=OF_EXTRA[0], answer=OF_EXTRA[1], layout=VERL)
+        return None
 
     def _of_chats(self, row: Mapping[str, Any]) -> Columns:
         """Look for a column with whole chats, or with texts."""
@@ -151,7 +163,7 @@ def all_usable(batch: pa.RecordBatch, columns: Columns) -> bool:
         prompts is None
         or prompts.null_count
         or columns.layout not in ("", VERL)
-        or columns.tools in batch.schema.names
+        or {columns.tools, FUNCTIONS} & {*batch.schema.names}
     ):
         return False
     if _is_text(prompts.type):

@@ -8,8 +8,10 @@ gets no copy.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from flotilla_core.bounded_process import BoundedProcess, Bounds, OutOfBounds
@@ -19,6 +21,9 @@ from flotilla_data.formats import has_columns
 
 COPY_KEPT_S = 14 * 86_400
 """A copy that no run opened for so long is deleted when another one is made."""
+WRITING = ".writing-"
+WRITTEN_WITHIN_S = 86_400
+"""A folder of a copy that was begun before was left behind by a process that was killed."""
 MEMORY_BYTES = 2 << 30
 LEAST_CPU_S = 60.0
 CPU_S_PER_MIB = 4.0
@@ -30,19 +35,30 @@ UNPACKED_BYTES_PER_BYTE = 100
 def copy_of(file: Identity, copies: Path) -> Path:
     """Return the copy of a file, and make it where there is none of this content."""
     target = copies / f"{content_digest(file)}{'.arrow' if has_columns(file.path) else '.jsonl'}"
-    if target.exists():
+    with suppress(FileNotFoundError):
         os.utime(target)
         return target
     copies.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for old in (*copies.glob("*.arrow"), *copies.glob("*.jsonl")):
-        if old.stat().st_mtime < time.time() - COPY_KEPT_S:
-            old.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(dir=copies, prefix=".writing-") as folder:
+    _delete_old(copies)
+    with tempfile.TemporaryDirectory(dir=copies, prefix=WRITING) as folder:
         made = Path(folder) / "copy"
         _write(file, made)
         os.chmod(made, 0o600)
         os.replace(made, target)
     return target
+
+
+def _delete_old(copies: Path) -> None:
+    """Delete what nobody needs; who starts another run may be doing the same."""
+    now = time.time()
+    for old in (*copies.glob("*.arrow"), *copies.glob("*.jsonl")):
+        with suppress(FileNotFoundError):
+            if old.stat().st_mtime < now - COPY_KEPT_S:
+                old.unlink()
+    for begun in copies.glob(f"{WRITING}*"):
+        with suppress(FileNotFoundError):
+            if begun.stat().st_mtime < now - WRITTEN_WITHIN_S:
+                shutil.rmtree(begun, ignore_errors=True)
 
 
 def _write(file: Identity, target: Path) -> None:

@@ -80,7 +80,10 @@ def _files_of_folder(folder: Path, split: str, shown: str) -> list[Path]:
     found = sorted(path for path in folder.rglob("*") if is_data(path) and path.is_file())
     if not found:
         raise InvalidConfig(
-            "the folder has no data files", where=shown, why=f"none ends with {', '.join(LINES + COLUMNS)}"
+            "the folder has no data files",
+            where=shown,
+            why=f"none ends with {', '.join(LINES + COLUMNS)}",
+            next_step="name the folder that has them, or a file",
         )
     return _of_split(found, folder, split, shown)
 

@@ -50,6 +50,15 @@ def too_many_rows(where: Path | str) -> InvalidConfig:
     )
 
 
+def no_rows(where: Path | str) -> InvalidConfig:
+    """Make the error for a data set without rows."""
+    return InvalidConfig(
+        "the data set has no rows",
+        where=str(where),
+        next_step="write one JSON object a line, or name a file that has rows",
+    )
+
+
 def is_data(path: Path) -> bool:
     """Return whether the name is that of a file that can be read here."""
     suffix, packed = suffixes(path)

@@ -8,9 +8,11 @@ without a tokenizer, by the same rules whether it comes from a line or from Arro
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from flotilla_core.config import DataConfig
@@ -20,6 +22,7 @@ from flotilla_data.chats import Messages, chat_of, is_empty, loaded, tools_of, t
 from flotilla_data.columns import (
     ALPACA,
     CHAT,
+    FUNCTIONS,
     LABELS,
     PARTS,
     SHAREGPT,
@@ -28,11 +31,15 @@ from flotilla_data.columns import (
     Reads,
     value_at,
 )
+from flotilla_data.formats import COLUMNS as FILES_OF_COLUMNS
+from flotilla_data.formats import suffixes
 
 Said = str | Messages
 """What is in a prompt or follows it: a text as it is, or chat messages for the template."""
 HUMAN = "\n\nAssistant:"
 """Ends the prompt in pairs of plain dialogues."""
+READS = {"": "cat", ".gz": "gzip -dc", ".zst": "zstd -dc"}
+"""The command that prints what is in a file, by its compression."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ def _pair(values: Mapping[str, Any], columns: Columns, where: str) -> Example:
                 f"column {name!r} is missing",
                 where=where,
                 why=f"the line has {', '.join(sorted(values))}",
-                next_step=_kept_good(label)
+                next_step=_kept_good(label, where)
                 if (label := next((one for one in LABELS if one in values), ""))
                 else f"every pair needs both answers; set data.{key} where the column has another name",
             )
@@ -270,7 +277,7 @@ def _with_system(prompt: Said, values: Mapping[str, Any]) -> Said:
 
 def _tools(values: Mapping[str, Any], columns: Columns, where: str) -> list[dict[str, Any]] | None:
     found = value_at(values, columns.tools)
-    return tools_of(values.get("functions") if found is None else found, where)
+    return tools_of(values.get(FUNCTIONS) if found is None else found, where)
 
 
 def _said(raw: Any, what: str, where: str) -> Said:
@@ -343,13 +350,12 @@ def _require_good(values: Mapping[str, Any], columns: Columns, where: str) -> No
     """Refuse an answer that its row calls a bad one, as rows of unpaired preferences do."""
     for name in LABELS:
         label = values.get(name)
-        counts = isinstance(label, bool) or (label in (0, 1) and columns.answer == "completion")
-        if name in values and columns.answer != name and counts and not label:
+        if columns.answer != name and isinstance(label, bool | int | float) and label == 0:
             raise InvalidConfig(
                 f"the row calls its answer bad, and sft would learn it: column {name!r} is {label}",
                 where=where,
                 why="rows with labels are unpaired preferences, from which no algorithm here learns",
-                next_step=_kept_good(name),
+                next_step=f"rename the column where it means another thing, or {_kept_good(name, where)}",
             )
 
 
@@ -362,13 +368,25 @@ def _ends_with_an_answer(columns: Columns, where: str) -> InvalidConfig:
     )
 
 
-def _kept_good(label: str) -> str:
-    """Return the way to learn from unpaired preferences."""
-    kept = f'print(line, end="") for line in sys.stdin if json.loads(line)["{label}"]'
-    return (
-        "keep the good answers and learn them by sft: "
-        f"python3 -c 'import json, sys; [{kept}]' < data.jsonl > good.jsonl"
-    )
+def _kept_good(label: str, where: str) -> str:
+    """Return the way to learn from unpaired preferences, with a command that keeps the good ones of this file."""
+    file, _, place = where.rpartition(", ")
+    suffix, packed = suffixes(Path(file))
+    if not file or (suffix in FILES_OF_COLUMNS and suffix != ".parquet"):
+        return f"write the rows whose {label!r} is true to a file of their own, and learn them by sft"
+    path = shlex.quote(file)
+    if suffix == ".parquet":
+        code = f'rows = read_table(sys.argv[1]); write_table(rows.filter(rows["{label}"].cast("bool")), "good.parquet")'
+        command = (
+            f"python3 -c 'import sys; from pyarrow.parquet import read_table, write_table; {code}' {path}"
+        )
+    else:
+        # As bytes, so that neither the locale nor the mark of UTF-8 before the first row matters.
+        rows = "json.load(sys.stdin.buffer)"
+        rows = rows if place.startswith("row") else "map(json.loads, filter(bytes.strip, sys.stdin.buffer))"
+        code = f'[print(json.dumps(row)) for row in {rows} if row.get("{label}")]'
+        command = f"{READS[packed]} {path} | python3 -c 'import json, sys; {code}' > good.jsonl"
+    return f"keep the good answers and learn them by sft: {command}"
 
 
 _LEAVE_OUT = "leave such rows out"

@@ -16,7 +16,7 @@ from typing import Any
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_data.chats import chat_of
-from flotilla_data.columns import ALPACA, OPENAI, TEXT, TRL, Columns, Reads, value_at
+from flotilla_data.columns import ALPACA, OF_EXTRA, OPENAI, TEXT, TRL, Columns, Reads, value_at
 from flotilla_data.layouts import Said, prompt_in
 
 Values = Sequence[Mapping[str, Any]]
@@ -114,7 +114,8 @@ def _are_imitated(rows: Values, columns: Columns) -> bool:
     answers = [value_at(row, columns.answer) for row in rows]
     if not any(answers) and columns.layout:
         return _end_with_answers([prompt_in(row, columns, "") for row in rows])
-    if columns.layout == TRL or any(chat_of(answer, "") for answer in answers):
+    learned = columns.layout == TRL or columns.answer == OF_EXTRA[1]
+    if learned or any(chat_of(answer, "") for answer in answers):
         return True
     return columns.layout == ALPACA and kind_of_answers([str(answer) for answer in answers]) in (
         Answers.long,

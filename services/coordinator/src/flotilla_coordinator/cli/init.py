@@ -71,11 +71,14 @@ def init(
 ) -> None:
     """Write stack.yaml and run.yaml for a model and data, by the GPUs of this host, and plan the run."""
     from flotilla_coordinator.cli.output import print_json, print_line, say
+    from flotilla_core.config.model import data_source
     from flotilla_core.errors import InvalidConfig
     from flotilla_core.files import write_atomically
 
     _refuse_existing([folder / "stack.yaml", folder / "run.yaml"], force)
-    draft = _fitted(_drafted(folder, model, data, held_out or "", algorithm))
+    # A name of the hub is one wherever it is read from now on, and in the files.
+    data, held_out = (str(data_source(source)) for source in (data, held_out or ""))
+    draft = _fitted(_drafted(folder, model, data, held_out, algorithm))
     _refuse_existing([*draft.files], force)
     # A reward that exists is the user's work.
     written = {path: text for path, text in draft.files.items() if path.suffix != ".py" or not path.exists()}
@@ -195,8 +198,11 @@ def _split(source: str, data: PromptFile) -> dict[str, list[str]]:
     for digest in sorted(by_prompt):
         if len(held_out) + len(by_prompt[digest]) <= most:
             held_out.update(by_prompt[digest])
+    if not held_out:
+        return {}
     rows = open_rows(Path(source), "train", None)
-    lines = [json.dumps(row.values) for row in rows.read(range(len(rows)))]
+    # Times and decimal numbers of columns become text here, as they do for rewards.
+    lines = [json.dumps(row.values, default=str) for row in rows.read(range(len(rows)))]
     parts: dict[str, list[str]] = {TRAIN: [], HELDOUT: []}
     for number, line in enumerate(lines):
         parts[HELDOUT if number in held_out else TRAIN].append(line)
@@ -222,18 +228,17 @@ def _named_by(option: str, meant: str, value: str = "") -> Iterator[None]:
 
 def _look_at(source: str, split: str, option: str, algorithm: str | None) -> Fields:
     """Return the columns of a data set by its first rows, as the algorithm reads them."""
-    from flotilla_core.config.model import data_source
-    from flotilla_core.errors import InvalidConfig
     from flotilla_data.columns import Reads
+    from flotilla_data.formats import no_rows
     from flotilla_data.recognition import recognised
     from flotilla_data.rows import open_rows
 
     with _named_by(option, "a file, a folder, a pattern or hub:owner/name"):
-        rows = open_rows(Path(str(data_source(source))), split, None)
+        rows = open_rows(Path(source), split, None)
     read = rows.read(range(min(FIRST_ROWS, len(rows))))
     values = [row.values for row in read if row.error is None]
     if not values:
-        raise (read[0].error if read else None) or InvalidConfig("the data set has no rows", where=source)
+        raise (read[0].error if read else None) or no_rows(source)
     if algorithm is None:
         return recognised(values, source)
     reads = next((reads for reads, taught in TAUGHT_BY.items() if algorithm in taught), "prompts")

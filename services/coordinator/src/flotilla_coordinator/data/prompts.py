@@ -22,6 +22,7 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_data.columns import Columns, Reads, all_usable, value_at
+from flotilla_data.formats import no_rows
 from flotilla_data.layouts import Example, as_messages, read_example
 from flotilla_data.rows import ROWS_AT_ONCE, Proof, Row, Rows, open_rows, parts
 
@@ -405,12 +406,7 @@ def load_prompts(
     """Read a data set with the columns that `config` names; `copies` is where files are unpacked to."""
     rows = open_rows(source, config.split, copies)
     if not len(rows):
-        raise InvalidConfig(
-            "the data set has no prompts",
-            where=str(source),
-            why="the file has no lines",
-            next_step="add one JSON object a line",
-        )
+        raise no_rows(source)
     streams = _streams(rows, config)
     looked_at = next(parts(rows, range(min(len(rows), 64))))
     first = next((row.values for row in rows.read(looked_at) if row.error is None), {})
