@@ -106,6 +106,34 @@ def test_samples_are_filtered_and_sorted(
     assert shown(flotilla, *arguments) == responses
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "evaluation", "told"),
+    [
+        ("sft", "{data: held.jsonl}", "learns from the answers of its data"),
+        ("sft", "{data: held.jsonl}", "flotilla samples taught-1 --evaluation"),
+        ("dpo", "null", "flotilla run show its metrics"),
+        ("grpo", "null", "has no such sample"),
+    ],
+)
+def test_a_run_that_draws_no_samples_says_so_and_what_to_look_at(
+    flotilla: Command, run_dir: Path, algorithm: str, evaluation: str, told: str
+) -> None:
+    rewards = "[]" if algorithm == "dpo" else "[{reward: exact}]"
+    config = (
+        f"name: taught\nsteps: 1\ndata: {{train: a.jsonl}}\nrewards: {rewards}\n"
+        f"algorithm: {{type: {algorithm}}}\nevaluation: {evaluation}\n"
+    )
+
+    async def record() -> None:
+        ledger = Ledger.open(Path(".flotilla/local/ledger.sqlite"))
+        await ledger.save_run(RunRecord("taught-1", "taught", RunState.SUCCEEDED, config, str(run_dir), 0.0))
+        ledger.close()
+
+    asyncio.run(record())
+    code, out, err = flotilla("samples", "taught-1")
+    assert (code, out) == (0, "") and told in " ".join(err.split())
+
+
 def test_whole_sample_has_answer_columns_and_parts(flotilla: Command, run_dir: Path) -> None:
     code, out, _ = flotilla("samples", RUN, "--full", "--reward-above", "0.9")
     assert code == 0

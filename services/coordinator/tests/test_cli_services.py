@@ -17,7 +17,12 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from flotilla.launcher.v1.launcher_pb2 import ListResponse, ProcessState, ProcessStatus
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
-from flotilla_coordinator.cli.processes import as_the_coordinator_sees, process_json, process_row
+from flotilla_coordinator.cli.processes import (
+    as_the_coordinator_sees,
+    process_json,
+    process_row,
+    process_table,
+)
 from flotilla_coordinator.cli.replicas import replica_json
 from flotilla_core.errors import NotFound
 from flotilla_launch import launcher as launchers
@@ -265,6 +270,16 @@ def test_a_generator_that_sleeps_says_so_in_both_lists() -> None:
         found = replica_json(service)
         assert found["asleep"] is asleep and found["why"] == ("asleep during the update" if asleep else "")
     assert process_json(process)["asleep"] is False
+
+
+def test_versions_are_a_column_while_a_run_has_given_one() -> None:
+    processes = [ProcessStatus(name=name) for name in ("generator-0", "reward-0")]
+    service = pb.Service()
+    columns, rows = process_table(processes, {"generator-0": service})
+    assert columns[-1] == "SINCE" and {len(row) for row in rows} == {len(columns)}
+    service.live_version.step = 3
+    columns, rows = process_table(processes, {"generator-0": service})
+    assert columns[-1] == "VERSION" and [row[-1] for row in rows] == ["0.3", ""]
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,14 @@ def test_supervised_training_needs_answers_and_no_generators(
     assert (list(planned.errors), list(planned.warnings)) == ([], [])
     assert {line.name: line.value for line in planned.lines}["step"] == "16 sequences"
     assert "flotilla scale generator 1" in plan(run, idle).warnings[0]
+    of_generators = "memory of a generator worker"
+    assert of_generators not in {line.name for line in (*planned.lines, *plan(run, idle).lines)}
+    assert of_generators in {line.name for line in plan(run, stack, **SUPERVISED).lines}
     first = next(line for line in planned.lines if line.name == "first row")
-    assert (first.value, first.explanation) == ("3 of 8 tokens are learned", "1 0 + 1 =>>>1 1 _<<<")
+    assert (first.value, first.explanation) == (
+        "row 1 of 40: 3 of 8 tokens are learned",
+        "1 0 + 1 =>>>1 1 _<<<",
+    )
     run["data"]["answer_field"] = "solution"
     assert "column 'solution' is missing" in the_error(plan(run, stack, **SUPERVISED))
 

@@ -47,7 +47,7 @@ def up(
 
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, print_table, say
-    from flotilla_coordinator.cli.processes import COLUMNS, boot_progress, process_json, process_row
+    from flotilla_coordinator.cli.processes import boot_progress, process_json, process_table
     from flotilla_coordinator.cli.stack import load_stack_with_model, make_example, stack_file, stack_paths
     from flotilla_launch.launcher import LOCAL, is_up, launcher_for
     from flotilla_launch.state import PlacedFile
@@ -81,7 +81,7 @@ def up(
     if not result.changed:
         say(f"stack {config.name!r} is already running; nothing changed")
         return
-    print_table(COLUMNS[:-1], [process_row(process)[:-1] for process in result.processes])
+    print_table(*process_table(result.processes, {}))
     where = "" if launcher.name == LOCAL else f" on {launcher.name}"
     say(f"stack {config.name!r} is up{where} after {time.monotonic() - started:.0f} s")
     placed = PlacedFile.read(paths.placed_file)
@@ -114,7 +114,7 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
     """List the processes of a stack."""
     from flotilla_coordinator.cli.options import wait
     from flotilla_coordinator.cli.output import print_json, print_table, say
-    from flotilla_coordinator.cli.processes import COLUMNS, process_json, process_row
+    from flotilla_coordinator.cli.processes import process_json, process_table
     from flotilla_coordinator.cli.stack import load_stack, stack_paths
 
     paths = stack_paths(stack)
@@ -125,7 +125,7 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
         held = [{"run_id": run.run_id, "reason": run.reason} for run in waiting]
         print_json({"stack": paths.directory.name, "nats_url": nats_url, "processes": rows, "waiting": held})
         return
-    print_table(COLUMNS, [process_row(process, services.get(process.name)) for process in processes])
+    print_table(*process_table(processes, services))
     for process in processes:
         if process.error:
             say(f"{process.name}: {process.error}")

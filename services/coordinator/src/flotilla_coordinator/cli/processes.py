@@ -90,6 +90,18 @@ def process_row(process: ProcessStatus, service: Service | None = None) -> tuple
     )
 
 
+def process_table(
+    processes: list[ProcessStatus], services: dict[str, Service]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns and lines of a table; without that of versions where no run has given a process one.
+
+    A version is one of a run. Between two runs no process serves any.
+    """
+    rows = [process_row(process, services.get(process.name)) for process in processes]
+    shown = len(COLUMNS) if any(row[-1] for row in rows) else len(COLUMNS) - 1
+    return COLUMNS[:shown], [row[:shown] for row in rows]
+
+
 def as_the_coordinator_sees(
     processes: list[ProcessStatus], services: dict[str, Service]
 ) -> list[ProcessStatus]:

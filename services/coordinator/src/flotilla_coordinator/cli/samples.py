@@ -150,13 +150,17 @@ def samples(
         step, state, reward_above, reward_below, contains, sort, reverse, None if parquet else limit
     )
     where = (stack, coordinator)
-    run_id, shown = _evaluated(run, wanted, held_out, *where) if evaluation else _sampled(run, wanted, *where)
+    none = ""
+    if evaluation:
+        run_id, shown = _evaluated(run, wanted, held_out, *where)
+    else:
+        run_id, shown, none = _sampled(run, wanted, *where)
     if parquet is not None:
         _write_parquet(parquet, run_id, shown, as_json=as_json)
     elif as_json:
         print_json({"run_id": run_id, "samples": shown})
     elif not shown:
-        say(f"run {run_id} has no such sample")
+        say(none or f"run {run_id} has no such sample")
     elif full:
         for sample in shown:
             _print_whole(sample)
@@ -168,13 +172,13 @@ def samples(
 
 def _sampled(
     run: str, wanted: Filter, stack: str | None, coordinator: str | None
-) -> tuple[str, list[dict[str, Any]]]:
-    """Return the run's id and its samples, by the coordinator or from the ledger on disk."""
+) -> tuple[str, list[dict[str, Any]], str]:
+    """Return the run's id and its samples, by the coordinator or from the ledger on disk, and why it can have none."""
 
-    async def ask() -> tuple[str, list[dict[str, Any]]]:
+    async def ask() -> tuple[str, list[dict[str, Any]], str]:
         async with client_of(stack, coordinator) as client:
-            found_run = await client.get_run(run)
-            found: list[dict[str, Any]] = []
+            of_run = await client.get_run_and_config(run)
+            found_run, found = of_run.run, list[dict[str, Any]]()
             page_token = ""
             while True:
                 page: ListSamplesResponse = await client.list_samples(
@@ -189,13 +193,14 @@ def _sampled(
                 )
                 page_token = page.next_page_token
                 if not page_token or (wanted.stops_early and len(found) >= (wanted.limit or 0)):
-                    return found_run.run_id, found
+                    return found_run.run_id, found, of_run.config_yaml
 
-    run_id, found = ask_or_else(ask(), lambda paths: _on_disk(paths, run, wanted), stack, coordinator)
-    return run_id, wanted.chosen(found)
+    run_id, found, config = ask_or_else(ask(), lambda paths: _on_disk(paths, run, wanted), stack, coordinator)
+    chosen = wanted.chosen(found)
+    return run_id, chosen, "" if chosen else _why_none(run_id, config)
 
 
-def _on_disk(paths: StackPaths, run: str, wanted: Filter) -> tuple[str, list[dict[str, Any]]]:
+def _on_disk(paths: StackPaths, run: str, wanted: Filter) -> tuple[str, list[dict[str, Any]], str]:
     from flotilla_coordinator.ledger import queries
     from flotilla_coordinator.ledger.records import SampleState
     from flotilla_coordinator.rollouts.samples import MOST_SAMPLES
@@ -205,7 +210,26 @@ def _on_disk(paths: StackPaths, run: str, wanted: Filter) -> tuple[str, list[dic
     records = query_ledger(
         paths, lambda db: queries.samples(db, record.run_id, wanted.step, state, MOST_SAMPLES, 0), silent=True
     )
-    return record.run_id, _with_files(record.directory, map(_record_json, records))
+    return record.run_id, _with_files(record.directory, map(_record_json, records)), record.config_yaml
+
+
+def _why_none(run_id: str, config_yaml: str) -> str:
+    """Say of a run that learns from the answers of its data what to look at; nothing of one that draws samples."""
+    from flotilla_core.config import RunConfig, load_text
+    from flotilla_core.errors import FlotillaError
+
+    try:
+        config = load_text(RunConfig, config_yaml, source=f"run {run_id}")
+    except FlotillaError:
+        return ""  # Another release wrote it.
+    if not (config.learns_from_pairs or config.algorithm.type == "sft"):
+        return ""
+    answers = f", and flotilla samples {run_id} --evaluation its answers to held-out prompts"
+    return (
+        f"run {run_id} draws no samples: {config.algorithm.type} learns from the answers of its data. "
+        "flotilla run plan shows what it learns of the first row, and flotilla run show its metrics"
+        + (answers if config.evaluates_answers else "")
+    )
 
 
 def _evaluated(

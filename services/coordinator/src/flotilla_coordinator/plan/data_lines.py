@@ -135,7 +135,8 @@ def learned_lines(config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> 
             text = _shortened(tokenizer.decode(answer.token_ids[begin:end].tolist(), skip_special=False))
             shown.append(f">>>{text}<<<" if learned[begin] else text)
         whole = len(first.token_ids) + len(learned)
-        yield f"first row{name}", f"{int(learned.sum())} of {whole} tokens are learned", "".join(shown)
+        value = f"row 1 of {data.kept:,}: {int(learned.sum())} of {whole} tokens are learned"
+        yield f"first row{name}", value, "".join(shown)
 
 
 def _shortened(text: str) -> str:
@@ -287,7 +288,7 @@ def _critic_start(config: RunConfig, critic: CriticConfig, stack: StackConfig) -
 def sync_lines(
     config: RunConfig, stack: StackConfig, model: ModelFacts, adapters: AdapterFacts | None
 ) -> Iterator[Line]:
-    """Describe the memory of a generator's worker, then the bytes and broadcasts of a sync."""
+    """Describe the memory of a generator's worker, where the stack has one, and the bytes of a sync."""
     generator = stack.generator
     weights = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
     token = model.layers * model.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
@@ -295,11 +296,12 @@ def sync_lines(
     staged = f"live and staged {generator.dtype} weights {shown_bytes(weights)} each"
     if adapters is not None:
         staged = f"live {generator.dtype} weights, and {shown_bytes(sent)} of the host for those under the adapters"
-    yield (
-        "memory of a generator worker",
-        f"about {shown_bytes(weights if adapters else 2 * weights)} + KV cache",
-        f"{staged}; the KV cache takes {shown_bytes(token)} a token",
-    )
+    if generator.replicas or generator.attach:
+        yield (
+            "memory of a generator worker",
+            f"about {shown_bytes(weights if adapters else 2 * weights)} + KV cache",
+            f"{staged}; the KV cache takes {shown_bytes(token)} a token",
+        )
     backends = ("gloo", "nccl") if config.weights.backend == "auto" else (config.weights.backend,)
     sizes = " or ".join(f"{bucket_size_mib(config.weights.bucket_mib, one)} MiB ({one})" for one in backends)
     moved = sent if adapters is None else adapters.parameters * MASTER
