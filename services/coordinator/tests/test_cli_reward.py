@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+
+from flotilla_testing.hostile_text import HOSTILE, SEQUENCES, obeyed
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -90,6 +93,40 @@ def test_one_reward_keeps_its_parameters_of_the_run(flotilla: Command) -> None:
     assert [one["reward"] for one in found] == [0.0], "longest is 0 there, and its weight 0.5"
     found = samples(flotilla, "mine.py:shape", "--data", "train.jsonl", "-n", "1", "--response", "1")
     assert [one["reward"] for one in found] == [1.0]
+
+
+def test_what_a_reward_prints_is_shown_as_text_and_up_to_a_limit(flotilla: Command) -> None:
+    Path("loud.py").write_text(
+        "import os, subprocess\n"
+        "def reward(prompt, response, answer, info):\n"
+        f"    os.write(2, {(HOSTILE + chr(10)).encode('utf-8', 'surrogatepass')!r})\n"
+        "    os.write(2, b'begun ' + b'x' * (3 << 20) + b'unseen\\nlast')\n"
+        "    return 1.0\n"
+    )
+    code, _, err = flotilla("reward", "test", "loud.py:reward", "--data", "train.jsonl", "-n", "1")
+    assert code == 0 and "aG9zdGlsZQ==" in err and "begun xxx" in err
+    assert not obeyed(err) and not [one for one in SEQUENCES if one in err]
+    assert len(err) < 3 << 20 and "unseen" not in err and "bytes more, which are not shown" in err
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (os.mkfifo, "it is a named pipe"),
+        (lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 1 << 40), "consists of holes"),
+        (lambda path: path.write_text('{"response": "1"}\n{"response": 1}\n'), 'has no text "response"'),
+        (lambda path: path.write_text("9\n"), "not a JSON object"),
+        (lambda path: None, "does not exist"),
+    ],
+    ids=["pipe", "holes", "number", "no object", "missing"],
+)
+def test_a_file_of_responses_is_read_within_the_bounds_of_data_files(
+    flotilla: Command, make: Callable[[Path], object], told: str
+) -> None:
+    make(Path("responses.jsonl"))
+    tried = ("reward", "test", "exact", "--data", "train.jsonl", "--responses", "responses.jsonl")
+    code, _, err = flotilla(*tried)
+    assert code == 2 and told in err and "next:" in err, err
 
 
 def test_given_responses_are_scored_row_by_row(flotilla: Command) -> None:

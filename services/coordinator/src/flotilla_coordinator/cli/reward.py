@@ -18,6 +18,8 @@ import typer
 from flotilla_coordinator.cli.options import Coordinator, Json, Stack, complete_setting
 
 if TYPE_CHECKING:
+    from subprocess import Popen
+
     from flotilla.reward.v1.reward_pb2 import RewardInfo, ScoreOutcome
     from flotilla_coordinator.data.prompts import Prompt
     from flotilla_core.config import RunConfig
@@ -28,6 +30,9 @@ _LIST_S = 10.0
 _TRIAL = "flotilla_reward.trial"
 _REFUSED = 3
 """The exit code of a trial that printed the status of an error."""
+_MOST_PRINTED = 1 << 20
+"""The bytes that are shown of what rewards print."""
+_LOOK_S = 0.1
 _LONGEST_CELL = 40
 ANSWER, EMPTY = "(the answer)", "(empty)"
 
@@ -204,7 +209,8 @@ def _responses(
 ) -> Iterator[tuple[Prompt, str, str]]:
     """Yield prompt, response, and a name for each response that is no text of the user's."""
     if file is not None:
-        yield from ((prompt, text, "") for prompt, text in zip(prompts, _read_responses(file), strict=False))
+        texts = _read_responses(file, len(prompts))
+        yield from ((prompt, text, "") for prompt, text in zip(prompts, texts, strict=False))
     for prompt in prompts:
         yield from ((prompt, text, "") for text in given)
         if not given and file is None:
@@ -213,21 +219,27 @@ def _responses(
             yield prompt, "", EMPTY
 
 
-def _read_responses(file: Path) -> Iterator[str]:
-    from flotilla_core.errors import InvalidConfig
-    from flotilla_core.json_text import json_object
+def _read_responses(file: Path, most: int) -> Iterator[str]:
+    """Yield the first responses of a file, which is read within the bounds of data files."""
+    from flotilla_core.errors import FlotillaError, InvalidConfig
+    from flotilla_data.rows import open_rows, parts
 
+    written = 'write one JSON object a line, with the text of a response under "response"'
     try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise InvalidConfig(
-            "the responses cannot be read", where=str(file), why=error.strerror or str(error)
+        rows = open_rows(file, "train", None)
+    except FlotillaError as error:
+        why = ": ".join(filter(None, (error.what, error.why)))
+        raise type(error)(
+            "the responses cannot be read", where=error.where, why=why, next_step=written
         ) from None
-    for number, line in enumerate(lines, 1):
-        text = json_object(line, f"{file}, line {number}", what="the line").get("response")
-        if not isinstance(text, str):
-            raise InvalidConfig('the line has no text "response"', where=f"{file}, line {number}")
-        yield text
+    for part in parts(rows, range(min(most, len(rows)))):
+        for row in rows.read(part):
+            if row.error is not None:
+                raise row.error
+            text = row.values.get("response")
+            if not isinstance(text, str):
+                raise InvalidConfig('the line has no text "response"', where=row.where, next_step=written)
+            yield text
 
 
 def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[ScoreOutcome]:
@@ -235,6 +247,7 @@ def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[Sco
     import importlib.util
     import subprocess
     import sys
+    import tempfile
 
     from google.protobuf.struct_pb2 import Struct
 
@@ -258,17 +271,48 @@ def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[Sco
             answer=prompt.answer,
             info=info,
         )
-    done = subprocess.run(
-        [sys.executable, "-m", _TRIAL],
-        input=request.SerializeToString(),
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-        check=False,
-    )
-    if done.returncode == 0:
-        return list(pb.ScoreResponse.FromString(done.stdout).outcomes)
-    refused = from_status(done.stdout) if done.returncode == _REFUSED else None
-    raise refused or Internal("the trial ended early", why=f"its process ended with code {done.returncode}")
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
+        asked.write(request.SerializeToString())
+        asked.seek(0)
+        command = [sys.executable, "-m", _TRIAL]
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        with subprocess.Popen(
+            command, stdin=asked, stdout=answered, stderr=subprocess.PIPE, env=environment, bufsize=0
+        ) as trial:
+            _say_all(trial)
+        answered.seek(0)
+        answer = answered.read()
+    if trial.returncode == 0:
+        return list(pb.ScoreResponse.FromString(answer).outcomes)
+    refused = from_status(answer) if trial.returncode == _REFUSED else None
+    raise refused or Internal("the trial ended early", why=f"its process ended with code {trial.returncode}")
+
+
+def _say_all(trial: Popen[bytes]) -> None:
+    """Print what the code of a user prints until the trial ends: up to a limit, as text that no terminal obeys."""
+    from select import select
+
+    from flotilla_coordinator.cli.output import say
+    from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
+
+    assert trial.stderr is not None
+    line, left, more, over = b"", _MOST_PRINTED, 0, False
+    while not over:
+        # What user code left behind may keep the pipe open: after the end of the trial only what is in it counts.
+        over = trial.poll() is not None
+        ready, _, _ = select([trial.stderr], [], [], 0 if over else _LOOK_S)
+        block = os.read(trial.stderr.fileno(), _MOST_PRINTED) if ready else b""
+        over = over or bool(ready and not block)
+        more += max(0, len(block) - left)
+        line += block[:left]
+        left = max(0, left - len(block))
+        *lines, line = line.split(b"\n")
+        if len(line) > LONGEST_LINE_BYTES or (over and line):
+            lines, line = [*lines, line], b""
+        for one in lines:
+            say(line_text(one))
+    if more:
+        say(f"... and {more:,} bytes more, which are not shown")
 
 
 def _trial_json(prompt: Prompt, response: str, name: str, outcome: ScoreOutcome) -> dict[str, Any]:
