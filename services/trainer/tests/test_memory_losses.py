@@ -6,6 +6,7 @@ import pytest
 
 from flotilla_core.errors import Exhausted, RankFailed
 from flotilla_trainer.front.session_ranks import MemoryLosses
+from flotilla_trainer.wire.settings import SMALLEST_BUDGET
 
 OUT_OF_MEMORY = RankFailed(
     "rank 1 (pid 5) ended with status 1",
@@ -24,6 +25,16 @@ def test_after_a_loss_of_memory_a_run_gets_half_the_tokens_and_after_the_second_
     losses.note("run", 4096, OUT_OF_MEMORY)
     with pytest.raises(Exhausted, match=r"batching\.tokens_per_microbatch.*below 4096"):
         losses.allowed("run", 8192)
+
+
+@pytest.mark.parametrize("lost", [1, SMALLEST_BUDGET, 2 * SMALLEST_BUDGET - 1])
+def test_no_micro_batch_is_halved_below_the_smallest_and_the_keys_that_help_are_named(lost: int) -> None:
+    losses = MemoryLosses()
+    losses.note("run", lost, OUT_OF_MEMORY)
+    with pytest.raises(Exhausted, match=r"ran out of memory.*activation_checkpointing.*trainer\.nproc"):
+        losses.allowed("run", 8192)
+    losses.note("another", 2 * SMALLEST_BUDGET, OUT_OF_MEMORY)
+    assert losses.allowed("another", 8192) == SMALLEST_BUDGET
 
 
 def test_other_runs_and_smaller_micro_batches_are_not_held_to_it() -> None:

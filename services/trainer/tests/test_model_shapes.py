@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ def test_the_first_key_that_differs_is_named(tmp_path: Path, key: str, value: ob
 def test_a_folder_that_is_no_model_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"config\.json"):
         model_digest(tmp_path)
+    ours = folder(tmp_path / "ours")
+    os.mkfifo(ours / "model.safetensors")
+    with pytest.raises(InvalidConfig, match=r"weights cannot be read.*named pipe"):
+        model_digest(ours)
     (tmp_path / "config.json").write_text("{", "utf-8")
     with pytest.raises(InvalidConfig, match=r"config\.json is not JSON"):
         model_digest(tmp_path)

@@ -13,6 +13,7 @@ from typing import Any
 
 from flotilla_core.errors import Mismatch, NotFound
 from flotilla_core.json_text import read_json_object
+from flotilla_core.model_folder import weight_files
 
 COSMETIC = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range"}
 """The keys that change neither a tensor nor a number that a forward pass computes."""
@@ -31,7 +32,7 @@ OF_THE_HEAD = {
 
 
 def model_shape(folder: Path) -> dict[str, Any]:
-    """Return the keys of config.json that shape the model."""
+    """Return the keys of config.json that shape the model; refuse weights that no rank could read."""
     path = folder / "config.json"
     try:
         content = read_json_object(path)
@@ -41,6 +42,7 @@ def model_shape(folder: Path) -> dict[str, Any]:
             where=str(folder),
             next_step="give a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json)",
         ) from None
+    weight_files(folder)  # A rank would wait for the writer of a named pipe.
     return {key: value for key, value in content.items() if key not in COSMETIC}
 
 

@@ -168,8 +168,9 @@ class SessionRanks:
 class MemoryLosses:
     """The gangs that runs lost because a rank ran out of memory, so that the same cause does not end them again.
 
-    After the first such loss a run gets micro-batches of half the tokens; after the second its session is refused with
-    the key to change, until the run asks for smaller micro-batches than those that were lost.
+    After the first such loss a run gets micro-batches of half the tokens. After the second, and where half of them are
+    below SMALLEST_BUDGET, its session is refused with the keys to change, until the run asks for smaller micro-batches
+    than those that were lost.
     """
 
     def __init__(self) -> None:
@@ -186,12 +187,18 @@ class MemoryLosses:
         budgets = self._budgets.get(run_id, [])
         if not budgets or asked < budgets[-1]:
             return asked
-        if len(budgets) >= SECOND:
+        smallest = budgets[-1] < 2 * SMALLEST_BUDGET
+        if len(budgets) >= SECOND or smallest:
             raise Exhausted(
-                f"the ranks ran out of memory {len(budgets)} times",
+                f"the ranks ran out of memory {len(budgets)} times"
+                if budgets[1:]
+                else "a rank ran out of memory",
                 where="batching.tokens_per_microbatch",
-                why=f"the last time with {budgets[-1]} tokens in a micro-batch",
-                next_step=f"set it below {budgets[-1]}, or set batching.activation_checkpointing to true",
+                why=f"the last time with {budgets[-1]} tokens in a micro-batch"
+                + (", so few that other things take the memory" if smallest else ""),
+                next_step="set batching.activation_checkpointing to true or optimizer.offload, or raise trainer.nproc"
+                if smallest
+                else f"set it below {budgets[-1]}, or set batching.activation_checkpointing to true",
             )
         return budgets[-1] // 2
 
