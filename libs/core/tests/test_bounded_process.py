@@ -95,6 +95,18 @@ def test_a_child_that_was_killed_between_questions_is_replaced(process: BoundedP
     assert process.ask({"kind": "print"}) != pid
 
 
+def test_a_child_that_cannot_be_started_is_told_and_the_next_question_is_answered(
+    process: BoundedProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        for _ in range(2):
+            with pytest.raises(OutOfBounds, match="cannot be started: No such file"):
+                process.ask({"kind": "print"})
+    assert process.ask({"kind": "echo", "text": "again"}) == "again"
+
+
 def test_a_closed_child_is_gone(process: BoundedProcess) -> None:
     pid = process.ask({"kind": "print"})
     process.close()

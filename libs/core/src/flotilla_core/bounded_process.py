@@ -161,9 +161,15 @@ class BoundedProcess:
         if self._child is not None and self._child.poll() is not None:
             self.close()
         if self._socket is None:
-            self._socket, theirs = socket.socketpair()
-            with theirs:
+            ours, theirs = socket.socketpair()
+            try:
                 self._child = _starter().submit(self._start, theirs).result()
+            except OSError as error:
+                ours.close()
+                raise OutOfBounds(f"its process cannot be started: {error.strerror or error}") from None
+            finally:
+                theirs.close()
+            self._socket = ours
         return self._socket
 
     def _start(self, channel: socket.socket) -> subprocess.Popen[bytes]:
