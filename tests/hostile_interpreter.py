@@ -23,7 +23,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from hostile_processes import FALSE, LATER, LEFT, ends, frames, write_everywhere
+from hostile_processes import FALSE, LATER, LEFT, ends, frames, leave_behind, write_everywhere
 
 ANY = ("value", "error", "timeout", "false")
 """Who replaces what the worker is made of says what it likes, of its own run alone."""
@@ -51,6 +51,15 @@ def kills_its_group(**_: object) -> float:
 
 @ends("error")
 def kills_its_parent(**_: object) -> float:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+    return 1.0
+
+
+@ends("error")
+def kills_its_parent_beside_its_child(**_: object) -> float:
+    if os.fork() == 0:
+        leave_behind()
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)
     return 1.0

@@ -37,7 +37,7 @@ class Neighbours:
 
     def __init__(self, service: RewardProcess, folder: Path) -> None:
         self._service = service
-        self._folder = folder
+        self.folder = folder
         self._other_runs = 0
         (folder / "good.py").write_text(GOOD)
         for module in FILES:
@@ -49,7 +49,7 @@ class Neighbours:
         # Who may hang is waited for in vain; nobody else fails because the machine is busy.
         limit_s = 1.5 if "timeout" in KINDS[kind] else LIMIT_S
         return await self._service.outcomes(
-            f"{self._folder}/{file}.py:{kind}", ["x"] * 3, run_id=f"hostile-{kind}", timeout_s=limit_s
+            f"{self.folder}/{file}.py:{kind}", ["x"] * 3, run_id=f"hostile-{kind}", timeout_s=limit_s
         )
 
     async def assert_felt_by_no_other_run(self, kind: str) -> None:
@@ -62,7 +62,7 @@ class Neighbours:
         """Return every reward of ten runs, three with a function and seven with a built-in reward."""
 
         async def run(number: int) -> list[float | None]:
-            reward = f"{self._folder}/good.py:reward" if number % OTHER_RUNS in WITH_A_FUNCTION else "math"
+            reward = f"{self.folder}/good.py:reward" if number % OTHER_RUNS in WITH_A_FUNCTION else "math"
             outcomes = await self._service.outcomes(
                 reward, ["1", "22", "1", "333"], run_id=f"other-{number}", timeout_s=LIMIT_S
             )
@@ -74,7 +74,7 @@ class Neighbours:
 
     async def processes_of(self, run_id: str, name: str) -> list[float]:
         """Return the process ids of the workers that scored for a run by a file of this name."""
-        file = self._folder / f"{name}.py"
+        file = self.folder / f"{name}.py"
         if not file.exists():
             file.write_text(PROCESS)
         outcomes = await self._service.outcomes(f"{file}:reward", ["x"] * 4, run_id=run_id)
@@ -82,7 +82,7 @@ class Neighbours:
 
     def left(self) -> list[int]:
         """Return the processes that rewards left behind and that still run."""
-        pids = [int(name.name) for name in (self._folder / "left").glob("[0-9]*")]
+        pids = [int(name.name) for name in (self.folder / "left").glob("[0-9]*")]
         return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 

@@ -48,6 +48,14 @@ async def test_what_rewards_left_behind_ends_when_another_run_needs_the_place(ne
             await neighbours.others()
 
 
+async def test_what_a_worker_started_ends_though_its_keeper_was_killed(neighbours: Neighbours) -> None:
+    await neighbours.struck("kills_its_parent_beside_its_child")
+    assert list((neighbours.folder / "left").iterdir())
+    async with asyncio.timeout(LIMIT_S):
+        while neighbours.left():
+            await asyncio.sleep(0.02)
+
+
 async def test_a_worker_serves_one_run_and_one_file_and_runs_that_alternate_keep_theirs(
     neighbours: Neighbours,
 ) -> None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from flotilla_core.errors import Unavailable, unicode_text
+from flotilla_core.process_identity import ProcessIdentity
 from flotilla_reward import frames, keeper
 from flotilla_reward.job import Failure, Sample, Target, Value, judge
 
@@ -47,6 +48,7 @@ class WorkerProcess:
         self._loaded: set[str] = set()
         self.pid = 0
         """Process id of the worker itself, once it has begun."""
+        self._identity: ProcessIdentity | None = None
 
     @classmethod
     async def start(cls) -> WorkerProcess:
@@ -79,6 +81,7 @@ class WorkerProcess:
                 next_step="Read the log of the reward service.",
             ) from error
         worker.pid = int(begun["pid"])
+        worker._identity = ProcessIdentity.of(worker.pid)
         return worker
 
     @property
@@ -174,7 +177,15 @@ class WorkerProcess:
             code = await self._keeper.wait()
         finally:
             self._channel.close()
+            self._end_group()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def _end_group(self) -> None:
+        """Kill what the worker started in its group: user code can kill the keeper, which does this otherwise."""
+        # Long after its end the number may be another process's.
+        if self.pid and ProcessIdentity.of(self.pid) in (None, self._identity):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._keeper.returncode is None:
