@@ -105,9 +105,14 @@ test-all: setup  ## Run every suite that this machine can, one after the other; 
 	$(filter-out test-contract test-integration,$(SUITES:%=test-%)) test-py312
 
 .PHONY: $(SUITES:%=test-%)
-$(filter-out test-chaos test-helm test-ray test-storage test-trackers,$(SUITES:%=test-%)): test-%: setup
+$(filter-out test-chaos test-docker test-helm test-ray test-storage test-trackers,$(SUITES:%=test-%)): test-%: setup
 	@echo "==> $* tests"
 	@$(BIN)/pytest -q tests/$*
+
+test-docker:
+	@PYTHON=$(PYTHON) scripts/setup.sh .venv-docker requirements/docker.txt
+	@echo "==> docker: images, and fleets of containers on a real engine"
+	@.venv-docker/bin/pytest -q tests/docker
 
 test-helm:
 	@PYTHON=$(PYTHON) scripts/setup.sh .venv-helm requirements/helm.txt

@@ -121,7 +121,8 @@ def main() -> int:
         "trackers", resolve([FOLDER / "trackers.in"], None)
     )  # older packages than ours, in an environment of its own
     write("helm", resolve([FOLDER / "helm.in"], None))
-    write("ray", resolve([FOLDER / "ray.in"], FOLDER / "constraints.txt"))
+    for name in ("ray", "docker"):
+        write(name, resolve([FOLDER / f"{name}.in"], FOLDER / "constraints.txt"))
     write("storage", resolve([FOLDER / "storage.in"], None))
     return 0
 

@@ -95,6 +95,15 @@ def test_ci_runs_its_suites_and_says_why_each_listed_skip_is_accepted() -> None:
     assert all(reason and why for reason, why in skips.items())
 
 
+def test_the_suite_of_containers_has_testcontainers_and_the_engine_that_users_have() -> None:
+    lock = (ROOT / "requirements" / "docker.txt").read_text("ascii")
+    assert {"testcontainers", "docker"} <= {line.partition("==")[0] for line in lock.splitlines()}
+    code = {file.name: file.read_text("utf-8") for file in ROOT.glob("tests/docker/*.py")}
+    assert any("testcontainers.compose import DockerCompose" in text for text in code.values())
+    simulated = [name for name, text in code.items() if '"sim"' in text or "canary.prompts" in text]
+    assert simulated == []
+
+
 @pytest.mark.parametrize("suite", [one for one in SUITES if one != "option_pairs"])
 def test_every_suite_has_a_row_that_says_what_it_proves(suite: str) -> None:
     page = (ROOT / "docs" / "contributing.md").read_text("utf-8")

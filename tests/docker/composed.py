@@ -1,4 +1,4 @@
-"""A fleet of deploy/compose under test, driven by docker and docker-compose as a user drives them."""
+"""A fleet of deploy/compose under test: Compose starts it as a user does, and Docker tells what became of it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
+from docker import DockerClient
+from docker.errors import APIError
+from docker.models.containers import Container
+from testcontainers.compose import DockerCompose
 
 from flotilla_testing.stack import wait_until
 
 COMPOSE = Path(__file__).resolve().parents[2] / "deploy" / "compose"
 PROJECT = "flotilla-test"
-USER = 10001
-ENGINE = os.environ.get("FLOTILLA_DOCKER_ENGINE", "sim")
-"""`sim` shows the containers alone; `vllm` takes the engine of the image, which no test run has shown yet."""
+USER = os.getuid() or 10001  # as secrets.sh chooses it
 CHECK = """
 import sys
 from pathlib import Path
@@ -32,36 +34,48 @@ sys.exit(not (verdict.passed and verdict.lost == verdict.trained_twice == 0))
 """
 
 
+class Refused(Exception):
+    """A command in a container ended with an error; the message says which, and what it printed."""
+
+
+NO_ANSWER = (APIError, Refused, ValueError)
+"""What is raised while a coordinator is gone: its container ends, answers with an error, or is none of one."""
+
+
+class Composed(DockerCompose):
+    """core.yaml by the Compose that this host has: Debian's docker-compose, or Docker's plugin."""
+
+    @cached_property
+    def compose_command_property(self) -> list[str]:
+        command: list[str] = super().compose_command_property
+        return ["docker-compose", *command[2:]] if shutil.which("docker-compose") else command
+
+    def scale(self, service: str, replicas: int) -> None:
+        """Add containers of a service, or end some; the others are left as they are."""
+        wanted = ["--scale", f"{service}={replicas}", "--no-recreate"]
+        self._run_command([*self.compose_command_property, "up", "--detach", *wanted])
+
+
 @dataclass(frozen=True)
 class Fleet:
     """The containers of core.yaml."""
 
-    docker: str
-    environment: dict[str, str]
+    docker: DockerClient
+    compose: Composed
 
-    def compose(self, *arguments: str, timeout_s: float = 300) -> str:
-        """Run docker-compose on core.yaml."""
-        program = shutil.which("docker-compose")
-        assert program is not None, "Debian's docker-compose, or a link to that of Compose v2"
-        command = [program, "-p", PROJECT, "-f", str(COMPOSE / "core.yaml"), *arguments]
-        return run(command, timeout_s, env={**os.environ, **self.environment})
+    def containers(self, service: str) -> list[Container]:
+        """Return the running containers of a service, the oldest first."""
+        labels = [f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}"]
+        return self.docker.containers.list(filters={"label": labels}, ignore_removed=True)[::-1]
 
-    def ask(self, *arguments: str, timeout_s: float = 120) -> str:
-        """Run docker."""
-        return run([self.docker, *arguments], timeout_s)
-
-    def containers(self, service: str) -> list[str]:
-        """Return the ids of the running containers of a service, the oldest first."""
-        found = self.ask(
-            *("ps", "--quiet", "--no-trunc", "--filter", f"label=com.docker.compose.project={PROJECT}"),
-            *("--filter", f"label=com.docker.compose.service={service}"),
-        )
-        return found.split()[::-1]
+    def in_coordinator(self, *command: str) -> str:
+        """Run a command in the coordinator's container; what it prints."""
+        (coordinator,) = self.containers("coordinator")
+        return told(coordinator, *command)
 
     def flotilla(self, *arguments: str) -> Any:
         """Run the command line in the coordinator's container; its JSON."""
-        (coordinator,) = self.containers("coordinator")
-        found = self.ask("exec", coordinator, "flotilla", *arguments, "--json")
+        found = self.in_coordinator("flotilla", *arguments, "--json")
         return json.loads(found) if found.strip() else None
 
     def run_state(self, run_id: str) -> dict[str, Any]:
@@ -72,79 +86,81 @@ class Fleet:
         """Return how many steps are done; -1 while no coordinator answers."""
         try:
             return int(self.run_state(run_id)["step"])
-        except (subprocess.CalledProcessError, ValueError):
+        except NO_ANSWER:
             return -1
 
     def available(self, kind: str) -> list[str]:
         """Return the names of the replicas of a kind that may get work."""
         try:
             listed = self.flotilla("replicas", "list")
-        except (subprocess.CalledProcessError, ValueError):
+        except NO_ANSWER:
             return []
         ready = (one["name"] for one in listed["replicas"] if one["work"] == "ready")
         return [name for name in ready if name.startswith(kind)]
 
-    def crash(self, container: str) -> None:
-        """Kill the first process of a container, as a fault would: Docker starts the container again."""
-        pid = int(self.ask("inspect", "--format", "{{.State.Pid}}", container))
-        psutil.Process(pid).kill()
+    @contextlib.contextmanager
+    def cut_off(self, container: Container) -> Iterator[None]:
+        """Take a container out of the network of the fleet, and bring it back."""
+        network = self.docker.networks.get(f"{PROJECT}_private")
+        network.disconnect(container)
+        yield
+        network.connect(container)
 
     def verdict(self, run_id: str) -> str:
         """Return what the checker of the ledger says; raise where anything is lost or trained twice."""
-        (coordinator,) = self.containers("coordinator")
         ledger = "/var/lib/flotilla/compose/ledger.sqlite"
-        return self.ask("exec", coordinator, "python", "-c", CHECK, ledger, run_id).strip()
+        return self.in_coordinator("python", "-c", CHECK, ledger, run_id).strip()
 
-    def rewards(self, directory: str) -> tuple[float, float]:
-        """Return the mean reward of the first and of the last eight steps of a run."""
-        (coordinator,) = self.containers("coordinator")
-        lines = self.ask("exec", coordinator, "cat", f"{directory}/metrics.jsonl").splitlines()
-        rewards = [line["reward/mean"] for line in map(json.loads, lines)]
-        return sum(rewards[:8]) / 8, sum(rewards[-8:]) / 8
-
-    def logs(self) -> str:
-        return self.compose("logs", "--no-color", "--tail", "60")
+    def metrics(self, directory: str) -> list[dict[str, float]]:
+        """Return metrics.jsonl of a run."""
+        lines = self.in_coordinator("cat", f"{directory}/metrics.jsonl").splitlines()
+        return [json.loads(line) for line in lines]
 
 
-def run(command: list[str], timeout_s: float, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
-    if done.returncode != 0:
-        error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
-        error.add_note(f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-        raise error
-    return done.stdout
+def told(container: Container, *command: str) -> str:
+    """Run a command in a container; what it prints."""
+    code, (out, err) = container.exec_run([*command], demux=True)
+    text = (out or b"").decode(errors="replace")
+    if code != 0:
+        raise Refused(f"{' '.join(command)[:200]} ended with {code}: {text[-3000:]}\n{err!r}")
+    return text
+
+
+def crash(container: Container) -> None:
+    """Kill the first process of a container, as a fault would: Docker starts the container again."""
+    container.reload()
+    psutil.Process(container.attrs["State"]["Pid"]).kill()
+
+
+def bring(work: Path, tag: str) -> Path:
+    """Write what an operator brings beside `examples` of a folder: secrets, a stack file, and settings of Compose."""
+    subprocess.run(["sh", COMPOSE / "secrets.sh", work / "secrets"], check=True, capture_output=True)
+    shutil.copy(COMPOSE / "stack.yaml", work / "stack.yaml")
+    settings = {
+        "COMPOSE_PROJECT_NAME": PROJECT,
+        "COMPOSE_HTTP_TIMEOUT": 300,
+        "FLOTILLA_TAG": tag,
+        "FLOTILLA_UID": USER,
+        "FLOTILLA_GID": os.getgid() or USER,
+        "FLOTILLA_SECRETS": work / "secrets",
+        "FLOTILLA_STACK_FILE": work / "stack.yaml",
+        "FLOTILLA_MODEL": work / "examples" / "model",
+        "FLOTILLA_WORK": work,
+    }
+    file = work / "settings.env"
+    file.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    return file
 
 
 @contextlib.contextmanager
-def composed(docker: str, folder: Path, work: Path, tag: str) -> Iterator[Fleet]:
-    """Bring core.yaml up with secrets of its own; all containers and volumes are gone at the end."""
-    secrets = folder / "secrets"
-    subprocess.run(["sh", COMPOSE / "secrets.sh", secrets], check=True, capture_output=True)
-    stack = yaml.safe_load((COMPOSE / "stack.yaml").read_text("utf-8"))
-    stack["generator"] |= {"replicas": 2, "engine": ENGINE}
-    if ENGINE == "sim":
-        stack["generator"]["sim"] = {"seconds_per_token": 0.05}
-    file = folder / "stack.yaml"
-    file.write_text(yaml.safe_dump(stack))
-    file.chmod(0o644)
-    environment = {
-        "FLOTILLA_TAG": tag,
-        "FLOTILLA_UID": str(USER),
-        "FLOTILLA_GID": str(USER),
-        "FLOTILLA_SECRETS": str(secrets),
-        "FLOTILLA_STACK_FILE": str(file),
-        "FLOTILLA_MODEL": str(work / "examples" / "model"),
-        "FLOTILLA_WORK": str(work),
-        "COMPOSE_HTTP_TIMEOUT": "300",
-    }
-    fleet = Fleet(docker, environment)
-    try:
-        fleet.compose("up", "-d", timeout_s=600)
-        yield fleet
-    finally:
-        with contextlib.suppress(subprocess.CalledProcessError):
-            (folder / "compose.log").write_text(fleet.logs())
-        fleet.compose("down", "--volumes", "--timeout", "10")
+def composed(docker: DockerClient, settings: Path) -> Iterator[Fleet]:
+    """Bring core.yaml up; its last words are beside the settings, and its containers and volumes gone, at the end."""
+    compose = Composed(COMPOSE, "core.yaml", env_file=str(settings), wait=False)
+    with compose:
+        try:
+            yield Fleet(docker, compose)
+        finally:
+            settings.with_name("compose.log").write_text("".join(compose.get_logs()))
 
 
 def wait_for(what: str, condition: Any, timeout_s: float) -> None:

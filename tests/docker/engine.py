@@ -14,6 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from docker import DockerClient, from_env
+from docker.errors import APIError, DockerException, ImageNotFound
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("docker.io", "docker-compose", "debootstrap")
 PROGRAMS = ("dockerd", "docker-compose", "debootstrap")
@@ -36,21 +39,18 @@ def engine(folder: Path) -> Iterator[str]:
                 raise NoEngine("no Docker engine answers, and only root can start one")
             install()
             stack.enter_context(daemon(folder / "dockerd.log"))
-        # Named for the scripts and for docker-compose, whose own choice may be a client without BuildKit.
         command = [sys.executable, "-c", "import build_images; print(build_images.docker())"]
         found = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=False)
         if found.returncode != 0:
             raise NoEngine(found.stderr.strip())
-        docker = found.stdout.strip()
-        os.environ["DOCKER"] = docker
-        yield docker
+        yield found.stdout.strip()
 
 
 def answers() -> bool:
-    docker = shutil.which("docker")
-    if docker is None:
+    try:
+        return bool(from_env().ping())
+    except DockerException:
         return False
-    return subprocess.run([docker, "info"], capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def install() -> None:
@@ -86,18 +86,15 @@ def daemon(log: Path) -> Iterator[None]:
         process.wait(60)
 
 
-def base_image(docker: str) -> str:
+def base_image(docker: DockerClient) -> str:
     """Return a base with Python 3.11: one that is here, else the official one, else one of Debian's packages."""
     for image in (OFFICIAL, BASE):
-        if (
-            subprocess.run([docker, "image", "inspect", image], capture_output=True, check=False).returncode
-            == 0
-        ):
+        with contextlib.suppress(ImageNotFound):
+            docker.images.get(image)
             return image
-    pulled = subprocess.run(
-        [docker, "pull", "--quiet", OFFICIAL], capture_output=True, timeout=300, check=False
-    )
-    if pulled.returncode == 0:
+    try:
+        docker.images.pull(OFFICIAL)
         return OFFICIAL
-    subprocess.run([ROOT / "deploy" / "docker" / "base.sh", BASE], check=True, capture_output=True)
-    return BASE
+    except APIError:
+        subprocess.run([ROOT / "deploy" / "docker" / "base.sh", BASE], check=True, capture_output=True)
+        return BASE
