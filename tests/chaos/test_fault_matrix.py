@@ -14,6 +14,8 @@ with one version hold equal weights; after the last one the run is told its last
 | NATS           | nobody waits for it                             | nobody waits for it                         |
 | launcher       | so, too; the next one adopts all that lives     | nobody waits for it                         |
 | guardian       | so, too; the launcher starts another one        | nobody waits for it                         |
+
+Generators have a second row, with the real engine and its canary. After its last cell each version is still compared.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import pytest
 from flotilla.coordinator.v1.run_pb2 import RUN_STATE_SUCCEEDED
 from flotilla_coordinator.ledger.checker import Verdict, check
 from flotilla_core.process_identity import ProcessIdentity
-from flotilla_testing.chaos_run import GENERATORS, LIMIT_S, ChaosRun
+from flotilla_testing.chaos_run import VLLM, ChaosRun, chaos_fleet
 from flotilla_testing.coordinator_faults import is_new
 from flotilla_testing.fault_moments import Moment, reached
 from flotilla_testing.fault_victims import (
@@ -47,6 +49,7 @@ from flotilla_testing.fault_victims import (
     process_of,
     processes_of,
 )
+from flotilla_testing.runs import live_checks
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -56,8 +59,9 @@ PAUSE_S = 2.0
 LONG_S = 25.0
 """Longer than a heartbeat is waited for by anybody."""
 COORDINATOR_BACK_WITHIN_S = 30.0
-ISSUED_AGAIN_WITHIN_S = 2.0
 STARTED_AGAIN_WITHIN_S = 10.0
+REAL_ROW_WITHIN_S = 3600.0
+"""Five boots of the real engine, each beside other suites, and what an idle machine needs beside them."""
 
 
 class Fault(StrEnum):
@@ -110,23 +114,43 @@ async def test_nothing_is_lost_or_trained_twice(
     victim: Victim,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    with ChaosRun(fleet_of_faults, arithmetic, tmp_path) as run:
+        await _row(run, victim, capsys)
+
+
+@pytest.mark.timeout(REAL_ROW_WITHIN_S)
+async def test_nothing_is_lost_or_trained_twice_with_the_real_engine(
+    arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        chaos_fleet(arithmetic / "model", tmp_path, VLLM) as fleet,
+        ChaosRun(fleet, arithmetic, tmp_path) as run,
+    ):
+        last = await _row(run, Victim.GENERATOR, capsys)
+        found = live_checks(fleet.metrics(run.started)[last.steps + 1 :])
+    assert len(found) > 1, "each version is compared, also after the last fault"
+    _print(capsys, f"canary after the last fault: {len(found)} checks, differences up to {max(found):.1e}")
+
+
+async def _row(run: ChaosRun, victim: Victim, capsys: pytest.CaptureFixture[str]) -> Strike:
+    """All cells of a victim, and the end of the run; the last of the faults."""
     draw = random.Random(f"{SEED} {victim}")
     began = time.monotonic()
-    with ChaosRun(fleet_of_faults, arithmetic, tmp_path) as run:
-        run.wait_for_steps(2, 0, "at the start")
-        for fault, moment in draw.sample(MATRIX[victim], len(MATRIX[victim])):
-            wait_until("a fleet that can lose one", lambda: _can_lose_one(run), LIMIT_S)
-            strike = await _struck(run, fault, victim, moment, draw)
-            recovered_s = _recovered(run, strike)
-            verdict = _judged(run)
-            line = f"{victim:16}{fault:19}{moment:26}{recovered_s:6.1f} s"
-            if victim is Victim.GENERATOR:
-                line += _issued_again(run, strike)
-            _print(capsys, f"{line}  lost {verdict.lost}, trained twice {verdict.trained_twice}")
-        ended = run.ends_by_itself()
-        assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
-        seconds = time.monotonic() - began
-        _print(capsys, f"{victim:16}ended by itself after {seconds:.0f} s, seed {SEED}: {_judged(run)}")
+    run.wait_for_steps(2, 0, "at the start")
+    for fault, moment in draw.sample(MATRIX[victim], len(MATRIX[victim])):
+        run.wait_until("a fleet that can lose one", lambda: _can_lose_one(run))
+        strike = await _struck(run, fault, victim, moment, draw)
+        recovered_s = _recovered(run, strike)
+        verdict = _judged(run)
+        line = f"{victim:16}{fault:19}{moment:26}{recovered_s:6.1f} s"
+        if victim is Victim.GENERATOR:
+            line += _issued_again(run, strike)
+        _print(capsys, f"{line}  lost {verdict.lost}, trained twice {verdict.trained_twice}")
+    ended = run.ends_by_itself()
+    assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
+    seconds = time.monotonic() - began
+    _print(capsys, f"{victim:16}ended by itself after {seconds:.0f} s, seed {SEED}: {_judged(run)}")
+    return strike
 
 
 async def _struck(run: ChaosRun, fault: Fault, victim: Victim, moment: Moment, draw: random.Random) -> Strike:
@@ -151,9 +175,9 @@ def _held(run: ChaosRun, strike: Strike) -> None:
     """Until the fleet has gone on without the process, or for a while where it waits."""
     long = strike.fault is Fault.LONG_STOP
     if strike.victim in RANKS:
-        wait_until("the end of the rank that is stopped", lambda: not strike.process.is_running(), LIMIT_S)
+        run.wait_until("the end of the rank that is stopped", lambda: not strike.process.is_running())
     elif strike.victim is Victim.FRONT and long:
-        wait_until("the run to miss its trainer", lambda: _misses_trainer(run), LIMIT_S)
+        run.wait_until("the run to miss its trainer", lambda: _misses_trainer(run))
     elif strike.victim in NOBODY_WAITS or (strike.victim is Victim.REWARD and long):
         run.wait_for_steps(2, strike.steps, f"without {strike.slot}")
         if long and strike.victim is Victim.NATS:
@@ -165,19 +189,19 @@ def _held(run: ChaosRun, strike: Strike) -> None:
 def _recovered(run: ChaosRun, strike: Strike) -> float:
     """Seconds from the fault to a whole step that began after it."""
     if strike.victim is Victim.COORDINATOR and strike.fault is Fault.KILL:
-        wait_until("a new coordinator", lambda: is_new(run.stack, strike.process.pid), LIMIT_S)
+        run.wait_until("a new coordinator", lambda: is_new(run.stack, strike.process.pid))
     if strike.victim in KEEPERS:
         _kept(run.stack, strike)
     run.wait_for_steps(2, strike.steps, f"after {strike.fault} of {strike.victim}")
     if strike.victim in RANKS or (strike.victim is Victim.FRONT and strike.fault is not Fault.STOP):
-        wait_until("a step after the checkpoint", lambda: run.lineage > strike.lineage, LIMIT_S)
+        run.wait_until("a step after the checkpoint", lambda: run.lineage > strike.lineage)
     else:
         assert run.lineage == strike.lineage, "the trainer lives: nothing goes back to a checkpoint"
     seconds = time.time() - strike.at
     if strike.victim is Victim.COORDINATOR and strike.fault is Fault.KILL:
         assert seconds < COORDINATOR_BACK_WITHIN_S
     if strike.fault is not Fault.KILL and strike.victim is Victim.GENERATOR:
-        wait_until(f"{strike.slot} to serve again", lambda: _serves(run, strike.slot), LIMIT_S)
+        run.wait_until(f"{strike.slot} to serve again", lambda: _serves(run, strike.slot))
     return seconds
 
 
@@ -198,7 +222,7 @@ def _is_another(found: psutil.Process | None, former: psutil.Process) -> bool:
 
 def _can_lose_one(run: ChaosRun) -> bool:
     """The run also goes on while NATS, the launcher or the guardian is still being started again."""
-    replicas = len(run.serving()) >= GENERATORS - 1 and len(run.working("reward")) == 2
+    replicas = len(run.serving()) >= run.engine.serving and len(run.working("reward")) == 2
     return replicas and all(find(run.stack) is not None for find in (nats_of, launcher_of, guardian_of))
 
 
@@ -230,7 +254,7 @@ def _issued_again(run: ChaosRun, strike: Strike) -> str:
     ledger.close()
     if came is None:
         return "  nothing to issue again"
-    assert came - known < ISSUED_AGAIN_WITHIN_S
+    assert came - known < run.engine.issued_again_within_s
     return f"  issued again, decoded and scored {came - known:.2f} s after the loss was known"
 
 

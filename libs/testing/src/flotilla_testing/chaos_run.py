@@ -1,6 +1,7 @@
 """A fleet in which anything may die, and a run on it that continues until it is told its last step.
 
-Simulated engines; trainer ranks, weight group, digests, rewards, ledger, launcher and NATS are the real ones.
+Engines are simulated, or real with their canary. Trainer ranks, weight group, digests, rewards, ledger, launcher and
+NATS are the real ones.
 Invariants: what is seen of a run comes from its own files and from the calls that operators have; every wait is bounded
 and named.
 """
@@ -8,7 +9,8 @@ and named.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,29 +18,76 @@ import yaml
 
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import FlotillaError
 from flotilla_core.version import Version
 from flotilla_testing.fault_victims import lives
 from flotilla_testing.runs import REWARD
-from flotilla_testing.stack import Stack, sim_stack, wait_until
+from flotilla_testing.stack import BOOTED_WITHIN_S, Stack, running_stack, wait_until
 
-GENERATORS = 3
-RANK_TIMEOUT_S = 5.0
-SAMPLE_TIMEOUT_S = 3.0
-SYNC_TIMEOUT_S = 4.0
 LAST_STEPS = 3
 LIMIT_S = 180.0
 
 
+@dataclass(frozen=True)
+class Engine:
+    """Generators of one kind, and how long is waited for what they take part in."""
+
+    generator: dict[str, Any]
+    """They take some time, so that each moment can be met."""
+    serving: int
+    """So many of them serve the run when one is struck."""
+    sample_timeout_s: float
+    sync_timeout_s: float
+    rank_timeout_s: float
+    limit_s: float
+    """The longest wait for anything."""
+    issued_again_within_s: float
+    """From the loss of a generator to the first sample that another one gave in its place."""
+
+
+SIM = Engine(
+    generator={"engine": "sim", "replicas": 3, "sim": {"seconds_per_token": 0.02, "commit_s": 0.1}},
+    serving=2,
+    # Limits are short, so that silence is noticed soon.
+    sample_timeout_s=3.0,
+    sync_timeout_s=4.0,
+    rank_timeout_s=5.0,
+    limit_s=LIMIT_S,
+    issued_again_within_s=2.0,
+)
+# A sample that is held back for a second leaves the cores to the generator that boots beside it. What is only slow
+# because of that boot must not be taken for silent.
+VLLM = Engine(
+    generator={
+        "engine": "vllm",
+        "replicas": 2,
+        "max_model_tokens": 64,
+        "slowed_by": {"time_to_first_token_s": 1.0},
+    },
+    serving=2,
+    sample_timeout_s=20.0,
+    sync_timeout_s=20.0,
+    rank_timeout_s=60.0,
+    limit_s=BOOTED_WITHIN_S,
+    issued_again_within_s=10.0,
+)
+ENGINES = {"sim": SIM, "vllm": VLLM}
+
+
 @contextlib.contextmanager
-def chaos_fleet(model: Path, directory: Path) -> Iterator[Stack]:
-    """Everything takes some time, so that each moment can be met; limits are short, so that silence is noticed soon."""
-    sections: dict[str, dict[str, Any]] = {
-        "generator": {"replicas": GENERATORS, "sim": {"seconds_per_token": 0.02, "commit_s": 0.1}},
-        "trainer": {"nproc": 2, "rank_timeout_s": RANK_TIMEOUT_S},
+def chaos_fleet(model: Path, directory: Path, engine: Engine = SIM) -> Iterator[Stack]:
+    """Generators of this kind, two reward replicas, a trainer of two ranks, coordinator, NATS."""
+    description = {
+        "name": "chaos",
+        "model": str(model),
+        "generator": engine.generator,
+        "trainer": {"nproc": 2, "rank_timeout_s": engine.rank_timeout_s},
         "reward": {"replicas": 2, "workers": 1},
+        "ready_timeout_s": engine.limit_s,
+        "restart_budget": 1000,
     }
-    with sim_stack(model, directory, **sections) as stack:
+    with running_stack(description, directory) as stack:
         yield stack
 
 
@@ -47,7 +96,9 @@ class ChaosRun:
 
     def __init__(self, stack: Stack, arithmetic: Path, folder: Path) -> None:
         self.stack = stack
-        self.started: dict[str, Any] = stack.ok("run", "start", str(_run_file(arithmetic, folder)))
+        self.engine = ENGINES[load(StackConfig, [stack.file]).generator.engine]
+        file = _run_file(arithmetic, folder, self.engine)
+        self.started: dict[str, Any] = stack.ok("run", "start", str(file))
         self.run_id: str = self.started["run_id"]
 
     def __enter__(self) -> Self:
@@ -57,7 +108,7 @@ class ChaosRun:
         """A run whose test failed leaves the fleet to the next one."""
         if not self._has_ended():
             self.stack.ok("run", "stop", self.run_id)
-            wait_until("the end of a run that was stopped", self._has_ended, LIMIT_S)
+            self.wait_until("the end of a run that was stopped", self._has_ended)
 
     @property
     def lines(self) -> int:
@@ -69,16 +120,20 @@ class ChaosRun:
         """The number of its fall-backs to a checkpoint."""
         return int(self.stack.metrics(self.started)[-1]["lineage"])
 
+    def wait_until(self, what: str, condition: Callable[[], bool]) -> None:
+        """Wait for as long as anything on this fleet is waited for."""
+        wait_until(what, condition, self.engine.limit_s)
+
     def wait_for_steps(self, count: int, since: int, what: str) -> None:
         """Wait until `count` more steps have ended than `since`."""
-        wait_until(f"{count} more steps {what}", lambda: self.lines >= since + count, LIMIT_S)
+        self.wait_until(f"{count} more steps {what}", lambda: self.lines >= since + count)
 
     def ends_by_itself(self) -> run_pb2.Run:
         """Tell it which step is its last one, and wait for its end."""
         with self.stack.client() as client:
             step = client.get_run(self.run_id).step
             client.set_run(self.run_id, [f"steps={step + LAST_STEPS}"])
-        wait_until("the end of the run", self._has_ended, LIMIT_S)
+        self.wait_until("the end of the run", self._has_ended)
         return self.now()
 
     def now(self) -> run_pb2.Run:
@@ -114,7 +169,7 @@ class ChaosRun:
         return [one.name for one in ready if one.name.startswith(f"{kind}-") and lives(self.stack, one)]
 
 
-def _run_file(arithmetic: Path, folder: Path) -> Path:
+def _run_file(arithmetic: Path, folder: Path, engine: Engine) -> Path:
     reward = folder / "reward.py"
     reward.write_text(REWARD)
     run: dict[str, Any] = {
@@ -125,17 +180,18 @@ def _run_file(arithmetic: Path, folder: Path) -> Path:
             "prompts_per_step": 4,
             "samples_per_prompt": 4,
             "max_staleness": 1,
-            "sample_timeout_s": SAMPLE_TIMEOUT_S,
+            "sample_timeout_s": engine.sample_timeout_s,
             "sampling": {"max_response_tokens": 8},
         },
         "rewards": [{"reward": f"{reward}:reward"}],
         "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
-        # The simulated engine's log-probabilities are not those of any policy.
-        "algorithm": {"correction": {"warn_at": None, "fail_at": None}},
-        "weights": {"canary": {"prompts": 0}, "timeout_s": SYNC_TIMEOUT_S},
+        "weights": {"timeout_s": engine.sync_timeout_s},
         "checkpoint": {"every_steps": 1},
         "export_final": False,
     }
+    if engine is SIM:  # Its log-probabilities are not those of any policy.
+        run["algorithm"] = {"correction": {"warn_at": None, "fail_at": None}}
+        run["weights"]["canary"] = {"prompts": 0}
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(run))
     return path

@@ -96,6 +96,11 @@ def endless_run(
     return path
 
 
+def live_checks(steps: Iterable[dict[str, float]]) -> set[float]:
+    """Return the largest difference of each live check of these steps; a step without one repeats the one before."""
+    return {step["canary/max"] for step in steps if "canary/max" in step}
+
+
 def unknown_metrics(lines: Iterable[dict[str, float]]) -> set[str]:
     """Find the metrics in lines of `metrics.jsonl` that the table of metrics does not have."""
     named = (re.sub(r"<.*?>", ".*", re.escape(metric.name)) for metric in METRICS)
