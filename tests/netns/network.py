@@ -1,5 +1,6 @@
 """Three hosts on one machine: network namespaces on a bridge, each with mounts, a name and units of its own.
 
+The generator is the real engine.
 Invariants: the folders of one host are empty on the others; what a host is given by hand is its stack file, its
 certificate, the token and the credentials of NATS; a unit starts its command again for as long as its host is up, as
 systemd would; what runs in the namespaces is gone when the context ends, and only that.
@@ -22,7 +23,7 @@ from typing import Any
 import yaml
 
 from flotilla_core.files import write_atomically
-from flotilla_testing.stack import Outcome, Stack, wait_until
+from flotilla_testing.stack import BOOTED_WITHIN_S, Outcome, Stack, wait_until
 
 NAME = "netns"
 BIN = Path(sys.executable).parent
@@ -242,7 +243,7 @@ class Network:
             "name": NAME,
             "model": str(self.hosts["one"].home / "arithmetic" / "model"),
             "state_dir": str(host.home / "state"),
-            "ready_timeout_s": 240,
+            "ready_timeout_s": BOOTED_WITHIN_S,
             "restart_budget": 1000,
             "bind": {
                 "host": host.address,
@@ -260,7 +261,7 @@ class Network:
                 "url": f"nats://{self.hosts['one'].address}:{NATS_PORT}",
                 "credentials_file": str(host.home / "nats"),
             },
-            "generator": {"replicas": 0, "engine": "sim", "sim": {"seconds_per_token": 0.01}},
+            "generator": {"replicas": 0, "max_model_tokens": 64},
             "trainer": {
                 "replicas": 0,
                 "nproc": 2,
@@ -288,7 +289,7 @@ class Network:
         outcome = self.hosts["one"].flotilla("ps", "--json")
         return {one["name"]: one for one in outcome.json["processes"]} if outcome.code == 0 else {}
 
-    def wait_ready(self, *names: str, timeout_s: float = 240) -> None:
+    def wait_ready(self, *names: str) -> None:
         """Wait until all of these are ready."""
         last: dict[str, dict[str, Any]] = {}
 
@@ -298,7 +299,7 @@ class Network:
             return all(last.get(name, {}).get("state") == "ready" for name in names)
 
         try:
-            wait_until(f"{', '.join(names)} to be ready", ready, timeout_s, every_s=1)
+            wait_until(f"{', '.join(names)} to be ready", ready, BOOTED_WITHIN_S, every_s=1)
         except AssertionError as error:
             raise AssertionError(f"{error}: {last}") from None
 

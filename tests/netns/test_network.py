@@ -21,12 +21,6 @@ pytestmark = [
 ]
 
 STEPS = 3
-# What a simulated engine says is no policy's.
-SIMULATED = (
-    "weights.canary.prompts=0",
-    "algorithm.correction.warn_at=null",
-    "algorithm.correction.fail_at=null",
-)
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -86,7 +80,7 @@ def test_doctor_passes_on_each_host_and_a_run_loses_nothing(three_hosts: Network
 
     one = three_hosts.hosts["one"]
     file = small_run(one.home / "arithmetic", one.home / "run.yaml", steps=STEPS)
-    ended = one.flotilla("run", "start", str(file), *SIMULATED, "--wait", "--json")
+    ended = one.flotilla("run", "start", str(file), "--wait", "--json")
     assert ended.code == 0, ended.err
     finished = ended.json
     assert finished["state"] == "succeeded", finished

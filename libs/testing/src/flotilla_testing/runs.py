@@ -18,7 +18,9 @@ from flotilla_testing.stack import Stack
 REWARD = "def reward(prompt, response, answer, info):\n    return float(sum(map(ord, response)) % 7)\n"
 
 
-def small_run(example: Path, file: Path, *, name: str = "short", steps: int = 3) -> Path:
+def small_run(
+    example: Path, file: Path, *, name: str = "short", steps: int = 3, reward: str = "exact"
+) -> Path:
     """Written to `file`; `example` holds the folder `data` that the arithmetic example makes."""
     run: dict[str, Any] = {
         "name": name,
@@ -29,7 +31,7 @@ def small_run(example: Path, file: Path, *, name: str = "short", steps: int = 3)
             "samples_per_prompt": 4,
             "sampling": {"max_response_tokens": 6},
         },
-        "rewards": [{"reward": "exact"}],
+        "rewards": [{"reward": reward}],
         "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant"},
     }
     file.write_text(yaml.safe_dump(run))
