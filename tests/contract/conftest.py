@@ -42,7 +42,7 @@ def _folder_for_all(parent: str) -> Path:
 def shared_fleet(arithmetic: Path) -> Iterator[SharedFleet]:
     def boot() -> AbstractContextManager[Stack]:
         # A run that goes on leaves time to the commands that look at it.
-        sim = {"seconds_per_token": 0.01}
+        sim = {"seconds_per_token": 0.03}
         return light_stack(arithmetic / "model", _folder_for_all(folder), sim=sim)
 
     # Not below a folder of pytest, which keeps other users out by itself: the stack has to do so.

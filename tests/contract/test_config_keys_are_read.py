@@ -12,6 +12,7 @@ import sys
 import typing
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ NONE: Sections = frozenset()
 Names = ChainMap[str, Sections]
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPE = (*FUNCTION, ast.Lambda, ast.ClassDef)
+LEARNED_FROM = (
+    *FUNCTION,
+    *(ast.arg, ast.AnnAssign, ast.Assign, ast.NamedExpr, ast.For, ast.comprehension, ast.Attribute),
+)
 
 
 def models_in(annotation: object) -> Iterator[type[ConfigModel]]:
@@ -67,6 +72,7 @@ def trees() -> list[ast.Module]:
     return [ast.parse(file.read_text(encoding="utf-8")) for file in ours]
 
 
+@cache
 def named(annotation: ast.expr | None) -> Sections:
     """The sections that an annotation names."""
     words = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation else set()
@@ -74,14 +80,15 @@ def named(annotation: ast.expr | None) -> Sections:
 
 
 def scopes_of(scope: ast.AST, around: Names) -> Iterator[tuple[list[ast.AST], Names]]:
-    """What stands in a module, a class or a function itself, with its names; then every scope inside."""
+    """What names are learned from in a module, a class or a function itself, with these; then every scope inside."""
     names = around.new_child()
     inside: list[ast.AST] = []
     nodes: list[ast.AST] = []
     waiting = list(ast.iter_child_nodes(scope))
     while waiting:
         node = waiting.pop()
-        nodes.append(node)
+        if isinstance(node, LEARNED_FROM):
+            nodes.append(node)
         if isinstance(node, SCOPE):
             inside.append(node)
         else:

@@ -103,7 +103,7 @@ def test_settings_change_between_two_steps_and_are_told(fleet: Stack, endless: d
     wait_until("older samples", lambda: fleet.metrics(endless)[-1]["staleness/max"] == 1, WAIT_S)
     fleet.ok("run", "set", run_id, "rollout.max_staleness=0")
     wait_until("fresh samples", lambda: fleet.metrics(endless)[-1]["staleness/max"] == 0, WAIT_S)
-    last = len(fleet.metrics(endless)) + 30
+    last = len(fleet.metrics(endless)) + 20
     fleet.ok("run", "set", run_id, f"steps={last}")
     wait_until("the end of the run", lambda: fleet.state(endless) == "succeeded", WAIT_S)
     assert len(fleet.metrics(endless)) == last
