@@ -298,10 +298,12 @@ def test_the_key_of_a_certificate_is_read_as_kubernetes_mounts_it(
         "import pathlib, sys\n"
         "from flotilla_core.config.stack import TlsConfig\n"
         "from flotilla_core.trust.certificates import TlsFiles\n"
-        "import cryptography.x509, os; os.setgid(10001); os.setuid(10001)\n"
+        "import cryptography.x509, os\n"
         "at = pathlib.Path(sys.argv[1])\n"
         "names = {'key_file': 'key.pem', 'certificate_file': 'certificate.pem', 'ca_file': 'ca.pem'}\n"
-        "TlsFiles(TlsConfig(**{key: at / name for key, name in names.items()})).read()\n"
+        "files = TlsFiles(TlsConfig(**{key: at / name for key, name in names.items()}))\n"
+        "os.setgid(10001); os.setuid(10001)\n"
+        "files.read()\n"
         "print('read')"
     )
     done = subprocess.run(
