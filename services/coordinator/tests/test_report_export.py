@@ -84,5 +84,11 @@ async def test_an_export_that_finds_no_room_tells_its_caller_which_disk_is_full(
 
 
 def _exports() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "flotilla_coordinator.records.report" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children(recursive=True) if _is_export(child)]
+
+
+def _is_export(child: psutil.Process) -> bool:
+    try:
+        return "flotilla_coordinator.records.report" in " ".join(child.cmdline())
+    except psutil.NoSuchProcess:
+        return False  # Another test's child, which has just ended.
