@@ -14,6 +14,7 @@ from flotilla_coordinator.data import chat_template
 from flotilla_coordinator.data.chat_template import ChatTemplate, Conversation
 from flotilla_core.bounded_process import BoundedProcess, Bounds
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig
+from flotilla_testing.children import children_that_run
 
 MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 RENDER = "flotilla_coordinator.data.template_child:render"
@@ -91,11 +92,6 @@ TEMPLATES: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def rendering() -> list[psutil.Process]:
-    """Return the processes that render for this one; an earlier module may have left one with the users' bounds."""
-    return [one for one in psutil.Process().children() if RENDER in " ".join(one.cmdline())]
-
-
 @pytest.mark.parametrize(("source", "told"), TEMPLATES.values(), ids=TEMPLATES.keys())
 def test_template(source: str, told: str) -> None:
     with pytest.raises(FlotillaError) as refused:
@@ -107,7 +103,7 @@ def test_template(source: str, told: str) -> None:
     assert isinstance(refused.value, InvalidConfig) or refused.value.next_step
     # The next conversation has nothing of it.
     assert ChatTemplate("{{ messages[0].content }}", {}, where="").render(MESSAGES) == "1+1="
-    for child in rendering():
+    for child in children_that_run(RENDER):
         assert child.rlimit(psutil.RLIMIT_AS)[0] == chat_template.MEMORY_BYTES
 
 
@@ -115,7 +111,7 @@ def test_templates_that_many_share_one_process() -> None:
     """Threads that render at once get their own texts, and start no further child."""
     found: dict[int, str] = {}
     ChatTemplate("x", {}, where="").render(MESSAGES)
-    before = rendering()
+    before = children_that_run(RENDER)
 
     def work(number: int) -> None:
         template = ChatTemplate(f"{{{{ messages[0].content }}}} {number}", {}, where="")
@@ -129,7 +125,7 @@ def test_templates_that_many_share_one_process() -> None:
     for thread in threads:
         thread.join()
     assert found == {number: f"{number} {number}" for number in range(8)}
-    assert rendering() == before
+    assert children_that_run(RENDER) == before
 
 
 def test_the_conversation_that_passes_the_bounds_is_named() -> None:

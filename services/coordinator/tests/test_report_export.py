@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -15,9 +14,12 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.parquet import export_parquet
 from flotilla_coordinator.records.report import Exporter
 from flotilla_core.errors import DiskFull, Internal
+from flotilla_testing.children import children_that_run
 from flotilla_testing.small_disk import SmallDisk, small_disk
 
 pytestmark = pytest.mark.timeout(60)
+
+EXPORT = "flotilla_coordinator.records.report"
 
 
 @pytest.fixture
@@ -48,12 +50,12 @@ async def test_a_caller_that_gives_up_takes_the_process_with_it(run_dir: Path) -
     exporter = Exporter()
     call = asyncio.create_task(exporter.export(run_dir))
     async with asyncio.timeout(20):
-        while not _exports():
+        while not children_that_run(EXPORT):
             await asyncio.sleep(0.01)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert not _exports()
+    assert not children_that_run(EXPORT)
     assert await exporter.export(run_dir)
 
 
@@ -81,14 +83,3 @@ async def test_an_export_that_finds_no_room_tells_its_caller_which_disk_is_full(
     assert str(disk.path) in refused.value.why and refused.value.next_step == "free space there"
     disk.free()
     assert await Exporter().export(run_dir)
-
-
-def _exports() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if _is_export(child)]
-
-
-def _is_export(child: psutil.Process) -> bool:
-    try:
-        return "flotilla_coordinator.records.report" in " ".join(child.cmdline())
-    except psutil.NoSuchProcess:
-        return False  # Another test's child, which has just ended.
