@@ -116,7 +116,8 @@ AgreementLimit = Annotated[float, Field(gt=0, le=1, strict=True)] | Literal["aut
 class ConfigModel(BaseModel):
     """A section of a configuration file.
 
-    A section within it has its default from a factory: an object would be made, and its model built, at each import.
+    A field that holds a section takes its default from a factory. A default object would build the model of that
+    section at each import, also in a process that never reads it.
     """
 
     model_config = ConfigDict(
