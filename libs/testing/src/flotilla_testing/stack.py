@@ -29,6 +29,7 @@ from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import Unavailable
 from flotilla_core.trust import TokenFile, read_token
 from flotilla_launch.records import StackRecord
+from flotilla_testing.command_line import run_command
 
 FLOTILLA = str(Path(sys.executable).parent / "flotilla")
 COMMAND_TIMEOUT_S = 300.0
@@ -64,15 +65,8 @@ class Stack:
 
     def flotilla(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> Outcome:
         """Run `flotilla` on this stack."""
-        done = subprocess.run(
-            [FLOTILLA, *arguments, "--stack", str(self.file)],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"},
-            check=False,
-        )
-        return Outcome(done.returncode, done.stdout, done.stderr)
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+        return Outcome(*run_command([*arguments, "--stack", str(self.file)], environment, timeout_s))
 
     def ok(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> Any:
         """Run a command that must succeed; its JSON."""

@@ -1,0 +1,106 @@
+"""`flotilla` as a process of its own for each command, without a second of imports for each.
+
+A server imports the command line once and forks for every command. A fork has its own arguments, environment, folder,
+output and end, as a command has that a shell starts. The server ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+IMPORTED = (
+    "flotilla_coordinator.cli.main",
+    "flotilla_client",
+    "flotilla_core.config",
+    "flotilla_launch.local",
+)
+_REQUEST_BYTES = 1 << 18
+
+
+def run_command(
+    arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> tuple[int, str, str]:
+    """Return the exit code, the output and the messages of `flotilla` with these arguments."""
+    asked = {"arguments": list(arguments), "environment": dict(environment), "folder": str(Path.cwd())}
+    ours, theirs = socket.socketpair()
+    with ours, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with theirs:
+            files = [out.fileno(), err.fileno(), theirs.fileno()]
+            requests, _ = _server()
+            socket.send_fds(requests, [json.dumps(asked).encode()], files)
+        ours.settimeout(timeout_s)
+        told = ours.makefile()
+        pid = int(told.readline())
+        try:
+            # A command that was killed says nothing of its end.
+            code = int(told.read() or -signal.SIGKILL)
+        except TimeoutError as late:
+            os.kill(pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(["flotilla", *arguments], timeout_s) from late
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return code, texts[0], texts[1]
+
+
+@cache
+def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        server = subprocess.Popen(
+            [sys.executable, "-c", f"import {__name__} as it; it.serve()"], stdin=theirs.fileno()
+        )
+    return ours, server
+
+
+def serve() -> None:
+    """Fork for each request that comes; the forks return from here, and the server does when nobody can ask it."""
+    for name in IMPORTED:
+        import_module(name)
+    requests = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # Nobody waits for the forks: each tells its own end.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        request, files, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
+        if not request:
+            return
+        if os.fork() == 0:
+            requests.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _obey(json.loads(request), *files)
+            return
+        for file in files:
+            os.close(file)
+
+
+def _obey(asked: dict[str, Any], out: int, err: int, line: int) -> None:
+    """Run one command to its end."""
+    for file, place in ((out, 1), (err, 2)):
+        os.dup2(file, place)
+        os.close(file)
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    sys.argv = ["flotilla", *asked["arguments"]]
+    os.write(line, f"{os.getpid()}\n".encode())
+    code: object = 0
+    try:
+        import_module("flotilla_coordinator.cli.main").main()
+    except SystemExit as ended:
+        code = ended.code or 0
+    sys.stdout.flush()
+    # The line itself closes when the process has ended.
+    os.write(line, str(code if isinstance(code, int) else 1).encode())
