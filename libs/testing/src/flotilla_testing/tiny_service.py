@@ -1,5 +1,7 @@
 """A real service process without a model: port, health, announcement, drain, as the launcher sees it.
 
+It imports gRPC and nothing of ours, so that a stack of several is up in a second.
+
 `FLOTILLA_TEST_BEHAVIOUR` is a JSON object {name: behaviour}: "die", "die while PATH" (is there), "hang" (never
 READY), "stubborn" (ignores SIGTERM), "parent" (has a grandchild in a session of its own and shared memory), "flood"
 (prints FLOOD_BYTES without a newline once it is READY, and is killed).
@@ -16,17 +18,19 @@ import sys
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
-import yaml
-
-from flotilla_core.config.stack import BindConfig
-from flotilla_core.rpc import RpcServer
+import grpc.aio
+from grpc_health.v1.health import OVERALL_HEALTH, aio
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 FLOOD_BYTES = 200 << 20
 
 
 async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str) -> None:
-    server = RpcServer(BindConfig(port=port), token="secret")
-    address = await server.start()
+    server, health = grpc.aio.server(), aio.HealthServicer()
+    add_HealthServicer_to_server(health, server)
+    address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    await server.start()
     if behaviour == "parent":
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
         await asyncio.create_subprocess_exec(*sleeper, start_new_session=True)
@@ -48,7 +52,8 @@ async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str
     stopping = asyncio.Event()
     on_sigterm = (lambda: None) if behaviour == "stubborn" else stopping.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
-    server.set_serving(behaviour != "hang")
+    if behaviour == "hang":
+        await health.set(OVERALL_HEALTH, HealthCheckResponse.NOT_SERVING)
     if behaviour == "flood":
         await asyncio.to_thread(flood)
     await stopping.wait()
@@ -71,6 +76,5 @@ def main(kind: str) -> None:
     if behaviour == "die" or (behaviour.startswith("die while ") and Path(behaviour[10:]).exists()):
         sys.stderr.write("loading the model\nRuntimeError: the model folder is empty\nbye\n")
         sys.exit(7)
-    stack = yaml.safe_load(Path(arguments.stack).read_text())
-    instances = Path(stack["state_dir"]) / stack["name"] / "instances"
+    instances = Path(arguments.stack).with_name("instances")
     asyncio.run(serve(arguments.name, kind, instances, int(arguments.port), behaviour))
