@@ -9,19 +9,18 @@ import pytest
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.fuzzed_fleet import MOST_GROWTH_MIB, SEED_VARIABLE, fuzz_fleet, seed
-from flotilla_testing.stack import sim_stack
+from flotilla_testing.stack import Stack
 
 
 def assert_change_nothing(
-    requests: int, arithmetic: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+    stack: Stack, requests: int, arithmetic: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Send so many to each service of a fleet with real ranks, and judge the services and every ledger."""
+    """Send so many to each service of a fleet with real ranks, and judge the services and every run of its ledger."""
     drawn = seed()
     with capsys.disabled():
         sys.stdout.write(f"\n{SEED_VARIABLE}={drawn}\n")
-    with sim_stack(arithmetic / "model", folder) as stack:
-        report = fuzz_fleet(stack, arithmetic, folder, requests, drawn)
-        verdicts = {run: check(stack.directory / "ledger.sqlite", run) for run in report.runs}
+    report = fuzz_fleet(stack, arithmetic, folder, requests, drawn)
+    verdicts = {run: check(stack.directory / "ledger.sqlite", run) for run in report.runs}
     with capsys.disabled():
         sys.stdout.write(f"{report}\n")
     assert not report.offences, str(report)

@@ -1,4 +1,4 @@
-"""Malformed requests to every service, drawn from the contract: twenty thousand each; `tests/contract` sends two."""
+"""Malformed requests to every service, drawn from the contract: twenty thousand each; `tests/integration` sends two."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from malformed_requests import assert_change_nothing
+
+from flotilla_testing.stack import sim_stack
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -15,4 +17,5 @@ REQUESTS = 20_000
 def test_twenty_thousand_malformed_requests_to_each_service_change_nothing(
     arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert_change_nothing(REQUESTS, arithmetic, tmp_path, capsys)
+    with sim_stack(arithmetic / "model", tmp_path) as stack:
+        assert_change_nothing(stack, REQUESTS, arithmetic, tmp_path, capsys)
