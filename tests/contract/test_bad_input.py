@@ -13,7 +13,8 @@ import psutil
 import pytest
 import yaml
 
-from flotilla_testing.stack import Stack
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_TRAINER
+from flotilla_testing.stack import Stack, accepting_trainer, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -130,18 +131,28 @@ def test_service_that_dies_at_start_shows_its_last_words(arithmetic: Path, tmp_p
 
 
 def test_trainer_with_another_tokenizer_is_refused(
-    arithmetic: Path, run_file: RunFile, tmp_path: Path
+    fleet: Stack, arithmetic: Path, run_file: RunFile, tmp_path: Path
 ) -> None:
-    from flotilla_testing.stack import light_stack
-
+    """A loop has the trainer of the fleet and its generator, so that a run without one gets the other trainer."""
     other = tmp_path / "other-model"
     other.mkdir()
     for file in (arithmetic / "model").iterdir():
         (other / file.name).write_bytes(file.read_bytes())
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     (other / "tokenizer.json").write_text(json.dumps(tokenizer, indent=3))
-    with light_stack(arithmetic / "model", tmp_path, trainer_model=other) as running:
-        run = running.run(run_file())
+    pairs, of_pairs = tmp_path / "pairs.jsonl", tmp_path / "pairs.yaml"
+    pairs.write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n")
+    described = {"name": "pairs", "steps": 1, "algorithm": {"type": "dpo"}, "data": {"train": str(pairs)}}
+    of_pairs.write_text(yaml.safe_dump(described | {"rollout": {"prompts_per_step": 1}}))
+    stack_file = tmp_path / "stack.yaml"
+    stack_file.write_text(yaml.safe_dump({**yaml.safe_load(fleet.file.read_text()), "model": str(other)}))
+    with (
+        fleet.client() as client,
+        client.open_loop(run_file()),
+        accepting_trainer("trainer-1", stack_file, tmp_path),
+    ):
+        wait_until("the other trainer", lambda: len(fleet.holders(SERVICE_KIND_TRAINER)) == 2)
+        run = fleet.run(of_pairs)
     assert run["state"] == "failed"
     assert "tokenizer" in run["reason"]
 
@@ -154,7 +165,15 @@ def up(directory: Path, **stack: Any) -> Any:
     """`flotilla up` with a stack of its own; taken down again unless it was refused."""
     file = directory / "stack.yaml"
     file.write_text(
-        yaml.safe_dump({"name": "bad", "state_dir": str(directory), "trainer": {"replicas": 0}, **stack})
+        yaml.safe_dump(
+            {
+                "name": "bad",
+                "state_dir": str(directory),
+                "generator": {"engine": "sim"},
+                "trainer": {"replicas": 0},
+                **stack,
+            }
+        )
     )
     running = Stack(file, directory / "bad")
     with ExitStack() as unless_refused:

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 
-from flotilla_testing.stack import Stack, light_stack
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
+from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """No generator at all; the rest of a light fleet."""
-    with light_stack(arithmetic / "model", tmp_path_factory.mktemp("light"), replicas=0) as running:
-        yield running
+def without_generators(fleet: Stack) -> Iterator[Stack]:
+    """The fleet, which has no generator until the tests of this module are over."""
+    with fleet.client() as client:
+        client.scale(SERVICE_KIND_GENERATOR, 0)
+        assert not fleet.holders(SERVICE_KIND_GENERATOR)
+        yield fleet
+        client.scale(SERVICE_KIND_GENERATOR, 1)
 
 
 def run_file(folder: Path, pairs: list[dict[str, Any]], **changes: Any) -> Path:
@@ -45,12 +49,12 @@ def pair(number: int, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("algorithm", ["dpo", "reward_model"])
 def test_pairs_train_are_evaluated_and_kept_without_a_generator(
-    fleet: Stack, tmp_path: Path, algorithm: str
+    without_generators: Stack, tmp_path: Path, algorithm: str
 ) -> None:
     file = run_file(tmp_path, [pair(n) for n in range(20)], algorithm={"type": algorithm})
-    run = fleet.run(file)
+    run = without_generators.run(file)
     assert run["state"] == "succeeded", run["reason"]
-    steps = fleet.metrics(run)
+    steps = without_generators.metrics(run)
     assert len(steps) == 4
     # 8 pairs: two answers each, every one with its end.
     assert all(step["tokens/trained"] >= 8 * 2 * 2 for step in steps)
@@ -65,14 +69,16 @@ def test_pairs_train_are_evaluated_and_kept_without_a_generator(
 
 
 def test_a_pair_that_is_none_is_refused_by_its_line_before_the_run_begins(
-    fleet: Stack, tmp_path: Path
+    without_generators: Stack, tmp_path: Path
 ) -> None:
     for broken, said in (
         ({"rejected": "2"}, "both answers are the same"),
         ({"rejected": ""}, "column 'rejected' is an empty answer"),
         ({"rejected": None}, "column 'rejected' is missing"),
     ):
-        outcome = fleet.flotilla("run", "start", str(run_file(tmp_path, [pair(0), pair(1, **broken)])))
+        outcome = without_generators.flotilla(
+            "run", "start", str(run_file(tmp_path, [pair(0), pair(1, **broken)]))
+        )
         assert outcome.code != 0
         assert said in outcome.err
         assert "pairs.jsonl, line 2" in outcome.err
