@@ -13,6 +13,8 @@ from flotilla_testing.stack import Stack, running_stack, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
+PROMPTS = 16
+SAMPLES = 4
 CANARY = (
     "weights.canary.prompts=64",
     "weights.canary.tokens=16",
@@ -31,13 +33,13 @@ def finished_run(stack: Stack, arithmetic: Path, tmp_path_factory: pytest.TempPa
                 "steps": 3,
                 "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
                 "rollout": {
-                    "prompts_per_step": 64,
-                    "samples_per_prompt": 4,
+                    "prompts_per_step": PROMPTS,
+                    "samples_per_prompt": SAMPLES,
                     "sampling": {"max_response_tokens": 6},
                 },
                 "rewards": [{"reward": "exact"}],
                 "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant"},
-                "evaluation": {"data": str(arithmetic / "data" / "heldout.jsonl"), "max_prompts": 64},
+                "evaluation": {"data": str(arithmetic / "data" / "heldout.jsonl"), "max_prompts": PROMPTS},
             }
         )
     )
@@ -49,7 +51,7 @@ def finished_run(stack: Stack, arithmetic: Path, tmp_path_factory: pytest.TempPa
 def test_three_grpo_steps_account_for_every_sample(stack: Stack, finished_run: dict) -> None:
     verdict = check(stack.directory / "ledger.sqlite", finished_run["run_id"])
     assert verdict.passed, str(verdict)
-    assert verdict.trained == 3 * 64 * 4
+    assert verdict.trained == 3 * PROMPTS * SAMPLES
 
 
 def test_trainer_and_generator_agree_at_every_sync(stack: Stack, finished_run: dict) -> None:
@@ -95,7 +97,7 @@ def test_operators_see_into_services_and_samples(stack: Stack, finished_run: dic
     assert profile.read_text().strip()
     assert "exact" in {one["name"] for one in stack.ok("reward", "list")["rewards"]}
     samples = stack.ok("samples", finished_run["run_id"], "--step", "1", "-n", "300")["samples"]
-    assert len(samples) == 64 * 4 and {one["state"] for one in samples} == {"durable"}
+    assert len(samples) == PROMPTS * SAMPLES and {one["state"] for one in samples} == {"durable"}
     assert all(one["prompt"] and one["policy_versions"] and one["reward"] is not None for one in samples)
 
 
