@@ -47,6 +47,8 @@ def run_command(
             code = int(told.read() or -signal.SIGKILL)
         except TimeoutError as late:
             os.kill(pid, signal.SIGKILL)
+            ours.settimeout(None)
+            ours.recv(1)  # The line ends with the process.
             raise subprocess.TimeoutExpired(["flotilla", *arguments], timeout_s) from late
         texts = []
         for file in (out, err):
