@@ -142,6 +142,13 @@ def test_what_hooks_onto_a_compiled_layer_takes_part_and_goes_again(
     torch.testing.assert_close(layer(given), before)
 
 
+def test_layers_that_run_plain_do_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("the compiler was imported"))
+    layer = torch.nn.Linear(4, 4)
+    compiled = CompiledLayers([layer])
+    assert layer(torch.ones(2, 4)).shape == (2, 4) and not compiled.on
+
+
 @torch.library.custom_op("flotilla_test::variable_length", mutates_args=())
 def variable_length(
     query: torch.Tensor,

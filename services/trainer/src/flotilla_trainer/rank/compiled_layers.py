@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,18 +34,22 @@ class CompiledLayers:
         # With True, code compiled earlier would ignore hooks that are added to a layer later, as adapters do.
         torch._dynamo.config.skip_nnmodule_hook_guards = False
         for layer in layers:
-            layer.forward = partial(
-                self._forward, layer.forward, torch.compile(layer.forward, backend=BACKEND)
-            )
+            # Made by its first use: the first one imports the compiler, for seconds.
+            compiled = cache(partial(torch.compile, layer.forward, backend=BACKEND))
+            layer.forward = partial(self._forward, layer.forward, compiled)
 
     def _forward(
-        self, plain: Callable[..., Any], compiled: Callable[..., Any], *inputs: Any, **options: Any
+        self,
+        plain: Callable[..., Any],
+        compiled: Callable[[], Callable[..., Any]],
+        *inputs: Any,
+        **options: Any,
     ) -> Any:
         if not self.on:
             return plain(*inputs, **options)
         for tensor in _tensors((inputs, options)):
             _mark_row(tensor)
-        return compiled(*inputs, **options)
+        return compiled()(*inputs, **options)
 
 
 def compiler_refusal(device: torch.device) -> str:
