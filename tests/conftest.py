@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,6 @@ ARITHMETIC = Path(__file__).resolve().parents[1] / "examples" / "arithmetic"
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `model/` and `data/` of the arithmetic example."""
     folder = tmp_path_factory.mktemp("arithmetic")
-    for script, out in (("make_model.py", "model"), ("make_data.py", "data")):
-        subprocess.run([sys.executable, ARITHMETIC / script, "--out", folder / out], check=True, timeout=120)
+    for name in ("model", "data"):
+        runpy.run_path(str(ARITHMETIC / f"make_{name}.py"))[f"make_{name}"](folder / name)
     return folder
