@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -42,3 +44,9 @@ def test_an_exception_stays_one_line(out: io.StringIO) -> None:
         logging.getLogger("some.library").exception("failed too")
     for line in out.getvalue().splitlines():
         assert "ValueError: no" in json.loads(line)["exception"]
+
+
+def test_a_service_starts_without_the_console_for_developers() -> None:
+    code = "import sys, flotilla_core.service; print('structlog' in sys.modules, 'rich' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["True", "False"]

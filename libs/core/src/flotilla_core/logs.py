@@ -14,8 +14,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO, cast
 
-import structlog
-from structlog.typing import EventDict
+from flotilla_core.logger import EventDict, structlog
 
 # They are chatty below warnings, and our own lines report the same things better.
 _QUIET = ("grpc", "nats", "asyncio", "urllib3", "httpx", "filelock")
@@ -56,6 +55,11 @@ def configure_logs(service: str, *, level: str = "INFO", stream: TextIO | None =
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def name_instance(instance_id: str) -> None:
+    """Put the id of the instance into every line of this context, and of the tasks that begin in it."""
+    structlog.contextvars.bind_contextvars(instance_id=instance_id)
 
 
 class LossyStream:

@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import structlog
 from google.protobuf.json_format import MessageToDict
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
@@ -32,6 +31,7 @@ from flotilla_core.config import StackConfig
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Unavailable
 from flotilla_core.files import make_private_folder
 from flotilla_core.log_files import keep_bounded
+from flotilla_core.logger import get_logger
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.trust import TokenFile
 from flotilla_launch.nats_process import NatsProcess
@@ -41,7 +41,7 @@ from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.state import PlacedFile, read_json, write_json
 from flotilla_launch.table import NATS, Endpoints, Nodes, Row, table_of
 
-log = structlog.get_logger()
+log = get_logger()
 
 _LOOK_EVERY_S = 1.0
 _DEAD = (ProcessState.PROCESS_STATE_FAILED, ProcessState.PROCESS_STATE_STOPPED)

@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-import structlog
-
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.errors import Unavailable
+from flotilla_core.logger import get_logger
 from flotilla_core.trust import Token
 from flotilla_launch.health import is_serving
 from flotilla_launch.placement import Slot, kind_name
 
-log = structlog.get_logger()
+log = get_logger()
 
 _POLL_S = 0.5
 

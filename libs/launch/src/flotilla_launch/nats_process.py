@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import structlog
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
@@ -22,6 +21,7 @@ from flotilla_core.addresses import loopback
 from flotilla_core.bus import NatsServer
 from flotilla_core.disk import lacks_room
 from flotilla_core.errors import FlotillaError
+from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust.certificates import TlsFiles
 from flotilla_launch.budget import RestartBudget
@@ -33,7 +33,7 @@ from flotilla_launch.records import ProcessRecord
 if TYPE_CHECKING:
     from flotilla_core.config.stack import TlsConfig
 
-log = structlog.get_logger()
+log = get_logger()
 
 NAME = "nats"
 _RESTART_DELAY_S = 0.5

@@ -11,13 +11,12 @@ import os
 import signal
 from pathlib import Path
 
-import structlog
-
 from flotilla.launcher.v1.launcher_pb2_grpc import add_LauncherServiceServicer_to_server
 from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.files import write_atomically
+from flotilla_core.logger import get_logger
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.rpc import RpcServer
 from flotilla_core.trust import TokenFile, make_token
@@ -32,7 +31,7 @@ from flotilla_launch.stack_lock import hold_lock
 from flotilla_launch.state import LauncherFile
 from flotilla_launch.supervisor import Supervisor
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 async def serve(stack: StackConfig, report: Report, *, executables: Path, take_over: bool = False) -> None:

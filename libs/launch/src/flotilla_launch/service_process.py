@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import structlog
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.disk import lacks_room
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Internal
+from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import UNKNOWN_STATUS
 from flotilla_core.trust import Token
@@ -36,7 +36,7 @@ from flotilla_launch.process_tree import end_tree, kill_all, tree_of
 from flotilla_launch.records import ProcessRecord
 from flotilla_launch.state import read_json
 
-log = structlog.get_logger()
+log = get_logger()
 
 STOP_GRACE_S = 10.0
 _POLL_S = 0.1

@@ -12,15 +12,15 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import structlog
 from grpc.aio import ServicerContext
 
 from flotilla.launcher.v1 import launcher_pb2 as pb
 from flotilla.launcher.v1.launcher_pb2_grpc import LauncherServiceServicer
 from flotilla_core.config import StackConfig, load_text
+from flotilla_core.logger import get_logger
 from flotilla_launch.supervisor import Supervisor
 
-log = structlog.get_logger()
+log = get_logger()
 
 Result = TypeVar("Result")
 Context = ServicerContext[Any, Any]

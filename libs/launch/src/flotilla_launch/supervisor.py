@@ -14,8 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.addresses import ANY_ADDRESS, joined, loopback
@@ -26,6 +24,7 @@ from flotilla_core.disk import why_full
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.files import write_atomically
 from flotilla_core.log_files import keep_bounded
+from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust import TokenFile
 from flotilla_launch.child import under_lease
@@ -50,7 +49,7 @@ from flotilla_launch.service_process import ServiceProcess, start_together
 from flotilla_launch.state import LauncherFile
 from flotilla_launch.table import Endpoints, ThisHost, row_of
 
-log = structlog.get_logger()
+log = get_logger()
 
 _NOTE_SHARED_MEMORY_EVERY_S = 10.0
 _LOOK_FOR_GUARDIAN_EVERY_S = 1.0

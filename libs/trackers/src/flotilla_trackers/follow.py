@@ -17,17 +17,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import structlog
-
 from flotilla_core.config import DIRECT, HostedTrackerConfig, RunConfig, TrackerConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.log_files import keep_bounded
+from flotilla_core.logger import get_logger
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_core.trust import read_secret
 from flotilla_trackers import SHOWS
 from flotilla_trackers.feed import Progress, progress_path
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 COMMAND = (sys.executable, "-m", "flotilla_trackers.feed")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0

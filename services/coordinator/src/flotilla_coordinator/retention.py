@@ -14,8 +14,6 @@ import shutil
 from functools import lru_cache
 from pathlib import Path
 
-import structlog
-
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.timeline import SpanStore
@@ -23,8 +21,9 @@ from flotilla_coordinator.trainers.spec import critic_of
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.config.stack import CoordinatorConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig
+from flotilla_core.logger import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 LOOK_EVERY_S = 300.0
 MIB = 1 << 20

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 
-import structlog
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from flotilla.common.v1 import operate_pb2
@@ -27,12 +26,13 @@ from flotilla_core.bus import EventStream
 from flotilla_core.config import dump_yaml
 from flotilla_core.errors import FlotillaError, StaleVersion
 from flotilla_core.files import write_atomically
+from flotilla_core.logger import get_logger
 from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.rpc import RpcServer
 from flotilla_core.service import Host
 from flotilla_core.service.model import offer_models
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class Coordinator:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-import structlog
-
 from flotilla_core.errors import InvalidConfig
+from flotilla_core.logger import get_logger
 from flotilla_reward.job import Failure, Outcome, Sample, Target, Timeout
 from flotilla_reward.turns import Turns
 from flotilla_reward.worker_process import WorkerDied, WorkerProcess
@@ -23,7 +22,7 @@ LOAD_LIMIT_S = 60.0
 MOST_OWNERS = 4
 """Workers that a place keeps; of those of users the one that was idle for longest ends for another owner's."""
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from flotilla.common.v1 import operate_pb2
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.trainer.v1 import ranks_pb2 as pb
@@ -24,6 +22,7 @@ from flotilla.trainer.v1 import ranks_pb2_grpc
 from flotilla_core import rpc, telemetry
 from flotilla_core.errors import InvalidRequest, NotFound
 from flotilla_core.gangs import agent_of
+from flotilla_core.logger import get_logger
 from flotilla_core.rpc.channel import PART_BYTES
 from flotilla_core.service import Host
 from flotilla_core.transfer import own_folder
@@ -36,7 +35,7 @@ from flotilla_trainer.wire.settings import SHARDS
 SERVICE_NAME = "flotilla.trainer.v1.RankService"
 REAP_TIMEOUT_S = 3.0
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 class RankAgent:

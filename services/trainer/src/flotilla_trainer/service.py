@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import structlog
-
 from flotilla.common.v1 import operate_pb2
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from flotilla_core import rpc, telemetry
 from flotilla_core.errors import FlotillaError
 from flotilla_core.gangs import model_of
+from flotilla_core.logger import get_logger
 from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.roles import role_of_process
 from flotilla_core.service import Host
@@ -32,7 +31,7 @@ from flotilla_trainer.gang.ranks import Gang
 
 SERVICE_NAME = "flotilla.trainer.v1.TrainerService"
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 INSTALL_COMPILER = "Install a C++ compiler (g++) and Python's headers, or set compile to off for this gang."
 

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-
-@contextmanager
-def _left_out(module: str) -> Iterator[None]:
-    """Let the imports inside find that an optional `module` is not installed, unless it is loaded already."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # type: ignore[assignment]  # Python's own mark of what cannot be imported
-    try:
-        yield
-    finally:
-        del sys.modules[module]
-
+from flotilla_core.optional_imports import left_out
 
 # nats-py takes aiohttp for servers behind a WebSocket, which ours is not: every process would start 0.1 s later.
-with _left_out("aiohttp"):
+with left_out("aiohttp"):
     from flotilla_core.bus.connection import Bus, Login
     from flotilla_core.bus.events import Event, EventStream
     from flotilla_core.bus.registry import Registry

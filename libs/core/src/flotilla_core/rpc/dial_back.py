@@ -17,13 +17,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TypeAlias
 
 import grpc
-import structlog
 
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.operate_pb2 import DescribeRequest
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
 from flotilla_core.addresses import host_of, is_loopback
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Unavailable
+from flotilla_core.logger import get_logger
 from flotilla_core.protocol import refusal
 from flotilla_core.rpc.calls import unary
 
@@ -34,7 +34,7 @@ MOST_REACHED = 10_000
 
 Snapshot: TypeAlias = dict[str, reg.Registration]
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 class DialBack:

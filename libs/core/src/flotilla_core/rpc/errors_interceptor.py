@@ -17,17 +17,17 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError, Message
 from grpc_status import rpc_status
 
 from flotilla_core.errors import FlotillaError, Internal, InvalidRequest, Unimplemented
+from flotilla_core.logger import get_logger
 from flotilla_core.rpc import status
 from flotilla_core.rpc.fence import Fence, NewestFences
 from flotilla_core.rpc.handlers import behavior_of, is_infrastructure, wrapped
 from flotilla_core.rpc.validation import validate
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 _REFUSED_STREAM_S = 2.0
 GENERATED = "_pb2_grpc"

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import grpc
-import structlog
 
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core.errors import Unavailable
+from flotilla_core.logger import get_logger
 from flotilla_core.rpc.replica_set import Load, Replica, ReplicaSet
 
 StubT = TypeVar("StubT")
@@ -39,7 +39,7 @@ NAME_THE_WAIT_AFTER_S = 10.0
 # What a caller may take can depend on state that is not reported, so all of them are asked again.
 LOOK_AGAIN_S = 0.25
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 class ReplicaPool(Generic[StubT]):

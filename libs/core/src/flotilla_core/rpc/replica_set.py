@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 import grpc
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core.errors import FlotillaError
+from flotilla_core.logger import get_logger
 from flotilla_core.protocol import limits, refusal
 from flotilla_core.roles import POLICY, process_name
 from flotilla_core.rpc.calls import unary
@@ -31,7 +31,7 @@ StubT = TypeVar("StubT")
 
 _STABLE_AFTER_S = 30.0
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 # ready: takes work. ejected: a call failed and its health is probed, or its build is another one. draining: it never
 # takes work again.

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import psutil
-import structlog
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from flotilla_core.addresses import ANY_ADDRESS, UNIX, dialable, dialled, is_loopback, joined
 from flotilla_core.errors import FlotillaError, InvalidConfig, PortInUse
+from flotilla_core.logger import get_logger
 from flotilla_core.rpc.channel import SERVER_OPTIONS
 from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor, abort, read_to_its_end
 from flotilla_core.rpc.fence import FENCE_HEADER
@@ -38,7 +38,7 @@ from flotilla_core.trust.refusals import RefusalLog
 if TYPE_CHECKING:
     from flotilla_core.config import BindConfig
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 _Status = health_pb2.HealthCheckResponse
 SERVICE_NAME = "grpc.health.v1.Health"

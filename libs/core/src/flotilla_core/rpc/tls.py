@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import structlog
 
 from flotilla_core.errors import FlotillaError, Unavailable
+from flotilla_core.logger import get_logger
 from flotilla_core.trust import certificates
 from flotilla_core.trust.certificates import TlsFiles
 
@@ -41,7 +41,7 @@ _SIGNS = (
     "end of tcp stream",
 )
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:

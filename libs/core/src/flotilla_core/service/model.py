@@ -13,14 +13,13 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
-import structlog
-
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core.bus import Registry
 from flotilla_core.config import StackConfig
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FlotillaError, NotFound, Unavailable
 from flotilla_core.gangs import model_of, roles_of, with_model
+from flotilla_core.logger import get_logger
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import POLICY, role_of_process
 from flotilla_core.service.host import Host
@@ -29,7 +28,7 @@ from flotilla_core.transfer import Files
 _ALIVE = (reg.INSTANCE_STATE_STARTING, reg.INSTANCE_STATE_READY)
 _NEED_A_MODEL = (reg.SERVICE_KIND_GENERATOR, reg.SERVICE_KIND_TRAINER)
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 def offer_models(host: Host) -> None:

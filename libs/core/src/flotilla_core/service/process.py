@@ -33,8 +33,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-import structlog
-
 from flotilla.common.v1 import files_pb2_grpc, operate_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.registration_pb2 import ServiceKind
@@ -45,7 +43,8 @@ from flotilla_core.bus.connection import COORDINATOR, SERVICE
 from flotilla_core.disk import check_state_directory, names_full_disk
 from flotilla_core.errors import FlotillaError, Internal
 from flotilla_core.files import keep_private, speak_utf8, write_atomically
-from flotilla_core.logs import configure_logs, tolerate_lost_lines
+from flotilla_core.logger import get_logger
+from flotilla_core.logs import configure_logs, name_instance, tolerate_lost_lines
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.roles import role_of_process
 from flotilla_core.rpc.interface import hand_down
@@ -61,7 +60,7 @@ NATS_TIMEOUT_S = 20.0
 _SPREAD_THE_WORD_S = 0.2
 _SERVER_GRACE_S = 1.0
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 _LOOK_EVERY_S = 0.5
 BLOCKED_AFTER_S = 3.0
@@ -129,7 +128,7 @@ class ServiceProcess:
         """Provide telemetry and NATS around everything else."""
         given = self._arguments
         instance_id = ids.new_instance_id(given.name)
-        structlog.contextvars.bind_contextvars(instance_id=instance_id)
+        name_instance(instance_id)
         check_state_directory(given.state_dir)
         hand_down(given.stack.bind)
         token = TokenFile.of_stack(given.stack.bind, given.state_dir)
@@ -405,7 +404,7 @@ def run_service(
         return 130
     # No caller above could handle it.
     except Exception as error:  # noqa: BLE001
-        structlog.get_logger().exception("the service failed unexpectedly")
+        get_logger().exception("the service failed unexpectedly")
         return _say(Internal("the service failed", where=kind_name, why=f"{type(error).__name__}: {error}"))
 
 

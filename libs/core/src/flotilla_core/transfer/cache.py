@@ -17,12 +17,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import structlog
-
 from flotilla_core.checkpoint.manifest import SHA256
 from flotilla_core.disk import folder_bytes
 from flotilla_core.errors import Exhausted, Unavailable
 from flotilla_core.files import make_private_folder
+from flotilla_core.logger import get_logger
 
 POLL_S = 0.2
 LOOK_EVERY_S = 5.0
@@ -30,7 +29,7 @@ FETCHING = ".fetching"
 """Ends the names of folders that are still growing."""
 GIB = 1 << 30
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 class FileCache:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
-import structlog
 
 from flotilla.common.v1 import files_pb2 as pb
 from flotilla.common.v1 import files_pb2_grpc
@@ -32,6 +31,7 @@ from flotilla_core.checkpoint.manifest import SHA256
 from flotilla_core.config.model import LONGEST_FILE_NAME
 from flotilla_core.errors import Damaged, DeadlineExceeded, FlotillaError, InvalidRequest, Unavailable
 from flotilla_core.files import make_private_folder, write_atomically
+from flotilla_core.logger import get_logger
 from flotilla_core.transfer.cache import FETCHING, FileCache
 from flotilla_core.transfer.download import Download, Parts
 from flotilla_core.transfer.folders import Digests, FolderManifest, FoundFile, found_files, stamp_of
@@ -55,7 +55,7 @@ _MIB = 1 << 20
 Tell = Callable[[str], None]
 """Takes what an activity says, whenever that changed."""
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 class Files:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from urllib.parse import unquote
 
-import structlog
-
 from flotilla_core.errors import FlotillaError
+from flotilla_core.logger import get_logger
 
 _MOST_PEERS = 1000
 _TELL_EVERY_S = 60.0
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 class RefusalLog:

@@ -12,17 +12,16 @@ import sys
 import threading
 from pathlib import Path
 
-import structlog
-
 from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import FlotillaError
 from flotilla_core.files import keep_private
+from flotilla_core.logger import get_logger
 from flotilla_launch.agent import run_agent
 from flotilla_launch.gpus import VISIBLE
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.ray.nodes import RayNodes
 
-log = structlog.get_logger()
+log = get_logger()
 
 
 class NodeActor:

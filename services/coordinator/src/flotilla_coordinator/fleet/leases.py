@@ -26,16 +26,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core.files import write_atomically
+from flotilla_core.logger import get_logger
 from flotilla_core.protocol import refusal
 
 ALONE = 1 / 3
 """The part of the grace period that the only generator of a run gets, because the run is idle meanwhile."""
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 GANGS, GENERATORS = "gangs", "generators"
 Holders = Mapping[str, Mapping[str, str]]

@@ -16,7 +16,6 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, fields
 
 import numpy as np
-import structlog
 
 from flotilla.common.v1 import version_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
@@ -32,10 +31,11 @@ from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core import ids
 from flotilla_core.errors import FlotillaError, Mismatch
+from flotilla_core.logger import get_logger
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 UNASKED, STALE, UNREADABLE = "unasked", "stale", "unreadable"
 

@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.trainers.learners import Learners, Stages, next_stage
@@ -28,11 +26,12 @@ from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import CheckpointConfig
 from flotilla_core.disk import free_bytes
 from flotilla_core.errors import Cancelled, Damaged, DiskFull, FlotillaError, Mismatch, NotFound
+from flotilla_core.logger import get_logger
 from flotilla_core.telemetry import names
 from flotilla_core.transfer.object_store import ObjectFolder
 from flotilla_core.version import Version
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 FILE_NAME = "coordinator.json"
 CONFIGURATION = "run.yaml"

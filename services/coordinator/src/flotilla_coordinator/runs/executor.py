@@ -15,8 +15,6 @@ import asyncio
 import time
 from dataclasses import dataclass, replace
 
-import structlog
-
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -41,12 +39,13 @@ from flotilla_core.errors import (
     StaleVersion,
     Unavailable,
 )
+from flotilla_core.logger import get_logger
 from flotilla_core.service import Host
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 from flotilla_trackers.follow import Trackers
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MOST_IN_A_ROW = 3
 NOT_THERE = (Unavailable, RankFailed, DeadlineExceeded)

@@ -16,8 +16,6 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import structlog
-
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -32,11 +30,12 @@ from flotilla_core.bus import EventStream
 from flotilla_core.config import RunConfig, dump_yaml, load_text
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import DiskFull, FailedPrecondition, FlotillaError
+from flotilla_core.logger import get_logger
 from flotilla_core.service import Host
 from flotilla_core.tasks import BackgroundTasks
 from flotilla_core.version import Version
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 STOP_GRACE_S = 60.0
 LIST_LIMIT = 100

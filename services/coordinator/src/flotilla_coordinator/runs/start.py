@@ -14,8 +14,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import structlog
-
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.fleet import Fleet, ResourceRequest
 from flotilla_coordinator.fleet.run_fleet import RunFleet
@@ -53,12 +51,13 @@ from flotilla_core.errors import (
     NotFound,
 )
 from flotilla_core.files import make_private_folder
+from flotilla_core.logger import get_logger
 from flotilla_core.service import Host
 from flotilla_core.transfer import own_folder
 from flotilla_core.transfer.object_store import ObjectFolder
 from flotilla_trackers.follow import Trackers
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 EVERY_RUN = -1
 MOST_IN_A_ROW = 2

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-import structlog
-
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.evaluation.evaluate import ACCURACY, Evaluation, before, held_out_text
 from flotilla_coordinator.ledger.records import RunRecord, RunState
@@ -29,6 +27,7 @@ from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.warnings import LearningSignal
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import InvalidConfig
+from flotilla_core.logger import get_logger
 from flotilla_core.version import Version
 
 RECENT_STEPS = 20
@@ -41,7 +40,7 @@ WAITS_FOR_DISK = "wait for disk space"
 GOES_ON = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
 TERMINAL = (run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_STOPPED, run_pb2.RUN_STATE_FAILED)
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 REMEMBERED_CONFIGURATIONS = 100
 INTERRUPTED = (

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
 from flotilla_core.disk import folder_bytes
@@ -28,6 +26,7 @@ from flotilla_core.errors import (
     InvalidRequest,
     Unavailable,
 )
+from flotilla_core.logger import get_logger
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
 from flotilla_trainer.front.model_shape import check_shape, model_shape
@@ -42,7 +41,7 @@ NUMBER_BITS = 48
 """The size of the random number of a report; numbers are random so that a new gang cannot answer for a lost one."""
 
 Reports = list[asyncio.Future[Frame]]
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import structlog
 from google.protobuf import json_format
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import FailedPrecondition, FlotillaError
+from flotilla_core.logger import get_logger
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
 from flotilla_trainer.batch.step_plan import StepPlan
@@ -33,7 +33,7 @@ from flotilla_trainer.wire.settings import SessionSettings
 
 A_POLICY = "a policy"
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 class Session:

@@ -16,18 +16,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import structlog
-
 from flotilla.common.v1.files_pb2 import FolderReference
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.errors import Cancelled, FlotillaError
+from flotilla_core.logger import get_logger
 from flotilla_core.transfer import Files, move_functions, own_folder, shares
 from flotilla_core.transfer.folders import FolderManifest
 
 T = TypeVar("T")
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 class Bring(Protocol):

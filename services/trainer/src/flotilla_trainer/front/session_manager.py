@@ -13,8 +13,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import structlog
-
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import roles
@@ -27,6 +25,7 @@ from flotilla_core.errors import (
     FlotillaError,
     InvalidRequest,
 )
+from flotilla_core.logger import get_logger
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Activities
 from flotilla_trainer.front.checkpoints import Checkpoints
@@ -41,7 +40,7 @@ from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.settings import VOCABULARY_HEAD, SessionSettings, first_head, head_for
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 SHOW_EVERY_S = 1.0
 

@@ -11,18 +11,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import structlog
-
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.config import OptimizerConfig
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, StaleVersion
+from flotilla_core.logger import get_logger
 from flotilla_core.version import Version
 from flotilla_trainer.objective.base import SessionObjective
 
 NOTHING_COUNTS = "no sample counts: the objective leaves every group out (uniform rewards, or keep_mean_*)"
 """The reason for a step that is left out without a fault; such updates do not count as skipped in a row."""
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 class SessionProgress:

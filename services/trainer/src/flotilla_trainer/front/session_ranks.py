@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
-import structlog
 
 from flotilla.common.v1.operate_pb2 import Activity
 from flotilla_core.config import BatchingConfig
 from flotilla_core.errors import DeadlineExceeded, Exhausted, FlotillaError
+from flotilla_core.logger import get_logger
 from flotilla_core.service import Activities
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.batch.tokens import ModelLimits
@@ -26,7 +26,7 @@ from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Array, Frame
 from flotilla_trainer.wire.settings import SMALLEST_BUDGET
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 OUT_OF_MEMORY = "OutOfMemoryError"
 """The name of torch's error, which is in the last line of the log of a rank that ended by it."""

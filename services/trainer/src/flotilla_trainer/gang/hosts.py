@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
-import structlog
 
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.trainer.v1 import ranks_pb2 as pb
@@ -27,6 +26,7 @@ from flotilla_core.config.model import file_of_function
 from flotilla_core.config.stack import TlsConfig
 from flotilla_core.errors import FlotillaError, Unavailable
 from flotilla_core.gangs import agent_name
+from flotilla_core.logger import get_logger
 from flotilla_core.protocol import refusal
 from flotilla_core.transfer import Files
 from flotilla_trainer.gang.fork_server import RankForkServer
@@ -43,7 +43,7 @@ FETCH_IDLE_S = 900.0
 """Longer than an agent itself waits for bytes, so that its error says who did not send them."""
 LOOK_EVERY_S = 0.5
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 Views = Callable[[], AsyncGenerator[dict[str, reg.Registration]]]
 

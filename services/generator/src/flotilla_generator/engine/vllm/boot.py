@@ -14,12 +14,11 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import structlog
-
 from flotilla_core.config.stack import GeneratorConfig
 from flotilla_core.config.training import bucket_size_mib
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.gpu_shares import ring_bytes, share_beside
+from flotilla_core.logger import get_logger
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
@@ -89,7 +88,7 @@ DECIDED_OPTIONS = {
 
 T = TypeVar("T")
 
-logger = structlog.get_logger()
+logger = get_logger()
 
 
 def prepare_environment(config: GeneratorConfig, cache: Path | None = None) -> None:
