@@ -12,6 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -313,13 +314,17 @@ def _values_of(fields: Sequence[FieldInfo]) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-def _all_paths(model: type[ConfigModel], prefix: str = "") -> Iterator[str]:
+@cache
+def _all_paths(model: type[ConfigModel]) -> list[str]:
+    found = []
     for name in model.model_fields:
-        yield prefix + name
+        found.append(name)
         for below in _models_of(model, name):
-            yield from _all_paths(below, f"{prefix}{name}.")
+            found.extend(f"{name}.{path}" for path in _all_paths(below))
+    return found
 
 
+@cache
 def _models_of(model: type[ConfigModel], name: str) -> list[type[ConfigModel]]:
     """Return the models that the field `name` may hold, directly, in a union or in a list."""
     found: list[type[ConfigModel]] = []
