@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._inductor.config as inductor
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_trainer.rank import compiled_layers
-from flotilla_trainer.rank.compilation import Compilation, one_pass
+from flotilla_trainer.rank.compilation import COMPILING, Compilation
 from flotilla_trainer.rank.mesh import RankMesh
-from flotilla_trainer.rank.sharded_model import ShardedModel
+from flotilla_trainer.rank.packed_rows import PackedRow
+from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
 
 pytestmark = pytest.mark.timeout(300)
 CPU = torch.device("cpu")
+TOLERANCE = 1e-5
+VOCABULARY = 31
+LENGTHS = [
+    (15, 2, 15, 2),
+    (21, 2, 21, 2, 21, 2),
+    (5, 2, 5, 2),
+    (30, 2, 30, 2, 30, 2, 30, 2),
+    (11, 7, 30, 2),
+    (3, 5),
+]
 NO_COMPILER = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
 OnRanks = Callable[[int, Callable[[], Any]], list[Any]]
+Numbers = list[list[np.ndarray]]
+Costs = dict[str, float]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("model")
     shape = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"vocab_size": 31, "num_hidden_layers": 1, "head_dim": 8}
-    Qwen3ForCausalLM(Qwen3Config(**sizes, **shape)).save_pretrained(place)
+    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "head_dim": 8}
+    torch.manual_seed(0)
+    config = Qwen3Config(**sizes, **shape, initializer_range=0.2)
+    Qwen3ForCausalLM(config).save_pretrained(place)
     return place
 
 
@@ -41,28 +60,94 @@ def nothing(phase: str) -> None:
     """Ignore the progress of this rank."""
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_an_update_finds_all_compiled_that_it_needs(
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of plain layers, of a load that compiles them, and of the passes after it."""
+
+    plain: Numbers
+    refusal: str
+    phases: list[str]
+    uncompiled: tuple[int, Costs]
+    """Frames compiled before the load, and the cost."""
+    at_load: tuple[int, Costs]
+    later: tuple[int, Costs]
+    compiled: Numbers
+    recomputed: tuple[list[int], Numbers]
+    """Frames compiled after each pass of layers that compute all or wide parts again, and what they gave."""
+
+
+def numbers(model: ShardedModel, lengths: tuple[int, ...], packed: bool) -> list[np.ndarray]:
+    """Return log-probabilities with and without gradient, and the gradient."""
+    row = PackedRow.of(lengths, CPU) if packed else None
+    count = sum(lengths) if packed else max(lengths) * len(lengths)
+    tokens = torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(count))
+    given = tokens.reshape(1 if packed else len(lengths), -1)
+
+    def logprobs() -> torch.Tensor:
+        asked = given, torch.arange(count - 1), tokens[1:]
+        return model.policy(*asked, temperature=1.0, chunk_tokens=16, packed_row=row).logprobs
+
+    with torch.no_grad():
+        frozen = logprobs()
+    live = logprobs()
+    live.sum().backward()
+    gradients = [gathered(parameter.grad) for parameter in model.parameters()]
+    found = [tensor.detach().numpy().copy() for tensor in (frozen, live, *gradients)]
+    model.policy.zero_grad(set_to_none=True)
+    return found
+
+
+def same(found: Numbers, right: Numbers) -> None:
+    for ours, theirs in zip(chain(*found), chain(*right), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded-and-selective", "packed-and-recomputed"])
+def test_one_graph_serves_every_layer_and_every_length_and_a_load_compiles_it(
     folder: Path, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, packed: bool
 ) -> None:
     # Traced and differentiated as for any compiler, without the minutes that one takes.
-    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(compiled_layers, "BACKEND", counter)
     monkeypatch.setattr("flotilla_trainer.rank.compilation.compiler_refusal", lambda device: "")
 
-    def costs() -> tuple[bool, str, dict[str, float], dict[str, float]]:
-        model = loaded(folder)
-        compilation = Compilation("on", CPU, nothing)
-        fit = compilation.begin(model, packed=packed)
-        at_load = compilation.metrics()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        for lengths in ((11, 7, 30, 2), (3, 5)):
-            one_pass(model, lengths, packed)
-        return fit, compilation.refusal, at_load, compilation.metrics()
+    def outcome() -> Outcome:
+        model, phases = loaded(folder), list[str]()
+        compilation = Compilation("on", CPU, phases.append)
 
-    ((fit, refusal, at_load, later),) = on_ranks(1, costs)
-    assert fit and not refusal
-    assert at_load["compilations"] > 0
-    assert later == {}
+        def cost() -> tuple[int, Costs]:
+            return counter.frame_count, compilation.metrics()
+
+        plain = [numbers(model, lengths, packed) for lengths in LENGTHS]
+        uncompiled = cost()
+        assert compilation.begin(model, packed=packed)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        at_load = cost()
+        compiled = [numbers(model, lengths, packed) for lengths in LENGTHS]
+        later = cost()
+        model.recomputed_layers.on = model.recomputed_layers.inputs_rest_on_host = packed
+        model.selective_layers.on = not packed
+        recomputed, frames = [], []
+        for lengths in LENGTHS:
+            recomputed.append(numbers(model, lengths, packed))
+            frames.append(counter.frame_count)
+        outcomes = compiled, (frames, recomputed)
+        return Outcome(plain, compilation.refusal, phases, uncompiled, at_load, later, *outcomes)
+
+    (found,) = on_ranks(1, outcome)
+    assert not found.refusal
+    assert found.uncompiled == (0, {})
+    frames, costs = found.at_load
+    # One graph without and one with gradient; packed rows break both at each call of their attention.
+    assert 0 < frames <= (16 if packed else 2)
+    assert costs["compilations"] > 0 and costs["time/compile_s"] > 0
+    assert COMPILING in found.phases
+    assert found.later == (frames, {})
+    same(found.compiled, found.plain)
+    after, numbers_after = found.recomputed
+    # The second length may still teach the compiler something; no further one does.
+    assert after[1:] == [after[1]] * (len(LENGTHS) - 1) and after[1] <= (16 if packed else 4)
+    same(numbers_after, found.plain)
 
 
 def test_without_a_compiler_the_reason_is_told_and_layers_run_as_they_are(

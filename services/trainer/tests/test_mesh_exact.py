@@ -1,7 +1,7 @@
 """An update and its scores are those of one rank, for every arrangement of copies, shards and lanes.
 
 With compiled layers as well, in the arrangement that asks most of them: they are traced and differentiated as for any
-compiler. Other layouts of compiled layers are held to plain ones in test_compiled_layers.py.
+compiler. Other layouts of compiled layers are held to plain ones in test_compilation.py.
 """
 
 from __future__ import annotations
