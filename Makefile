@@ -61,9 +61,9 @@ bench: setup  ## Measure and print one table
 # Suites share the cores: threads of one that wait for each other would wait for a core of another.
 test: export OMP_NUM_THREADS ?= 1
 test: setup  ## Run the unit, contract and integration tests
-	@echo "==> integration, unit and contract tests, three suites at a time, each told when it ends"
-	@# Suites wait for processes a fifth of their time, so three keep two cores busy; the longest begin.
-	@$(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target \
+	@echo "==> integration, unit and contract tests, two suites at a time, each told when it ends"
+	@# Each half of the machine takes the next suite when it is free; the longest begin, so that both end together.
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
 	integration-fleets unit-services test-contract integration-trainer unit-libs unit-launch
 
 integration-fleets:

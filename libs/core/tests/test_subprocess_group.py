@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import ProcessGroup
@@ -75,3 +76,17 @@ async def test_command_gets_its_folder_environment_and_exit_code(tmp_path: Path)
         [sys.executable, "-c", code], environment=environment, directory=tmp_path
     )
     assert await asyncio.wait_for(group.wait(), 20) == 7
+
+
+async def test_a_child_that_has_just_died_is_told_by_its_own_end_whatever_is_sent_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # This watcher takes the status in a turn of the loop, so that the death lies between two of them.
+    watcher = asyncio.PidfdChildWatcher()
+    watcher.attach_loop(asyncio.get_running_loop())
+    monkeypatch.setattr(asyncio.get_event_loop_policy(), "_watcher", watcher)
+    group = await ProcessGroup.start([sys.executable, "-c", "import time; time.sleep(600)"])
+    os.kill(group.pid, signal.SIGSEGV)
+    os.waitid(os.P_PID, group.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - the loop must not see it yet.
+    group.signal_leader(signal.SIGCONT)
+    assert await asyncio.wait_for(group.wait(), 20) == -signal.SIGSEGV

@@ -8,6 +8,7 @@ killed with SIGKILL.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -99,10 +100,10 @@ class ProcessGroup:
 
     def signal_leader(self, signum: signal.Signals) -> None:
         """Send a signal to the command alone; one that has ended is fine."""
-        try:
+        if isinstance(self._process, AdoptedProcess):
             self._process.send_signal(signum)
-        except ProcessLookupError:
-            pass
+        else:
+            signal_child(self._process, signum)
 
     async def stop(self, grace_s: float) -> int:
         """Send SIGTERM to the whole group, and SIGKILL to the rest of it after `grace_s`."""
@@ -128,6 +129,17 @@ class ProcessGroup:
             os.killpg(self._process.pid, signum)
         except ProcessLookupError:
             pass
+
+
+def signal_child(process: Process, signum: signal.Signals) -> None:
+    """Send a signal to a child of asyncio; one that has ended is fine.
+
+    `Process.send_signal` first takes the status of a child that has ended, and asyncio then says of it that it exited
+    with status 255, whatever ended it.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
 
 
 async def outputs(process: Process) -> tuple[bytes, bytes]:
@@ -164,9 +176,10 @@ class AdoptedProcess:
         return UNKNOWN_STATUS
 
     def send_signal(self, number: int) -> None:
-        """Send by descriptor, so that a signal never reaches another process with the same id."""
+        """Send by descriptor, so that a signal never reaches another process with the same id; an ended one is fine."""
         if self.returncode is None:
-            signal.pidfd_send_signal(self._descriptor, number)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, number)
 
     def _end(self) -> None:
         self._loop.remove_reader(self._descriptor)

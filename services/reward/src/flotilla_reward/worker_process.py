@@ -17,6 +17,7 @@ from typing import Any
 
 from flotilla_core.errors import Unavailable, unicode_text
 from flotilla_core.process_identity import ProcessIdentity
+from flotilla_core.subprocess_group import signal_child
 from flotilla_reward import frames, keeper
 from flotilla_reward.job import Failure, Sample, Target, Value, judge
 
@@ -168,12 +169,12 @@ class WorkerProcess:
         # too, and before the descriptor is free for another socket.
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
-        self._signal(signal.SIGCONT)
+        signal_child(self._keeper, signal.SIGCONT)
         try:
             async with asyncio.timeout(EXIT_LIMIT_S):
                 code = await self._keeper.wait()
         except TimeoutError:
-            self._signal(signal.SIGKILL)
+            signal_child(self._keeper, signal.SIGKILL)
             code = await self._keeper.wait()
         finally:
             self._channel.close()
@@ -186,10 +187,6 @@ class WorkerProcess:
         if self.pid and ProcessIdentity.of(self.pid) in (None, self._identity):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._keeper.returncode is None:
-            self._keeper.send_signal(number)
 
 
 def _log() -> int:
