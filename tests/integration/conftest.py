@@ -5,6 +5,7 @@ All have real rewards, coordinator and NATS. A run takes a fleet for itself, so 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,12 @@ from flotilla_testing.stack import Stack, running_stack, sim_stack
 
 # What these tests share is found by its name, also by vLLM's workers.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def inspected_models(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what vLLM finds out about a model's class, for which it starts a process, for all engines of the session."""
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm")))
 
 
 @pytest.fixture(scope="session")
