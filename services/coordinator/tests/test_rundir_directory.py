@@ -200,7 +200,10 @@ def test_events_are_kept_as_they_were_sent(directory: RunDirectory) -> None:
     assert event["notice"] == {"level": "NOTICE_LEVEL_WARNING", "text": "generator-0 left"}
 
 
-def test_a_run_without_a_step_has_no_plots(directory: RunDirectory) -> None:
+def test_a_run_without_a_step_has_no_plots_and_starts_no_process(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere")
     assert write_plots(directory.path) == []
     assert export_parquet(directory.path) == []
 
@@ -225,6 +228,7 @@ def test_without_the_extra_the_run_ends_well_and_says_what_to_install(
 ) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('gone', name='matplotlib')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    directory.write_metrics(0, {"reward/mean": 0.5})
     assert "pip install 'flotilla-coordinator[report]'" in conclude(directory, run_pb2.Run())
 
 

@@ -44,7 +44,10 @@ def conclude(directory: RunDirectory, run: run_pb2.Run) -> str:
 
 
 def write_plots(run_dir: Path) -> list[Path]:
-    """Write PNG plots of a run directory into `plots/`, by a process of its own."""
+    """Write PNG plots of a run directory into `plots/`, by a process of its own where there is anything to draw."""
+    drawn = (run_dir / "metrics.jsonl", run_dir / "evaluations.jsonl")
+    if not any(file.exists() and file.stat().st_size for file in drawn):
+        return []
     try:
         bounds = Bounds(PLOT_MEMORY_BYTES, PLOT_CPU_S, file_bytes=PLOT_FILE_BYTES)
         with BoundedProcess(f"{__name__}:draw", bounds) as process:
