@@ -98,11 +98,13 @@ def _obey(asked: dict[str, Any], out: int, err: int, line: int) -> None:
     os.environ.update(asked["environment"])
     sys.argv = ["flotilla", *asked["arguments"]]
     os.write(line, f"{os.getpid()}\n".encode())
-    code: object = 0
+    code: object = 1  # An error that nobody caught ends Python with it, after its traceback.
     try:
         import_module("flotilla_coordinator.cli.main").main()
+        code = 0
     except SystemExit as ended:
         code = ended.code or 0
-    sys.stdout.flush()
-    # The line itself closes when the process has ended.
-    os.write(line, str(code if isinstance(code, int) else 1).encode())
+    finally:
+        sys.stdout.flush()
+        # The line itself closes when the process has ended.
+        os.write(line, str(code if isinstance(code, int) else 1).encode())
