@@ -2,10 +2,11 @@
 
 `python bench/gpu/trainer.py` trains a Qwen3-0.6B shape on 32 prompts x 8 samples x 512 tokens, as the benches of the
 whole loop do, through a rank's own model, objective, update and optimizer, without a front and without gRPC.
-`--shape 8b --ranks 2` trains an 8B shape on rows of 4,096 tokens, sharded over two GPUs. `--profile` adds the kernels
-that took longest; `--head` and `--attention` measure these alone, by kernel; `--check` compares the fast path with
-plain torch operations on the same weights, in float32 and bfloat16, over ten updates. Without a GPU all of it runs on
-a small shape. Weights are drawn on the device. The bench ends within `--limit-s`, whatever hangs.
+`--shape 8b --ranks 2` trains an 8B shape on rows of 4,096 tokens, sharded over two GPUs. Each line says what the rank
+holds of its GPU, and what the driver says that everybody does. `--profile` adds the kernels that took longest;
+`--head` and `--attention` measure these alone, by kernel; `--check` compares the fast path with plain torch operations
+on the same weights, in float32 and bfloat16, over ten updates. Without a GPU all of it runs on a small shape. Weights
+are drawn on the device. The bench ends within `--limit-s`, whatever hangs.
 """
 
 from __future__ import annotations
@@ -166,13 +167,19 @@ def measured(asked: argparse.Namespace, rank: int, record: Record) -> int:
     with drawn_model(asked, rank) as model:
         say = record.say if rank == 0 else _nothing
         compilation = Compilation(asked.compile, model.device, Line().progress)
+        say(at="drawn", **memory())
         assert compilation.begin(model, packed=True), compilation.refusal
         model.recomputed_layers.on = asked.recompute == "layers"
         model.selective_layers.on = asked.recompute == "selective"
-        say(compiled=model.compiled_layers.on, refusal=compilation.refusal, **compilation.metrics())
+        say(
+            compiled=model.compiled_layers.on,
+            refusal=compilation.refusal,
+            **compilation.metrics(),
+            **memory(),
+        )
         trainer = Trainer(model, session(asked.chunk))
-        # Of ranks that work together: all of them lack the memory for the second one, and none goes on alone.
-        say(planned_gib=trainer.planned_gib(asked.budget), fits=trainer.fitting(128 * asked.budget))
+        say(at="optimizer", **memory())
+        say(planned_gib=trainer.planned_gib(asked.budget), **memory())
         packed = micro_batches(asked)
         fed, scored = (
             sum(count(batch) for batches in packed for batch in batches)
@@ -184,7 +191,7 @@ def measured(asked: argparse.Namespace, rank: int, record: Record) -> int:
             found = trainer.update(packed[rank])
             if number > 1:
                 seconds.append(found["seconds"])
-            say(update=number, **found, **compilation.metrics())
+            say(update=number, **found, **compilation.metrics(), **memory())
         middle = statistics.median(seconds)
         say(
             shape=asked.shape,
@@ -206,12 +213,29 @@ def measured(asked: argparse.Namespace, rank: int, record: Record) -> int:
             graphs=counters["stats"]["unique_graphs"],
             graph_breaks=dict(counters["graph_break"]),
         )
+        # Of ranks that work together: all of them lack the memory for so much, and none goes on alone.
+        say(fits=trainer.fitting(128 * asked.budget))
         if asked.profile:
             table, busy = profiled(lambda: trainer.update(packed[rank]))
             if rank == 0:
                 record.keep(table)
                 say(profiled_kernel_s=busy)
     return 0
+
+
+def memory() -> dict[str, float]:
+    """Return what this rank holds of its GPU in GiB: tensors, what torch keeps, their peaks, and all that is taken."""
+    if not GPU:
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    found = {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "taken_of_the_gpu": total - free,
+    }
+    return {f"{name}_gib": round(size / 2**30, 2) for name, size in found.items()}
 
 
 def profiled(act: Callable[[], Any]) -> tuple[str, float]:

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from one_rank import finish_kernels, settings
-from qwen3_shape import QWEN3_0_6B, QWEN3_8B, SMALL
+from qwen3_shape import SMALL
+from random_model import SHAPES as REAL
 
 from flotilla_core.config import BatchingConfig, OptimizerConfig, PolicyConfig
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
@@ -30,9 +31,11 @@ from flotilla_trainer.wire.frames import Frame
 from flotilla_trainer.wire.objective import POLICY, ObjectiveSettings
 from flotilla_trainer.wire.settings import SessionSettings
 
-SHAPES = {"0.6b": QWEN3_0_6B, "8b": QWEN3_8B, "small": SMALL}
+SHAPES = {name: REAL[name] for name in ("0.6b", "1.7b", "4b", "8b")} | {"small": SMALL}
 WORK = {
     "0.6b": {"prompts": 32, "samples": 8, "prompt_tokens": 100, "response_tokens": 512, "budget": 16_384},
+    "1.7b": {"prompts": 16, "samples": 8, "prompt_tokens": 100, "response_tokens": 1024, "budget": 16_384},
+    "4b": {"prompts": 8, "samples": 8, "prompt_tokens": 100, "response_tokens": 1024, "budget": 8192},
     "8b": {"prompts": 4, "samples": 4, "prompt_tokens": 512, "response_tokens": 3584, "budget": 8192},
     "small": {"prompts": 2, "samples": 2, "prompt_tokens": 7, "response_tokens": 19, "budget": 64},
 }
