@@ -1,7 +1,7 @@
 """Steps of verl 0.9.1 on the work of `loop.py`: GRPO, FSDP2, vLLM's asynchronous server, the synchronous trainer.
 
-`python bench/gpu/verl_steps.py --model DIR --gpus 2 --steps 5 --out DIR`, in an environment that has verl, Ray and vLLM.
-It gets the settings that made verl fastest here: no old log-probabilities (`bypass_mode`), finished rollouts looked for
+`python bench/gpu/verl_steps.py --model DIR --gpus 2 --out DIR`, in an environment that has verl, Ray and vLLM. It
+gets the settings that made verl fastest here: no old log-probabilities (`bypass_mode`), finished rollouts looked for
 every 0.1 s instead of every 2 s, and flash attention's cross entropy, without which verl loops over tokens in Python.
 Both ends of it share the GPUs, and vLLM's memory is the trainer's during updates, as verl does by default. Prints each
 step with its phases and the medians after the first one; verl's whole log lies in `--out`. `--set` gives verl other
