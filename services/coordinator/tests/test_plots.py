@@ -38,6 +38,8 @@ def run_of(folder: Path) -> plots._Run:
             "canary/max": 0.2,
             "probs_diff/mean": 0.01,
             "probs_diff/max": 0.3,
+            "learning_rate": 1.234e-4,
+            "loss": -123456.0 - step,
             "time/step_s": 1.0,
         }
         for step in range(50)
@@ -56,6 +58,16 @@ def test_no_legend_covers_a_name_or_a_figure(tmp_path: Path) -> None:
         assert len(boxes) >= 3
         assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
         assert all(box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
+
+
+def test_the_longest_numbers_and_the_names_of_axes_lie_within_the_figure(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    for figure in (plots._training(run), plots._agreement(run)):
+        assert figure is not None
+        canvas: Any = FigureCanvasAgg(figure)
+        canvas.draw()
+        drawn = [axes.get_tightbbox(canvas.get_renderer()) for axes in figure.axes]
+        assert all(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 for box in drawn)
 
 
 def test_runs_are_compared_over_the_same_steps_and_named_once() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from flotilla_coordinator.records.directory import RunDirectory
 
@@ -24,6 +24,12 @@ TIMES = (
 
 LONGEST_NAME = 60
 """Characters of the name of a run that fit beside the title."""
+
+WIDTH, PANEL, LEFT, RIGHT, TOP, BOTTOM, BETWEEN = 9.0, 2.2, 1.1, 0.1, 0.65, 0.55, 0.15
+"""Inches: `LEFT` holds the longest number beside a panel, and `TOP` the title above its legend.
+
+To work margins out from what is drawn would take as long as to draw it.
+"""
 
 Series = tuple[list[int], list[float]]
 
@@ -94,10 +100,8 @@ def write_comparison(
 def _comparison(
     names: Sequence[str], curves: Sequence[Mapping[str, Mapping[int, float]]], runs: Sequence[str]
 ) -> Figure:
-    figure = Figure(figsize=(9, 2.2 + 2.2 * len(names)), dpi=120, layout="constrained")
-    grid = figure.subplots(len(names), 1, sharex=True, squeeze=False)
-    _titled(figure, "Runs compared", "")
-    for axes, name in zip(grid[:, 0], names, strict=True):
+    figure, panels = _figure("Runs compared", "", len(names))
+    for axes, name in zip(panels, names, strict=True):
         for run, color, series in zip(runs, (BLUE, ORANGE), curves, strict=True):
             points = sorted(series.get(name, {}).items())
             label = run if name == names[0] else None
@@ -111,7 +115,7 @@ def _reward(run: _Run) -> Figure | None:
     reward = run.series("reward/mean")
     if not reward[0] and not run.evaluations[0]:
         return None
-    figure, (axes,) = _figure(run, "Reward and held-out accuracy", 1)
+    figure, (axes,) = _figure("Reward and held-out accuracy", run.name, 1)
     _line(axes, reward, "mean reward of the step's samples", BLUE)
     if run.evaluations[0]:
         axes.plot(*run.evaluations, "o-", color=ORANGE, linewidth=2, markersize=6, label="held-out accuracy")
@@ -147,11 +151,14 @@ def _agreement(run: _Run) -> Figure | None:
     present = [(name, color) for name, color in names if run.series(name)[0]]
     if not present:
         return None
-    figure, (axes,) = _figure(run, "Trainer against generator", 1)
+    figure, (axes,) = _figure("Trainer against generator", run.name, 1)
     for name, color in present:
         _line(axes, run.series(name), name, color)
     if any(value > 0 for name, _ in present for value in run.series(name)[1]):
         axes.set_yscale("log")
+        # The default would load the typesetting of formulas for powers of ten.
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     axes.set_ylabel("difference of probabilities")
     _finish(axes)
     return figure
@@ -160,7 +167,7 @@ def _agreement(run: _Run) -> Figure | None:
 def _time(run: _Run) -> Figure | None:
     if not run.steps:
         return None
-    figure, (axes,) = _figure(run, "Where a step's time goes", 1)
+    figure, (axes,) = _figure("Where a step's time goes", run.name, 1)
     phases = [(label, color, run.filled(name)) for name, label, color in TIMES]
     axes.stackplot(
         run.steps,
@@ -180,7 +187,7 @@ def _stacked(run: _Run, title: str, panels: list[tuple[str, str]]) -> Figure | N
     present = [(name, color) for name, color in panels if run.series(name)[0]]
     if not present:
         return None
-    figure, axes = _figure(run, title, len(present))
+    figure, axes = _figure(title, run.name, len(present))
     for panel, (name, color) in zip(axes, present, strict=True):
         _line(panel, run.series(name), None, color)
         panel.set_ylabel(name.replace("_", " "))
@@ -188,18 +195,23 @@ def _stacked(run: _Run, title: str, panels: list[tuple[str, str]]) -> Figure | N
     return figure
 
 
-def _figure(run: _Run, title: str, panels: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(9, 2.2 + 2.2 * panels), dpi=120, layout="constrained")
-    grid = figure.subplots(panels, 1, sharex=True, squeeze=False)
-    _titled(figure, title, run.name)
-    return figure, list(grid[:, 0])
-
-
-def _titled(figure: Figure, title: str, run: str) -> None:
-    """Put the title and the run above everything else, where the legend does not come."""
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+def _figure(title: str, run: str, panels: int) -> tuple[Figure, list[Axes]]:
+    """Make panels below each other, with the title and the run above them, where the legend does not come."""
+    height = PANEL * (panels + 1)
+    figure = Figure(figsize=(WIDTH, height), dpi=120)
+    margins = {
+        "left": LEFT / WIDTH,
+        "right": 1 - RIGHT / WIDTH,
+        "top": 1 - TOP / height,
+        "bottom": BOTTOM / height,
+        "hspace": BETWEEN / PANEL,
+    }
+    grid = figure.subplots(panels, 1, sharex=True, squeeze=False, gridspec_kw=margins)
+    above = 1 - 0.1 / height
+    figure.suptitle(title, x=0.01, y=above, ha="left", va="top", fontsize=13, fontweight="bold")
     name = run if len(run) <= LONGEST_NAME else f"{run[: LONGEST_NAME // 2]}...{run[-LONGEST_NAME // 2 :]}"
-    figure.text(0.99, 0.985, name, ha="right", va="top", fontsize=9, color=GREY)
+    figure.text(0.99, above, name, ha="right", va="top", fontsize=9, color=GREY)
+    return figure, list(grid[:, 0])
 
 
 def _line(axes: Axes, series: Series, label: str | None, color: str) -> None:
@@ -218,4 +230,5 @@ def _finish(axes: Axes, *, last: bool = True) -> None:
     if last:
         axes.set_xlabel("step")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=5)
+        below_title = (-LEFT / (WIDTH - LEFT - RIGHT), 1.0)
+        axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=below_title, ncols=5)
