@@ -19,12 +19,12 @@ PREFLIGHT = 5
 WAIT_S = 120.0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def endless(
-    fleet: Stack, tiny_run: Callable[[str, int], dict[str, Any]], tmp_path: Path
+    fleet: Stack, tiny_run: Callable[[str, int], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
-    """A run of small steps that goes on until the test is over, and accounts for every sample then."""
-    file = tmp_path / "run.yaml"
+    """A run of small steps that goes on until the last test ends it, and accounts for every sample then."""
+    file = tmp_path_factory.mktemp("endless") / "run.yaml"
     file.write_text(yaml.safe_dump(tiny_run("endless", 100_000)))
     run = fleet.ok("run", "start", str(file))
     wait_until("the first step", lambda: len(fleet.metrics(run)) >= 1, WAIT_S)
@@ -94,23 +94,6 @@ def test_a_paused_run_keeps_the_fleet_and_goes_on_where_it_was(fleet: Stack, end
     assert fleet.state(endless) == "running"
 
 
-def test_settings_change_between_two_steps_and_are_told(fleet: Stack, endless: dict[str, Any]) -> None:
-    run_id = endless["run_id"]
-    refused = fleet.flotilla("run", "set", run_id, "rollout.prompts_per_step=4")
-    assert (refused.code, "optimizer.learning_rate" in refused.err) == (USAGE, True), refused.err
-    fleet.ok("run", "set", run_id, "optimizer.learning_rate=0.125", "rollout.max_staleness=1")
-    wait_until("the new rate", lambda: fleet.metrics(endless)[-1]["learning_rate"] == 0.125, WAIT_S)
-    wait_until("older samples", lambda: fleet.metrics(endless)[-1]["staleness/max"] == 1, WAIT_S)
-    fleet.ok("run", "set", run_id, "rollout.max_staleness=0")
-    wait_until("fresh samples", lambda: fleet.metrics(endless)[-1]["staleness/max"] == 0, WAIT_S)
-    last = len(fleet.metrics(endless)) + 20
-    fleet.ok("run", "set", run_id, f"steps={last}")
-    wait_until("the end of the run", lambda: fleet.state(endless) == "succeeded", WAIT_S)
-    assert len(fleet.metrics(endless)) == last
-    assert yaml.safe_load(Path(endless["directory"], "run-4.yaml").read_text())["steps"] == last
-    assert "rollout.max_staleness 1 -> 0" in notices(endless)
-
-
 def test_a_pause_and_settings_outlive_the_coordinator(fleet: Stack, endless: dict[str, Any]) -> None:
     run_id = endless["run_id"]
     fleet.ok("run", "set", run_id, "steps=90000")
@@ -124,6 +107,24 @@ def test_a_pause_and_settings_outlive_the_coordinator(fleet: Stack, endless: dic
     assert (shown["state"], shown["total_steps"], len(fleet.metrics(endless))) == ("paused", 90_000, done)
     fleet.ok("run", "resume", run_id)
     more_steps(fleet, endless, 2)
+
+
+def test_settings_change_between_two_steps_and_are_told(fleet: Stack, endless: dict[str, Any]) -> None:
+    run_id = endless["run_id"]
+    refused = fleet.flotilla("run", "set", run_id, "rollout.prompts_per_step=4")
+    assert (refused.code, "optimizer.learning_rate" in refused.err) == (USAGE, True), refused.err
+    fleet.ok("run", "set", run_id, "optimizer.learning_rate=0.125", "rollout.max_staleness=1")
+    wait_until("the new rate", lambda: fleet.metrics(endless)[-1]["learning_rate"] == 0.125, WAIT_S)
+    wait_until("older samples", lambda: fleet.metrics(endless)[-1]["staleness/max"] == 1, WAIT_S)
+    fleet.ok("run", "set", run_id, "rollout.max_staleness=0")
+    wait_until("fresh samples", lambda: fleet.metrics(endless)[-1]["staleness/max"] == 0, WAIT_S)
+    last = len(fleet.metrics(endless)) + 20
+    fleet.ok("run", "set", run_id, f"steps={last}")
+    wait_until("the end of the run", lambda: fleet.state(endless) == "succeeded", WAIT_S)
+    assert len(fleet.metrics(endless)) == last
+    written = Path(endless["directory"]).glob("run-*.yaml")
+    assert last in [yaml.safe_load(file.read_text())["steps"] for file in written]
+    assert "rollout.max_staleness 1 -> 0" in notices(endless)
 
 
 def notices(run: dict[str, Any]) -> str:
