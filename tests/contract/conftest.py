@@ -1,4 +1,4 @@
-"""One light fleet for the tests of this folder: it boots in seconds and trains nothing."""
+"""Two fleets for the tests of this folder: a light one boots in seconds and trains nothing; the other one trains."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from older_fleet import OlderFleet, older_fleet
 
 from flotilla_testing.stack import Stack, light_stack
 
@@ -55,6 +56,13 @@ def shared_fleet(arithmetic: Path) -> Iterator[SharedFleet]:
 def fleet(shared_fleet: SharedFleet) -> Stack:
     """Its runs are those of all modules; the last test of a module may take it down."""
     return shared_fleet.running()
+
+
+@pytest.fixture(scope="session")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OlderFleet]:
+    """A fleet with certificates, whose services are all real but for the engine."""
+    with older_fleet(tmp_path_factory.mktemp("older")) as fleet:
+        yield fleet
 
 
 @pytest.fixture(scope="session")

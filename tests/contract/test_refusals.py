@@ -34,6 +34,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from older_fleet import LAUNCHER_PORT, OVERLAP_S, OlderFleet, tls_in
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from torch.distributed import DistError, TCPStore
 
@@ -47,10 +48,9 @@ from flotilla_core.config.stack import TlsConfig
 from flotilla_core.errors import FlotillaError, PermissionDenied, Unauthenticated, Unavailable
 from flotilla_core.trust import Claims, Token, certificates, make_role_token, write_secret
 from flotilla_core.trust.role_tokens import LADDER
-from flotilla_launch.placement import reserve_port
 from flotilla_testing.fuzzed_fleet import MADE_UP_SAMPLES
 from flotilla_testing.runs import small_run
-from flotilla_testing.stack import Stack, sim_stack, wait_until
+from flotilla_testing.stack import Stack, wait_until
 from flotilla_trainer.agent import RankServicer
 from flotilla_weights.group import Receiver, Sender
 from flotilla_weights.manifest import Manifest
@@ -78,8 +78,6 @@ RANKS = "flotilla.trainer.v1.RankService"
 UNKNOWN_FENCE = rpc.Fence("ledger", 1000, "run", 1)
 AT_ONCE = 16
 A_MOMENT_AGO = -0.01
-OVERLAP_S = 4.0
-LAUNCHER_PORT = reserve_port("127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -244,28 +242,19 @@ def _dial(address: str, tls: TlsConfig | None, authorities: bytes | None = None)
     return grpc.aio.secure_channel(address, credentials)
 
 
-def tls_in(folder: Path) -> TlsConfig:
-    return TlsConfig(
-        certificate_file=folder / "certificate.pem", key_file=folder / "key.pem", ca_file=folder / "ca.pem"
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("refusals")
 
 
 @pytest.fixture(scope="module")
-def tls(folder: Path) -> TlsConfig:
-    return tls_in(certificates.make_certificates(folder / "certs", ["a"])[0])
+def tls(older: OlderFleet) -> TlsConfig:
+    return older.tls
 
 
 @pytest.fixture(scope="module")
-def stack(arithmetic: Path, folder: Path, tls: TlsConfig) -> Iterator[Stack]:
-    """A fleet with certificates, whose services are all real but for the engine."""
-    bind = {"tls": tls.model_dump(mode="json"), "token_overlap_s": OVERLAP_S}
-    with sim_stack(arithmetic / "model", folder, bind=bind, launcher={"port": LAUNCHER_PORT}) as stack:
-        yield stack
+def stack(older: OlderFleet) -> Stack:
+    return older.stack
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +373,7 @@ def test_who_does_not_belong_is_refused_on_every_call_and_changes_nothing(
 def test_a_certificate_that_is_not_good_reaches_no_service(
     stack: Stack, tls: TlsConfig, folder: Path
 ) -> None:
-    expired = tls_in(certificates.make_certificates(folder / "certs", ["late"], A_MOMENT_AGO)[0])
+    expired = tls_in(certificates.make_certificates(tls.ca_file.parents[1], ["late"], A_MOMENT_AGO)[0])
     foreign = tls_in(certificates.make_certificates(folder / "theirs", ["b"])[0])
     before = settled(stack)
 
@@ -476,7 +465,7 @@ async def told_by(url: str, **options: Any) -> tuple[Client | None, list[str]]:
 
 
 def test_nats_is_behind_certificates_and_users_of_its_own(stack: Stack, tls: TlsConfig, folder: Path) -> None:
-    expired = tls_in(certificates.make_certificates(folder / "certs", ["late"], A_MOMENT_AGO)[0])
+    expired = tls_in(certificates.make_certificates(tls.ca_file.parents[1], ["late"], A_MOMENT_AGO)[0])
     foreign = tls_in(certificates.make_certificates(folder / "theirs", ["b"])[0])
     good, url = user_of(stack, "coordinator-credentials"), nats_of(stack)
     before = settled(stack)

@@ -1,4 +1,4 @@
-"""Makes `state.tar.xz`, the state directory with a paused run that `tests/contract/test_older_state.py` resumes.
+"""Makes `state.tar.xz`, the state directory with a paused run that `tests/older_fleet.py` resumes.
 
     .venv/bin/python make.py state.tar.xz        in a checkout of the version that the state is to be of
 
