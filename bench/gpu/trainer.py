@@ -3,10 +3,11 @@
 `python bench/gpu/trainer.py` trains a Qwen3-0.6B shape on 32 prompts x 8 samples x 512 tokens, as the benches of the
 whole loop do, through a rank's own model, objective, update and optimizer, without a front and without gRPC.
 `--shape 8b --ranks 2` trains an 8B shape on rows of 4,096 tokens, sharded over two GPUs. Each line says what the rank
-holds of its GPU, and what the driver says that everybody does. `--profile` adds the kernels that took longest;
-`--head` and `--attention` measure these alone, by kernel; `--check` compares the fast path with plain torch operations
-on the same weights, in float32 and bfloat16, over ten updates. Without a GPU all of it runs on a small shape. Weights
-are drawn on the device. The bench ends within `--limit-s`, whatever hangs.
+holds of its GPU, and what the driver says that everybody does; with `--room` something else holds the rest of the GPU,
+as a generator does. `--profile` adds the kernels that took longest; `--head` and `--attention` measure these alone, by
+kernel; `--check` compares the fast path with plain torch operations on the same weights, in float32 and bfloat16, over
+ten updates. Without a GPU all of it runs on a small shape. Weights are drawn on the device. The bench ends within
+`--limit-s`, whatever hangs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from flotilla_core.config import BatchingConfig
 from flotilla_trainer.rank.compilation import Compilation
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.sharded_model import ShardedModel, local
+from flotilla_weights.device_memory import ExportedMemory
 
 PEAK_FLOPS = 989e12
 """Of an H100 or H200 in bfloat16, without sparsity."""
@@ -79,6 +81,7 @@ def _asked() -> argparse.Namespace:
     cli.add_argument("--head", action="store_true")
     cli.add_argument("--attention", action="store_true")
     cli.add_argument("--check", action="store_true")
+    cli.add_argument("--room", type=float, help="GiB that a rank may use beside its context")
     cli.add_argument("--limit-s", type=float, default=240.0, help="the most seconds that a gang may take")
     cli.add_argument("--out", type=Path, help="a folder for JSON lines and tables of profiles")
     asked = cli.parse_args()
@@ -97,6 +100,7 @@ def gang(asked: argparse.Namespace) -> int:
                 env={
                     # Multicast over NVLink is not needed here, and not every host lends it.
                     "NCCL_NVLS_ENABLE": "0",
+                    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
                     **os.environ,
                     CHILD: str(rank),
                     "FLOTILLA_BENCH_MEETING": folder,
@@ -164,6 +168,8 @@ def _draw(model: ShardedModel, name: str, rank: int) -> None:
 
 def measured(asked: argparse.Namespace, rank: int, record: Record) -> int:
     """Train some updates; the first rank prints one line for each, and the medians."""
+    if asked.room is not None:
+        take_away(asked.room, rank)
     with drawn_model(asked, rank) as model:
         say = record.say if rank == 0 else _nothing
         compilation = Compilation(asked.compile, model.device, Line().progress)
@@ -221,6 +227,14 @@ def measured(asked: argparse.Namespace, rank: int, record: Record) -> int:
                 record.keep(table)
                 say(profiled_kernel_s=busy)
     return 0
+
+
+def take_away(room_gib: float, rank: int) -> None:
+    """Leave a rank so many GiB of its GPU; the others are taken until this process ends, past torch's allocator."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    free, _ = torch.cuda.mem_get_info()
+    ExportedMemory(int(free - room_gib * 2**30), device)
 
 
 def memory() -> dict[str, float]:

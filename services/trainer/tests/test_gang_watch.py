@@ -79,3 +79,16 @@ def test_threads_of_ranks_give_their_core_away_unless_the_user_says_otherwise(
     assert plan.environment()["GOMP_SPINCOUNT"] == "1000"
     monkeypatch.setenv("GOMP_SPINCOUNT", "infinite")
     assert plan.environment()["GOMP_SPINCOUNT"] == "infinite"
+
+
+def test_streams_of_a_rank_share_its_gpu_memory_unless_the_user_says_how_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = GangPlan.of_stack(StackConfig(model=tmp_path), "trainer-0", "trainer-0-test", tmp_path, tmp_path)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert plan.environment()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert "PYTORCH_ALLOC_CONF" not in plan.environment()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:256")
+    assert plan.environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:256"

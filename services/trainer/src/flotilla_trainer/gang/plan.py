@@ -139,6 +139,7 @@ class GangPlan:
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
                 "TORCHINDUCTOR_CACHE_DIR", str(self.log_dir.parent / "compiled")
             ),
+            **_allocator(),
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(threads)),
             # Asking the driver instead would keep processes that are forked later from using their GPU.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -147,6 +148,16 @@ class GangPlan:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
+
+
+def _allocator() -> dict[str, str]:
+    """Return how torch keeps the memory of a GPU, unless the user says so.
+
+    Gathers and reductions run on streams of their own. What the stream of the layers keeps in fixed segments and does
+    not use is lost to them while one tensor lies in it: a rank ran out of memory with 35 of its 80 GiB unused.
+    """
+    said = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    return {} if said else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _backend(configured: str) -> str:
