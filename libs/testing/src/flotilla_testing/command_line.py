@@ -71,6 +71,7 @@ def serve() -> None:
     """Fork for each request that comes; the forks return from here, and the server does when nobody can ask it."""
     for name in IMPORTED:
         import_module(name)
+    import_module(IMPORTED[0]).all_commands()
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # Nobody waits for the forks: each tells its own end.
@@ -100,7 +101,7 @@ def _obey(asked: dict[str, Any], out: int, err: int, line: int) -> None:
     os.write(line, f"{os.getpid()}\n".encode())
     code: object = 1  # An error that nobody caught ends Python with it, after its traceback.
     try:
-        import_module("flotilla_coordinator.cli.main").main()
+        import_module(IMPORTED[0]).main()
         code = 0
     except SystemExit as ended:
         code = ended.code or 0

@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from flotilla_coordinator.cli import (
     checkpoint,
@@ -129,12 +131,18 @@ app.add_typer(config.token_app, name="token")
 app.add_typer(config.certs_app, name="certs")
 
 
+@cache
+def all_commands() -> Any:
+    """Return all commands as the parser wants them; a process that runs several commands builds them once."""
+    return get_command(app)
+
+
 def main() -> None:
     """Run one command."""
     speak_utf8()
     keep_private()
     try:
-        app()
+        all_commands()()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     # This is the boundary of the command; an error that is not Flotilla's is raised again.
