@@ -53,7 +53,8 @@ class SelectiveLayers:
             layer.forward = partial(self._forward, layer.forward)
 
     def _forward(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        if not (self.on and torch.is_grad_enabled()):
+        # In this order a compiled layer's graph without gradient does not depend on the switch, and is kept.
+        if not (torch.is_grad_enabled() and self.on):
             return forward(*inputs, **options)
         return checkpoint(
             forward,
