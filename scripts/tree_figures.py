@@ -144,15 +144,24 @@ def figures(modules: list[Module], small: list[Module]) -> Figures:
 
 def _read(root: Path, path: Path) -> Module:
     text = (root / path).read_text()
-    tree = ast.parse(text)
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    nodes = list(_statements(ast.parse(text)))
+    statements = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     return Module(
         path=path,
         lines=len(text.splitlines()),
         import_lines=sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in statements),
         imports=frozenset(name for node in statements for name in _imported(node)),
-        fragments=tuple(_fragments(path, tree)),
+        fragments=tuple(_fragments(path, nodes)),
     )
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module and all its statements; what they compute is not looked at, which is most of a tree."""
+    yield node
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        below = getattr(node, name, ())
+        for statement in below if isinstance(below, list) else ():
+            yield from _statements(statement)
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
@@ -163,8 +172,8 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _fragments(path: Path, tree: ast.Module) -> Iterator[Fragment]:
-    for node in ast.walk(tree):
+def _fragments(path: Path, nodes: list[ast.AST]) -> Iterator[Fragment]:
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
             if FRAGMENT.match(text):
