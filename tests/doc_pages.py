@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flotilla_client import connect
+from flotilla_testing.command_line import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCED = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\S+\.(?:yaml|py))\n")
 """The first line of a block that is a file."""
+NEEDS_A_SHELL = re.compile(r"[|&;<>$`*?(){}~#\\\n]")
 COMMAND_TIMEOUT_S = 300.0
 
 
@@ -64,14 +67,18 @@ class Reader:
 
     def shell(self, command: str, *, code: int = 0) -> str:
         """Run a command line that ends with this exit code; return its results."""
+        if command.startswith("flotilla ") and not NEEDS_A_SHELL.search(command):
+            arguments = shlex.split(command)[1:]
+            ended, out, err = run_command(arguments, self._environment(), COMMAND_TIMEOUT_S, self.folder)
+            assert ended == code, f"{command}: {ended}\n{out}\n{err}"
+            return out
         return self.run(["bash", "-ec", command], code=code)
 
     def run(self, arguments: list[str], *, code: int = 0) -> str:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         done = subprocess.run(
             arguments,
             cwd=self.folder,
-            env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"},
+            env=self._environment(),
             capture_output=True,
             text=True,
             timeout=COMMAND_TIMEOUT_S,
@@ -88,6 +95,10 @@ class Reader:
             fleet.stop_run(newest.run_id)
             fleet.wait_run(newest.run_id)
         return newest.run_id, before.run_id
+
+    def _environment(self) -> dict[str, str]:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 
     def _own(self, text: str) -> str:
         for theirs, ours in self.instead.items():

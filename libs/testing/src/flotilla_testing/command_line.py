@@ -29,10 +29,11 @@ _REQUEST_BYTES = 1 << 18
 
 
 def run_command(
-    arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
+    arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float, folder: Path | None = None
 ) -> tuple[int, str, str]:
-    """Return the exit code, the output and the messages of `flotilla` with these arguments."""
-    asked = {"arguments": list(arguments), "environment": dict(environment), "folder": str(Path.cwd())}
+    """Return the exit code, the output and the messages of `flotilla` with these arguments, run in `folder`."""
+    place = str((folder or Path()).absolute())
+    asked = {"arguments": list(arguments), "environment": dict(environment), "folder": place}
     ours, theirs = socket.socketpair()
     with ours, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with theirs:
