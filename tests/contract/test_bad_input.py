@@ -113,7 +113,8 @@ def test_missing_model_folder_starts_nothing(tmp_path: Path) -> None:
 def test_taken_port_names_the_port_and_starts_nothing(arithmetic: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        outcome = up(tmp_path, model=str(arithmetic / "model"), bind={"port": port})
+        no_generator = {"engine": "sim", "replicas": 0}
+        outcome = up(tmp_path, model=str(arithmetic / "model"), bind={"port": port}, generator=no_generator)
     assert outcome.code != 0
     assert str(port) in outcome.err
     assert nothing_runs_below(tmp_path)
@@ -171,6 +172,7 @@ def up(directory: Path, **stack: Any) -> Any:
                 "state_dir": str(directory),
                 "generator": {"engine": "sim"},
                 "trainer": {"replicas": 0},
+                "reward": {"replicas": 0},
                 **stack,
             }
         )
