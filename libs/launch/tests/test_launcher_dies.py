@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -67,6 +68,11 @@ async def test_a_launcher_killed_before_the_stack_was_up_leaves_nothing(stacks) 
         await up
     await stacks.wait_for("every process to end", lambda: stacks.processes() == set(), 25.0)
     assert not paths.processes_file.exists()
+
+
+def test_a_guardian_waits_without_the_models_of_the_configuration() -> None:
+    code = "import sys, flotilla_launch.guardian; sys.exit('pydantic' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
 async def test_one_that_was_being_started_is_found_by_its_mark_and_replaced(stacks) -> None:

@@ -9,12 +9,14 @@ import errno
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flotilla_core.config import StackConfig
 from flotilla_core.errors import Unavailable
 from flotilla_core.files import write_atomically
 from flotilla_core.process_identity import ProcessIdentity
+
+if TYPE_CHECKING:
+    from flotilla_core.config import StackConfig
 
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
 """What a shared file system says of a file when it does not answer, or when the file was just replaced."""
