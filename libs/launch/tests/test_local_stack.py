@@ -46,7 +46,7 @@ def answers(address: str) -> bool:
         return probe.connect_ex((host, int(port))) == 0
 
 
-async def test_two_ups_at_once_make_one_stack_ready_and_a_third_changes_nothing(stacks) -> None:
+async def test_two_ups_at_once_make_one_stack_ready_and_further_ones_change_nothing(stacks) -> None:
     both = await asyncio.gather(stacks.up(stacks.config()), stacks.up(stacks.config()))
     assert sorted(result.changed for result in both) == [False, True]
     first = both[0]
@@ -59,6 +59,12 @@ async def test_two_ups_at_once_make_one_stack_ready_and_a_third_changes_nothing(
     assert not third.changed
     assert stacks.identities() == before
     assert third.launcher == first.launcher
+
+    with pytest.raises(FailedPrecondition) as caught:
+        await stacks.up(stacks.config(trainer={"nproc": 2}))
+    assert "trainer.nproc: 1 -> 2" in str(caught.value)
+    assert "flotilla down" in caught.value.next_step
+    assert stacks.identities() == before
 
 
 async def test_down_leaves_no_process_no_port_and_no_shared_memory(stacks) -> None:
@@ -99,7 +105,9 @@ async def test_service_that_never_gets_ready_fails_at_the_stated_limit(stacks) -
     assert stacks.processes() == set()
 
 
-async def test_killed_service_is_restarted_with_all_its_descendants_gone(stacks) -> None:
+async def test_killed_service_is_restarted_without_its_descendants_and_nats_at_the_same_address(
+    stacks,
+) -> None:
     stacks.behave(generator_0="parent")
     result = await stacks.up(stacks.config())
     old = stacks.identities()["generator-0"]
@@ -107,17 +115,13 @@ async def test_killed_service_is_restarted_with_all_its_descendants_gone(stacks)
     os.kill(old.pid, signal.SIGKILL)
     async with LauncherClient.open(result.launcher) as launcher:
         status = await ready_again(launcher, "generator-0")
-    assert status.restarts == 1
-    assert status.pid not in (0, old.pid)
-    assert len(stacks.processes()) == count, "one new service, one new grandchild, none of the old ones"
+        assert status.restarts == 1
+        assert status.pid not in (0, old.pid)
+        assert len(stacks.processes()) == count, "one new service, one new grandchild, none of the old ones"
 
-
-async def test_killed_nats_comes_back_at_the_same_address(stacks) -> None:
-    result = await stacks.up(stacks.config())
-    os.kill(stacks.identities()["nats"].pid, signal.SIGKILL)
-    async with LauncherClient.open(result.launcher) as launcher:
+        os.kill(stacks.identities()["nats"].pid, signal.SIGKILL)
         status = await ready_again(launcher, "nats")
-    assert status.address == urlsplit(result.launcher.nats_url).netloc
+        assert status.address == urlsplit(result.launcher.nats_url).netloc
 
 
 async def test_nats_out_of_restart_budget_is_failed_and_up_starts_it_again_at_the_same_address(
@@ -169,22 +173,21 @@ async def test_nats_whose_record_cannot_be_written_uses_up_its_budget_and_starts
         await nats.stop()
 
 
-async def test_service_out_of_restart_budget_is_failed_and_up_starts_it_again(stacks) -> None:
-    result = await stacks.up(stacks.config(restart_budget=0))
-    os.kill(stacks.identities()["trainer"].pid, signal.SIGKILL)
-    async with LauncherClient.open(result.launcher) as launcher:
-        status = await until(launcher, "trainer", lambda s: s.state == PROCESS_STATE_FAILED)
-    assert "was killed by SIGKILL" in status.error
-    again = await stacks.up(stacks.config(restart_budget=0))
-    assert again.changed
-    assert {status.state for status in again.processes} == {PROCESS_STATE_READY}
-
-
-async def test_up_after_a_repair_that_failed_starts_everything_that_is_down(stacks, tmp_path: Path) -> None:
+async def test_up_starts_what_is_out_of_restart_budget_also_after_a_repair_that_failed(
+    stacks, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     stacks.behave(generator_0=f"die while {broken}")
     config = stacks.config(restart_budget=0)
     result = await stacks.up(config)
+    os.kill(stacks.identities()["trainer"].pid, signal.SIGKILL)
+    async with LauncherClient.open(result.launcher) as launcher:
+        status = await until(launcher, "trainer", lambda s: s.state == PROCESS_STATE_FAILED)
+    assert "was killed by SIGKILL" in status.error
+    again = await stacks.up(config)
+    assert again.changed
+    assert {status.state for status in again.processes} == {PROCESS_STATE_READY}
+
     killed = [stacks.identities()[name] for name in ("trainer", "generator-0")]
     broken.touch()
     for identity in killed:
@@ -207,16 +210,6 @@ async def test_two_stacks_run_side_by_side(stacks) -> None:
     assert len(set(addresses)) == 2 * len(SERVICES)
     assert await local.down(stacks.paths("one"))
     assert all(answers(status.address) for status in two.processes)
-
-
-async def test_another_configuration_under_the_same_name_is_refused_with_the_differences(stacks) -> None:
-    await stacks.up(stacks.config())
-    before = stacks.identities()
-    with pytest.raises(FailedPrecondition) as caught:
-        await stacks.up(stacks.config(trainer={"nproc": 2}))
-    assert "trainer.nproc: 1 -> 2" in str(caught.value)
-    assert "flotilla down" in caught.value.next_step
-    assert stacks.identities() == before
 
 
 async def test_scale_adds_and_removes_the_highest_replicas_only(stacks) -> None:
