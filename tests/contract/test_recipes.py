@@ -29,7 +29,8 @@ CARDS = {"80 GB": 81_559, "141 GB": 143_771}
 COUNTS = (1, 2, 8)
 PROMPT_TOKENS = 256
 """More than the longest problem of GSM8K has with its system prompt; a letter is a token here."""
-SYSTEM_PROMPT = load(RunConfig, [RECIPE / "grpo.yaml"]).data.system_prompt
+RUN = load(RunConfig, [RECIPE / "grpo.yaml"])
+SYSTEM_PROMPT, PROMPTS = RUN.data.system_prompt, RUN.rollout.prompts_per_step
 LAID_OVER = (
     "",
     "optimizer.offload=true",
@@ -156,7 +157,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, letter in (("train", "a"), ("test", "b")):
         problem = letter * (PROMPT_TOKENS - len(SYSTEM_PROMPT))
         row = {"prompt": [{"role": "user", "content": problem}], "answer": "7"}
-        (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 100)
+        (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * PROMPTS)
     for size, shape in SHAPES.items():
         make_model(folder / size, SHARED | shape)
     with pytest.MonkeyPatch.context() as patch:
