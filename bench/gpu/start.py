@@ -78,6 +78,7 @@ async def started(asked: argparse.Namespace) -> None:
     config = GeneratorConfig(dtype=asked.dtype, max_model_tokens=64, kv_cache_gib=1)
     if asked.one == "spawn":
         engine_module.import_ahead = engine_module.use_forks = lambda: None
+        engine_module.look_at_classes = lambda _: None
     cache = asked.out.absolute() / f"cache-{asked.one}"
     engine = engine_module.VllmEngine(config, Checkpoint.read(asked.model), cache=cache)
     await engine.start()

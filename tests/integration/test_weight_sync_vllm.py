@@ -36,6 +36,7 @@ from flotilla_generator.engine.base import (
 from flotilla_generator.engine.vllm.boot import CPU_BATCHED_TOKENS
 from flotilla_generator.engine.vllm.decoding import sampling_params
 from flotilla_generator.engine.vllm.engine import VllmEngine
+from flotilla_generator.engine.vllm.engine_process import look_at_classes
 from flotilla_generator.engine.vllm.stop_texts import TOKENIZER_FILE
 from flotilla_generator.weights import Phase
 from flotilla_testing.unrelated_models import (
@@ -123,6 +124,20 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         yield Bench(engine, folder)
     finally:
         await engine.stop()
+
+
+async def test_what_a_class_can_do_is_found_out_in_a_fork_like_the_engine(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That spares the first start with a model a third import of vLLM."""
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.delattr(registry, "_run_in_subprocess")
+    names = Checkpoint.read(bench.folder).config["architectures"]
+    await asyncio.to_thread(look_at_classes, names)
+    assert len(list((tmp_path / "modelinfos").iterdir())) == len(names) == 1
+    assert registry.ModelRegistry.models[names[0]].inspect_model_cls().is_text_generation_model
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])

@@ -41,7 +41,11 @@ from flotilla_generator.engine.vllm.boot import (
     require_quantization,
 )
 from flotilla_generator.engine.vllm.decoding import Decoding
-from flotilla_generator.engine.vllm.engine_process import import_ahead, use_forks
+from flotilla_generator.engine.vllm.engine_process import (
+    import_ahead,
+    look_at_classes,
+    use_forks,
+)
 from flotilla_generator.engine.vllm.stop_texts import TOKENIZER_FILE
 from flotilla_generator.engine.vllm.weight_commit import Commits
 from flotilla_generator.engine.vllm.worker_calls import HEALTH_POLL_S, WorkerCalls
@@ -175,6 +179,7 @@ class VllmEngine(Engine):
         require_quantization(self._config)
         use_forks()
         check_options(self._config.engine_options, {field.name for field in fields(AsyncEngineArgs)})
+        look_at_classes(self._checkpoint.config.get("architectures") or ())
 
         share = None
         if torch.cuda.is_available():

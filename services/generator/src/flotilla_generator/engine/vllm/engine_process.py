@@ -1,6 +1,7 @@
 """vLLM's engine process is a fork of a server that imports vLLM while the service does the same.
 
-A process of its own would import vLLM again, after the service has: that is half of a second start on a GPU.
+A process of its own would import vLLM again, after the service has: that is half of a second start on a GPU. The same
+goes for the process in which vLLM looks at a model's class when it first meets it.
 
 Invariants: the server computes nothing and touches no GPU, so that its forks may; a fork takes the environment and the
 number of threads from the service as they are when it starts; the server ends with the service.
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -61,3 +64,21 @@ def use_forks() -> None:
     launching: Any = utils  # the function is an import of its own, which is no part of its interface
     # vLLM asks it for each engine, and knows no option for it but spawn and fork.
     launching.get_mp_context = EngineContext
+
+
+def look_at_classes(architectures: Sequence[str]) -> None:
+    """Let a fork find out what a model's classes can do, and keep that in vLLM's cache, where vLLM looks first."""
+    fork = EngineContext().Process(target=_look_at_classes, args=(tuple(architectures),))
+    fork.start()
+    fork.join()
+
+
+def _look_at_classes(architectures: Sequence[str]) -> None:
+    from vllm.model_executor.models import registry
+
+    inspecting: Any = registry
+    inspecting._run_in_subprocess = lambda inspect: inspect()  # this is a process of its own already
+    with suppress(Exception):  # vLLM, which then looks itself, says what is wrong with the model
+        for name in architectures:
+            if (model := registry.ModelRegistry.models.get(name)) is not None:
+                model.inspect_model_cls()
