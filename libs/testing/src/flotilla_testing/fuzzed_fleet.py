@@ -145,7 +145,7 @@ class FuzzedFleet:
         """`folder` is where requests may write; the coordinator knows the run."""
         self._stack = stack
         self._token = find_coordinator(stack.directory.name, stack.directory.parent).token
-        self._latest: deque[str] = deque(maxlen=3 * AT_ONCE)
+        self._latest: deque[tuple[str, list[bytes]]] = deque(maxlen=3 * AT_ONCE)
         """The last requests that were sent."""
         self._spec = _session_spec(folder)
         self._drafts = {
@@ -161,7 +161,7 @@ class FuzzedFleet:
 
     def moment(self) -> str:
         """Return the requests that were sent last."""
-        return "after\n" + "\n".join(tuple(self._latest))
+        return "after\n" + "\n".join(f"{name} {messages!r:.300}" for name, messages in tuple(self._latest))
 
     def address(self, name: str) -> str:
         """Return where a service listens."""
@@ -212,11 +212,11 @@ async def _sender(
     fuzz: RequestFuzz,
     codes: Counter[str],
     offences: list[str],
-    latest: deque[str],
+    latest: deque[tuple[str, list[bytes]]],
 ) -> None:
     for method in methods:
         messages = fuzz.of(method)
-        latest.append(f"{method.full_name} {messages!r:.300}")
+        latest.append((method.full_name, messages))
         code, told = await _answer(channel, method, messages)
         codes[code.name] += 1
         if code in FORBIDDEN:
