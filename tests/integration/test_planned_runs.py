@@ -25,12 +25,10 @@ MADE_UP = {"correction": {"fail_at": None}}  # the simulated engine invents its 
 AWKWARD = [
     # algorithm, steps, prompts, samples, response tokens, budget, evaluate every, checkpoint every, max_staleness
     ("grpo", 1, 1, 2, 1, 1, 0, 0, 0),  # the smallest run, and not even one sequence fits
-    ("grpo", 4, 13, 5, 1, 97, 4, 3, 0),
-    ("grpo", 2, 29, 2, 3, 61, 1, 1, 0),  # more prompts a step than rows
     ("grpo", 3, 1, 7, 12, 18, 2, 7, 1),  # just one fits
-    ("rloo", 3, 11, 3, 7, 144, 3, 1, 0),
+    ("rloo", 2, 29, 2, 3, 61, 1, 1, 0),  # more prompts a step than rows
     ("remax", 3, 5, 1, 7, 61, 0, 2, 1),
-    ("lora", 2, 5, 3, 9, 50, 0, 2, 0),
+    ("lora", 4, 13, 5, 1, 97, 4, 3, 0),
     ("reinforce", 7, 3, 1, 17, 1009, 5, 4, 3),
     ("sft", 7, 3, 1, 4, 31, 3, 2, 0),
     ("sft", 2, 31, 1, 4, 8192, 0, 3, 0),
