@@ -40,6 +40,9 @@ log = get_logger()
 
 STOP_GRACE_S = 10.0
 _POLL_S = 0.1
+_POLL_SHARE = 0.05
+"""A start that takes long is asked about less often: each question takes time from it, and from its neighbours."""
+_LONGEST_POLL_S = 1.0
 _NAME_THE_WAIT_AFTER_S = 10.0
 _LOOK_FOR_ROOM_EVERY_S = 1.0
 
@@ -329,7 +332,8 @@ class ServiceProcess:
                 named = True
                 log.info("waiting for readiness", process=self.slot.name, limit_s=self._ready_timeout_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(child.wait(), _POLL_S)
+                pause_s = min(max(_POLL_S, waited * _POLL_SHARE), _LONGEST_POLL_S)
+                await asyncio.wait_for(child.wait(), pause_s)
 
     async def _bury(self, identity: ProcessIdentity | None = None) -> None:
         """End every process of the child and remove what it left; begun again where a cancellation cut it short.
