@@ -1,4 +1,7 @@
-"""The fused head gives the scores, the gradients and the weights that plain operations of torch give."""
+"""The fused head gives the scores and the gradients that plain operations of torch give.
+
+In a model it also gives the weights: test_fused_head_learning.py.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,13 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from flotilla_core.config import LoraConfig
 from flotilla_trainer.rank import fused_head
 from flotilla_trainer.rank.fused_head import PLAIN, HeadOperations, head_scores
 from flotilla_trainer.rank.head_rules import HeadRules
-from flotilla_trainer.rank.lora import Adapters
-from flotilla_trainer.rank.policy_model import PolicyModel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOKENS = 5 if INTERPRETED else 23
@@ -202,79 +200,3 @@ def test_the_logits_of_targets_are_not_rounded(operations: HeadOperations) -> No
     right = exact.gather(-1, likely[:, None]).squeeze(-1).exp()
     errors = [float((found.double().exp() - right).abs().mean()) for found in (ours, rounded)]
     assert errors[0] < 0.7 * errors[1], errors
-
-
-def shape() -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-
-
-def trained(logprobs_of: Callable[[PolicyModel, torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights after ten updates of a model with tied embeddings, and the last gradients."""
-    torch.manual_seed(0)
-    policy = PolicyModel(Qwen3ForCausalLM(shape()))
-    adamw = torch.optim.AdamW(policy.parameters(), lr=1e-2, eps=1e-3)
-    random = torch.Generator().manual_seed(2)
-    for _ in range(10):
-        adamw.zero_grad()
-        tokens = torch.randint(VOCABULARY, (2, 24), generator=random)
-        advantages = torch.randn(46, generator=random)
-        (-(advantages * logprobs_of(policy, tokens)).mean()).backward()
-        adamw.step()
-    named = dict(policy.named_parameters())
-    gradients = {f"gradient of {name}": parameter.grad for name, parameter in named.items()}
-    return {name: tensor.detach() for name, tensor in (named | gradients).items() if tensor is not None}
-
-
-POSITIONS = torch.cat([torch.arange(23), torch.arange(24, 47)])
-
-
-def fused_logprobs(policy: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
-    scored = tokens[:, 1:].flatten()
-    return policy(tokens, POSITIONS, scored, temperature=0.9, chunk_tokens=5).logprobs
-
-
-def plain_logprobs(policy: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
-    logits = policy.causal_lm(input_ids=tokens, use_cache=False).logits.flatten(0, 1)[POSITIONS] / 0.9
-    return torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:].reshape(-1, 1)).squeeze(-1)
-
-
-def test_weights_after_ten_updates_are_those_of_plain_operations(operations: HeadOperations) -> None:
-    found, right = trained(fused_logprobs), trained(plain_logprobs)
-    for name, value in right.items():
-        error = (found[name] - value).norm() / value.norm()
-        assert error < 1e-4, name
-
-
-def test_a_head_with_adapters_still_learns_through_them() -> None:
-    config = shape()
-    config.tie_word_embeddings = False
-    policy = PolicyModel(Qwen3ForCausalLM(config))
-    policy.requires_grad_(False)
-    adapters = Adapters(policy.causal_lm, LoraConfig(rank=2, alpha=4.0, targets=("lm_head",)), 0, CPU)
-    tokens = torch.arange(48).reshape(2, 24)
-    policy(
-        tokens, POSITIONS, tokens[:, 1:].flatten(), temperature=1.0, chunk_tokens=5
-    ).logprobs.sum().backward()
-    assert any(bool(p.grad.any()) for p in adapters.named_parameters().values() if p.grad is not None)
-
-
-def test_scores_are_the_same_with_and_without_likeliest_tokens() -> None:
-    policy = PolicyModel(Qwen3ForCausalLM(shape()))
-    tokens = torch.arange(48).reshape(2, 24)
-    asked = tokens, POSITIONS, tokens[:, 1:].flatten()
-    with torch.no_grad():
-        alone = policy(*asked, temperature=0.7, chunk_tokens=46)
-        with_top = policy(*asked, temperature=0.7, chunk_tokens=46, top_k=3)
-    assert torch.equal(alone.logprobs, with_top.logprobs)
-    assert torch.equal(alone.entropy, with_top.entropy)
-    assert alone.top_ids.shape == (46, 0) and with_top.top_ids.shape == (46, 3)
