@@ -164,34 +164,42 @@ def test_a_setting_is_completed_by_key_and_value(flotilla: Command, monkeypatch:
     assert offered("run start ") == offered("run start run") == [], "the shell completes files"
 
 
-@pytest.mark.parametrize(
-    ("command", "typed", "offered"),
-    [
-        ("start", ("loop", "="), ["coordinator", "client"]),
-        ("start", ("loop", "=", "cl"), ["client"]),
-        ("start", ("steps", "=", "3", "see"), ["seed=", "seed=0"]),
-        ("start", ("data.train", "="), []),
-        ("start", ("data.train", "=", "tr"), []),
-        ("start", ("rewards.0.args.limit", "=", "tr"), []),
-        ("set", ("checkpoint.keep", "="), ["2"]),
-    ],
-)
-def test_bash_takes_a_setting_for_three_words_and_gets_the_last_one(
-    command: str, typed: tuple[str, ...], offered: list[str]
-) -> None:
+TYPED: dict[str, list[str]] = {
+    "start run.yaml loop =": ["coordinator", "client"],
+    "start run.yaml loop = cl": ["client"],
+    "start run.yaml steps = 3 see": ["seed=", "seed=0"],
+    "start run.yaml data.train =": [],
+    "start run.yaml data.train = tr": [],
+    "start run.yaml rewards.0.args.limit = tr": [],
+    "set run.yaml checkpoint.keep =": ["2"],
+}
+"""What bash makes of a command that somebody types, and what it is to offer for the last word."""
+
+
+@pytest.fixture(scope="module")
+def offered_by_bash() -> dict[str, list[str]]:
+    """What one bash with the completion of `flotilla` offers for each command of `TYPED`."""
     script = """
         flotilla=$1; shift
         eval "$(_FLOTILLA_COMPLETE=source_bash "$flotilla")"
-        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
-        _flotilla_completion "$flotilla"
-        printf '%s\\n' "${COMPREPLY[@]}"
+        for typed in "$@"; do
+            COMP_WORDS=(flotilla run $typed); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
+            _flotilla_completion "$flotilla"
+            echo "${COMPREPLY[*]}"
+        done
     """
-    words = ("flotilla", "run", command, "run.yaml", *typed)
     installed = str(Path(sys.executable).parent / "flotilla")
     shown = subprocess.run(
-        ["bash", "-c", script, "bash", installed, *words], capture_output=True, text=True, check=True
+        ["bash", "-c", script, "bash", installed, *TYPED], capture_output=True, text=True, check=True
     )
-    assert shown.stdout.split() == offered
+    return dict(zip(TYPED, map(str.split, shown.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_bash_takes_a_setting_for_three_words_and_gets_the_last_one(
+    offered_by_bash: dict[str, list[str]], typed: str
+) -> None:
+    assert offered_by_bash[typed] == TYPED[typed]
 
 
 def test_the_completion_of_a_setting_loads_configuration_alone() -> None:
