@@ -26,6 +26,7 @@ async def test_a_flood_without_newlines_leaves_launcher_and_disk_as_they_were(st
     result = await stacks.up(stacks.config(restart_budget=0))
     before = most_memory_kib(result.launcher.pid)
     log = stacks.paths().log_file("generator-0")
+    os.kill(stacks.identities()["generator-0"].pid, signal.SIGUSR1)
     async with LauncherClient.open(result.launcher) as launcher:
         status = await until(launcher, "generator-0", lambda one: one.state == PROCESS_STATE_FAILED)
         assert "was killed by SIGKILL" in status.error and len(status.error) < 4000

@@ -4,7 +4,7 @@ It imports gRPC and nothing of ours, so that a stack of several is up in a secon
 
 `FLOTILLA_TEST_BEHAVIOUR` is a JSON object {name: behaviour}: "die", "die while PATH" (is there), "hang" (never
 READY), "stubborn" (ignores SIGTERM), "parent" (has a grandchild in a session of its own and shared memory), "flood"
-(prints FLOOD_BYTES without a newline once it is READY, and is killed).
+(prints FLOOD_BYTES without a newline at SIGUSR1, and is killed).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str
     stopping = asyncio.Event()
     on_sigterm = (lambda: None) if behaviour == "stubborn" else stopping.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
+    if behaviour == "flood":
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, flood)
     if behaviour == "hang":
         await health.set(OVERALL_HEALTH, HealthCheckResponse.NOT_SERVING)
-    if behaviour == "flood":
-        await asyncio.to_thread(flood)
     await stopping.wait()
     await server.stop(0)
 
