@@ -57,28 +57,30 @@ demo-real: setup  ## Teach a real chat model to follow instructions (it is downl
 bench: setup  ## Measure and print one table
 	@$(BIN)/python bench/run.py
 
-.PHONY: test test-unit integration-fleets integration-trainer unit-services unit-libs unit-launch
+.PHONY: test test-unit with-engines with-ranks unit-services unit-libs unit-launch
 # Suites share the cores: threads of one that wait for each other would wait for a core of another.
 test: export OMP_NUM_THREADS ?= 1
 test: setup  ## Run the unit, contract and integration tests
-	@echo "==> integration, unit and contract tests, two suites at a time, each told when it ends"
-	@# Each half of the machine takes the next suite when it is free; the longest begin, so that both end together.
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
-	integration-fleets unit-services test-contract integration-trainer unit-libs unit-launch
+	@echo "==> integration, unit and contract tests, four suites at a time, each told when it ends"
+	@# Each waits for processes now and then; the longest begin, so that all end together.
+	@$(MAKE) --no-print-directory --keep-going --jobs=4 --output-sync=target \
+	with-engines with-ranks test-contract unit-services unit-libs unit-launch
 
-integration-fleets:
-	@echo "==> integration tests of fleets"
-	@$(BIN)/pytest -q tests/integration --ignore=tests/integration/trainer
+# Who imports vLLM, or what a rank imports, does so once for unit and integration tests.
+with-engines: setup
+	@echo "==> unit tests of the generator and integration tests of fleets"
+	@$(BIN)/pytest -q services/generator tests/integration --ignore=tests/integration/trainer
 
-integration-trainer:
-	@echo "==> integration tests of the trainer"
-	@$(BIN)/pytest -q tests/integration/trainer
+with-ranks: setup
+	@echo "==> unit and integration tests of the trainer"
+	@$(BIN)/pytest -q services/trainer tests/integration/trainer
 
-test-unit: unit-services unit-libs unit-launch  ## Run the unit tests of libs and services
+test-unit: setup  ## Run the unit tests of libs and services
+	@$(BIN)/pytest -q libs services
 
 unit-services: setup
-	@echo "==> unit tests of the services"
-	@$(BIN)/pytest -q services
+	@echo "==> unit tests of coordinator and reward"
+	@$(BIN)/pytest -q services/coordinator services/reward
 
 unit-libs: setup
 	@echo "==> unit tests of the libs"

@@ -19,7 +19,7 @@ from flotilla_testing.small_disk import SmallDisk, small_disk
 
 pytestmark = pytest.mark.timeout(60)
 
-EXPORT = "flotilla_coordinator.records.report"
+EXPORT = "-m flotilla_coordinator.records.report"
 
 
 @pytest.fixture

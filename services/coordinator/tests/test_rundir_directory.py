@@ -223,24 +223,49 @@ def test_parquet_has_every_sample_and_null_for_a_missing_metric(directory: RunDi
     assert rows[2]["policy_versions"] == [{"version": "0.1", "start": 0, "end": 2}]
 
 
+def in_a_process_of_its_own(script: str, run_dir: Path, **environment: str) -> str:
+    """Return what a script prints that knows the `path` of a run directory."""
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; from pathlib import Path; path = Path(sys.argv[1])\n{script}",
+    ]
+    done = subprocess.run(
+        [*command, str(run_dir)], env=os.environ | environment, check=True, capture_output=True, text=True
+    )
+    return done.stdout
+
+
 def test_without_the_extra_the_run_ends_well_and_says_what_to_install(
-    directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: RunDirectory, tmp_path: Path
 ) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('gone', name='matplotlib')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     directory.write_metrics(0, {"reward/mean": 0.5})
-    assert "pip install 'flotilla-coordinator[report]'" in conclude(directory, run_pb2.Run())
-
-
-def test_plots_are_drawn_outside_of_the_service(directory: RunDirectory) -> None:
-    directory.write_metrics(0, {"reward/mean": 0.5, "time/step_s": 1.0})
-    script = (
-        "import sys; from pathlib import Path\n"
-        "from flotilla_coordinator.records.report import write_plots\n"
-        "assert len(write_plots(Path(sys.argv[1]))) == 2\n"
-        "sys.exit('matplotlib' in sys.modules or 'pyarrow' in sys.modules)\n"
+    said = in_a_process_of_its_own(
+        "from flotilla.coordinator.v1.run_pb2 import Run\n"
+        "from flotilla_coordinator.records.directory import RunDirectory\n"
+        "from flotilla_coordinator.records.report import conclude\n"
+        "print(conclude(RunDirectory(path), Run()))\n",
+        directory.path,
+        PYTHONPATH=str(tmp_path),
     )
-    subprocess.run([sys.executable, "-c", script, str(directory.path)], check=True)
+    assert "pip install 'flotilla-coordinator[report]'" in said
+
+
+def test_plots_are_drawn_outside_of_the_service_by_one_process_for_runs_that_end_together(
+    directory: RunDirectory,
+) -> None:
+    directory.write_metrics(0, {"reward/mean": 0.5, "time/step_s": 1.0})
+    said = in_a_process_of_its_own(
+        "from flotilla_coordinator.records.report import write_plots\n"
+        "from flotilla_testing.children import children_that_run\n"
+        "for _ in range(2):\n"
+        "    print(len(write_plots(path)), *(child.pid for child in children_that_run('report:draw')))\n"
+        "sys.exit('matplotlib' in sys.modules or 'pyarrow' in sys.modules)\n",
+        directory.path,
+    )
+    first, second = said.splitlines()
+    assert first == second and first.startswith("2 ")
 
 
 def test_what_a_fall_back_undid_is_kept_and_not_read(directory: RunDirectory) -> None:

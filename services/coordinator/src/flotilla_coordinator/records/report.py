@@ -1,8 +1,8 @@
 """Makes plots and Parquet files of a run, by the extra `flotilla-coordinator[report]`.
 
 Invariants: nothing heavy is imported before a report is requested; without the extra, one error says how to get it.
-matplotlib and pyarrow keep a hundred MiB of every process that imports them, and each figure leaves some more. So the
-service draws and exports in processes of their own, which end with the call that requested them.
+matplotlib and pyarrow keep a hundred MiB of every process that imports them, so the service draws and exports in
+processes of their own. The one that draws stays for a minute: runs that end soon after each other share it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from flotilla_core.subprocess_group import ProcessGroup
 PLOT_MEMORY_BYTES = 2 << 30
 PLOT_CPU_S = 120.0
 PLOT_FILE_BYTES = 64 << 20
+_PLOTS = BoundedProcess(f"{__name__}:draw", Bounds(PLOT_MEMORY_BYTES, PLOT_CPU_S, file_bytes=PLOT_FILE_BYTES))
 _REFUSED = 3
 """The exit code of a process that printed the status of an error."""
 
@@ -49,9 +50,7 @@ def write_plots(run_dir: Path) -> list[Path]:
     if not any(file.exists() and file.stat().st_size for file in drawn):
         return []
     try:
-        bounds = Bounds(PLOT_MEMORY_BYTES, PLOT_CPU_S, file_bytes=PLOT_FILE_BYTES)
-        with BoundedProcess(f"{__name__}:draw", bounds) as process:
-            return [Path(file) for file in process.ask({"run_dir": str(run_dir)})]
+        return [Path(file) for file in _PLOTS.ask({"run_dir": str(run_dir)})]
     except OutOfBounds as error:
         raise Exhausted(
             "the plots cannot be drawn within bounds",
