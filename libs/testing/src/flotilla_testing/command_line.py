@@ -24,6 +24,15 @@ IMPORTED = (
     "flotilla_client",
     "flotilla_core.config",
     "flotilla_launch.local",
+    # What most commands import when they run.
+    "flotilla_client.synchronous_loop",
+    "flotilla_coordinator.ledger.queries",
+    "flotilla_coordinator.plan.plan",
+    "flotilla_coordinator.records.directory",
+    "flotilla_core.bus",
+    "flotilla_core.telemetry",
+    "flotilla_launch.kubernetes.launcher",
+    "flotilla_launch.launcher",
 )
 _REQUEST_BYTES = 1 << 18
 
