@@ -413,7 +413,7 @@ from flotilla.common.v1 import weights_pb2
 from flotilla_weights.group import Receiver, Sender
 from flotilla_weights.manifest import Manifest
 
-role, port, timeout_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+role, timeout_s = sys.argv[1], float(sys.argv[2])
 manifest = Manifest.from_named([(f"layers.{i}.w", "float32", (256, 256)) for i in range(40)], 300_000)
 if role == "sender":
     sender = Sender.listen("127.0.0.1", 1, 3, "gloo", timeout_s, secret=b"of the test")
@@ -429,6 +429,8 @@ if role == "sender":
 
     sender.publish(manifest, tensors())
 else:
+    print("ready", flush=True)
+    port = int(sys.stdin.readline())
     group = weights_pb2.WeightGroup(epoch=1, backend=1, host="127.0.0.1", port=port, world_size=3, sender_ranks=[0])
     group.secret = b"of the test"
     group.timeout.FromNanoseconds(int(timeout_s * 1e9))
@@ -440,14 +442,15 @@ else:
 PEER_MANIFEST = Manifest.from_named([(f"layers.{i}.w", "float32", (256, 256)) for i in range(40)], 300_000)
 
 
-def spawn(role: str, port: int, timeout_s: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PEER, role, str(port), str(timeout_s)]
+def spawn(role: str, timeout_s: float) -> subprocess.Popen[str]:
+    """Start a peer; its first line says that its imports, which can take longer than any timeout here, are done."""
+    command = [sys.executable, "-c", PEER, role, str(timeout_s)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def test_a_sender_killed_mid_broadcast_ends_every_receiver_long_before_the_timeout(pool):
-    peer = spawn("sender", 0, 60.0)
+    peer = spawn("sender", 60.0)
     try:
         assert peer.stdout
         port = int(peer.stdout.readline())
@@ -469,12 +472,14 @@ def test_a_sender_killed_mid_broadcast_ends_every_receiver_long_before_the_timeo
 
 
 def test_a_receiver_killed_before_the_broadcast_fails_the_publication(pool):
-    sender = Sender.listen("127.0.0.1", 1, 3, "gloo", 6.0, secret=SECRET)
-    peer = spawn("receiver", sender.port, 6.0)
+    peer = spawn("receiver", 6.0)
     try:
+        assert peer.stdin and peer.stdout and peer.stdout.readline().strip() == "ready"
+        sender = Sender.listen("127.0.0.1", 1, 3, "gloo", 6.0, secret=SECRET)
+        print(sender.port, file=peer.stdin, flush=True)
         healthy = start(pool, Receiver(group_of(sender, 3, timeout_s=6.0), 1, PEER_MANIFEST), {})
         sender.connect(PEER_MANIFEST)
-        assert peer.stdout and peer.stdout.readline().strip() == "joined"
+        assert peer.stdout.readline().strip() == "joined"
         peer.send_signal(signal.SIGKILL)
         peer.wait()
         zeros = ((spec.name, torch.zeros(spec.shape)) for spec in PEER_MANIFEST.tensors)
