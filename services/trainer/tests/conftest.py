@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx  # each rank that compiles would import it, for a second and a half
 import torch.distributed as dist
 
 LIMIT_S = 240.0

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import NoReturn
 
 import torch
+import transformers.modeling_layers  # noqa: F401 - every model's code does, and ranks share what comes before a fork
 
 from flotilla_core import telemetry
 from flotilla_core.config.stack import TlsConfig
