@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flotilla_core.errors import InvalidRequest
-from flotilla_core.gpu_shares import IN_TURN, ring_bytes
+from flotilla_core.gpu_shares import BUCKETS_UNDER_WAY, ring_bytes
 from flotilla_weights.digest import tensor_digest, tensor_digests
 from flotilla_weights.manifest import ALIGNMENT, Manifest
 from flotilla_weights.ring import Ring
@@ -167,7 +167,7 @@ def test_the_memory_of_a_ring_is_known_from_the_largest_tensors(
     manifest = Manifest.from_named(named, 512 << 20).in_enough_buckets()
     ring = Ring(manifest, torch.device("meta"))
     indices = range(len(manifest.buckets))
-    taken = sum({i % IN_TURN: ring.message(i).untyped_storage().nbytes() for i in indices}.values())
+    taken = sum({i % BUCKETS_UNDER_WAY: ring.message(i).untyped_storage().nbytes() for i in indices}.values())
     assert taken <= manifest.ring_bytes <= 1.5 * taken
-    largest = sorted((spec.nbytes for spec in manifest.tensors), reverse=True)[:IN_TURN]
+    largest = sorted((spec.nbytes for spec in manifest.tensors), reverse=True)[:BUCKETS_UNDER_WAY]
     assert ring_bytes(manifest.nbytes, largest, 512 << 20) == manifest.ring_bytes

@@ -272,7 +272,7 @@ def test_transfers_that_are_queued_take_the_lent_buffers_in_turn(
     gpu: PretendGpus, pool: ThreadPoolExecutor
 ) -> None:
     manifest = Manifest(MANIFEST.tensors, bucket_bytes=1)
-    assert len(manifest.buckets) > groups.IN_TURN
+    assert len(manifest.buckets) > groups.BUCKETS_UNDER_WAY
     sender, receiver = (end := listening(2)), receiver_of(end, 1, 2, manifest=manifest)
     copies: dict[str, torch.Tensor] = {}
 
@@ -315,7 +315,7 @@ def test_rows_in_parts_arrive_as_whole_tensors_in_buffers_that_are_lent(
         taking = pool.submit(receiver.receive, copy, lent=True)
         assert sender.publish(MANIFEST, rows) == taking.result(LIMIT_S)
         assert all(torch.equal(copies[name], tensor) for name, tensor in weights_of(seed))
-    assert len(buffers) <= 2 * groups.IN_TURN
+    assert len(buffers) <= 2 * groups.BUCKETS_UNDER_WAY
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSamp
 from flotilla_coordinator.trainers import messages
 from flotilla_coordinator.trainers.learners import Learners
 from flotilla_coordinator.trainers.roles import Critic
-from flotilla_coordinator.trainers.session import GROUPS_IN_ONE_TURN, Gang
+from flotilla_coordinator.trainers.session import GROUPS_AT_ONCE, Gang
 from flotilla_core import rpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.errors import Damaged, FailedPrecondition, FlotillaError, Unavailable
@@ -222,4 +222,4 @@ async def test_others_get_their_turns_while_a_batch_is_written(monkeypatch: pyte
     await critic.train(batch(0, samples=64))
     other.cancel()
     assert [len(request.chunk.groups) for request in sent] == [0, 64]
-    assert turns >= 64 // GROUPS_IN_ONE_TURN
+    assert turns >= 64 // GROUPS_AT_ONCE

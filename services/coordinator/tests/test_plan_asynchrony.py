@@ -94,9 +94,9 @@ def test_a_run_that_decodes_during_updates_is_refused_where_generators_sleep_the
 
     def refused(**changes: Any) -> list[str]:
         rollout = {"prompts_per_step": 16, "samples_per_prompt": 4} | changes.pop("rollout", {})
-        return checks.turn_errors(run(**changes, rollout=rollout), stack)
+        return checks.sleep_errors(run(**changes, rollout=rollout), stack)
 
-    assert not refused() and not checks.turn_errors(run(), StackConfig())
+    assert not refused() and not checks.sleep_errors(run(), StackConfig())
     for changes, key in (
         ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness = 1"),
         ({"loop": "client"}, "loop: client"),

@@ -156,13 +156,13 @@ def test_a_cache_that_sleeps_and_activations_are_counted_by_the_larger_of_both(t
     model = facts(**QWEN3_600M)
     short = {"max_model_tokens": 2048}
     beside = SharedGpu.of(model, stack_of(generator=short), total)
-    turns = SharedGpu.of(model, asleep(**short), total)
-    turns.require()
-    assert turns.kv_cache >= beside.kv_cache and turns.rank_room == beside.rank_room + beside.kv_cache
-    at_rest = turns.resident + gpu_memory.CHECK_BYTES
-    assert turns.aside + turns.generator + max(turns.rank_room, at_rest + turns.kv_cache) <= total
-    again = SharedGpu.of(model, turns.applied(asleep(**short)), total)
-    assert again == turns
+    sleeper = SharedGpu.of(model, asleep(**short), total)
+    sleeper.require()
+    assert sleeper.kv_cache >= beside.kv_cache and sleeper.rank_room == beside.rank_room + beside.kv_cache
+    at_rest = sleeper.resident + gpu_memory.CHECK_BYTES
+    assert sleeper.aside + sleeper.generator + max(sleeper.rank_room, at_rest + sleeper.kv_cache) <= total
+    again = SharedGpu.of(model, sleeper.applied(asleep(**short)), total)
+    assert again == sleeper
 
 
 def test_generators_that_a_run_does_not_have_sleep_for_nobody() -> None:
@@ -193,7 +193,7 @@ def test_a_rank_that_keeps_more_between_updates_than_the_cache_leaves_is_refused
     )
 
 
-def test_a_long_sample_that_fits_only_in_turns_is_refused_by_that_key_with_its_arithmetic() -> None:
+def test_a_long_sample_that_fits_only_alternately_is_refused_by_that_key_with_its_arithmetic() -> None:
     model, longest = facts(**QWEN3_600M), {"max_model_tokens": 40_960, "max_running_samples": 1}
     sizes = (gib * GIB for gib in range(10, 40))
     total = next(size for size in sizes if SharedGpu.of(model, asleep(**longest), size).learns)
@@ -205,7 +205,7 @@ def test_a_long_sample_that_fits_only_in_turns_is_refused_by_that_key_with_its_a
     SharedGpu.of(model, asleep(**longest), total).require()
 
 
-def test_a_rank_that_fits_only_in_turns_is_told_the_key_and_what_it_would_have() -> None:
+def test_a_rank_that_fits_only_alternately_is_told_the_key_and_what_it_would_have() -> None:
     model, config = facts(**QWEN3_600M), run_of()
     shared = SharedGpu.of(model, stack_of(), SMALL_GPU)
     need = shared.rank_room + GIB

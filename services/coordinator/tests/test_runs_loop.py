@@ -12,7 +12,7 @@ import pytest
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.autoscale import IdleShares
-from flotilla_coordinator.fleet.run_fleet import Turns
+from flotilla_coordinator.fleet.run_fleet import SleepingGenerators
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
@@ -144,10 +144,12 @@ class Loop:
         self.run.control.config = CONFIG
         return asyncio.create_task(run_loop(self.run, StartPoint()))
 
-    def take_turns(self) -> None:
+    def sleep_meanwhile(self) -> None:
         """Have the generator sleep during updates; its calls are noted among what was done."""
         stub = self.generator.stub
-        self.run.turns = Turns("run", lambda: [self.generator], lambda *_: None, self.done.append)
+        self.run.sleeping_generators = SleepingGenerators(
+            "run", lambda: [self.generator], lambda *_: None, self.done.append
+        )
         for method in ("Sleep", "Wake"):
             call = getattr(stub, method)
 
@@ -279,7 +281,7 @@ async def test_an_update_is_recorded_also_where_its_version_cannot_be_sent() -> 
 
 async def test_generators_sleep_during_updates_alone_where_the_stack_says_so() -> None:
     loop = Loop()
-    loop.take_turns()
+    loop.sleep_meanwhile()
     loop.may_pass.clear()
     running = loop.begin()
     await loop.until("sampled 0")
@@ -297,7 +299,7 @@ async def test_generators_sleep_during_updates_alone_where_the_stack_says_so() -
 
 async def test_an_update_that_fails_leaves_the_waking_to_the_next_weight_group() -> None:
     loop = Loop()
-    loop.take_turns()
+    loop.sleep_meanwhile()
 
     async def killed(batch: Any) -> Any:
         raise RankFailed("rank 0 was killed")
@@ -306,7 +308,11 @@ async def test_an_update_that_fails_leaves_the_waking_to_the_next_weight_group()
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(RankFailed):
             await loop.begin()
-    assert loop.done[-1] == "Sleep" and loop.run.turns is not None and loop.run.turns.sleeps("a-1")
+    assert (
+        loop.done[-1] == "Sleep"
+        and loop.run.sleeping_generators is not None
+        and loop.run.sleeping_generators.sleeps("a-1")
+    )
 
 
 async def test_without_the_key_no_generator_is_ever_asked_to_sleep() -> None:

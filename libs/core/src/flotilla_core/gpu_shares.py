@@ -16,7 +16,7 @@ SPARE = 0.04
 """Share of a GPU for what allocators cannot use."""
 LEAST_SHARE = 0.01
 
-IN_TURN = 3
+BUCKETS_UNDER_WAY = 3
 """Buckets on their way: one moves while the next is packed, and the last one is digested."""
 LEAST_BUCKETS = 4
 """Buckets of a model, so that some are packed or digested while another one moves."""
@@ -38,8 +38,8 @@ def ring_bytes(model_bytes: int, tensors: Iterable[int], asked: int) -> int:
     A tensor above the size of a bucket has a bucket of its own. Padding between tensors is not counted.
     """
     limit = bucket_limit(model_bytes, asked)
-    alone = heapq.nlargest(IN_TURN, (size for size in tensors if size > limit))
-    return min(model_bytes, sum(alone) + (IN_TURN - len(alone)) * limit)
+    alone = heapq.nlargest(BUCKETS_UNDER_WAY, (size for size in tensors if size > limit))
+    return min(model_bytes, sum(alone) + (BUCKETS_UNDER_WAY - len(alone)) * limit)
 
 
 def set_aside(total: int, rings: int) -> int:

@@ -267,9 +267,9 @@ class Agent:
             self._begin(row)
 
     async def _stop(self) -> None:
-        """End all in turns, those of `_LAST` after the others; NATS is the last."""
-        for turn in range(len(_LAST) + 1):
-            stops = (s.stop(told=self._told) for s in self._services.values() if _turn(s.slot.kind) == turn)
+        """End all in stages: those of `_LAST` after the others, and NATS last."""
+        for stage in range(len(_LAST) + 1):
+            stops = (s.stop(told=self._told) for s in self._services.values() if _stage(s.slot.kind) == stage)
             for error in await asyncio.gather(*stops, return_exceptions=True):
                 if isinstance(error, Exception):
                     log.error("a service was not stopped in order", error=str(error))
@@ -304,7 +304,7 @@ class Agent:
             log.warning("the processes were not recorded", error=str(error))
 
 
-def _turn(kind: ServiceKind.ValueType) -> int:
+def _stage(kind: ServiceKind.ValueType) -> int:
     return _LAST.index(kind) + 1 if kind in _LAST else 0
 
 

@@ -287,13 +287,13 @@ class ClusterLauncher:
     async def _end(self, placed: PlacedFile, on_wait: Callable[[str], None]) -> None:
         """End all units of a placement, agents of gangs after their fronts and the head last; then its files."""
         units = [unit for unit in (await self._engine.units(placed)).values() if unit.lives or unit.holds]
-        turns = {
+        stages = {
             unit.node: 2 if unit.node == HEAD else int(self._has_ranks_alone(unit.node)) for unit in units
         }
-        for turn in range(3):
-            placed = replace(placed, ended=[node for node, its in turns.items() if its <= turn])
+        for stage in range(3):
+            placed = replace(placed, ended=[node for node, its in stages.items() if its <= stage])
             placed.write(self._paths.placed_file)
-            await self._end_units(placed, [unit for unit in units if turns[unit.node] == turn])
+            await self._end_units(placed, [unit for unit in units if stages[unit.node] == stage])
         shutil.rmtree(self._paths.nodes, ignore_errors=True)
         for announced in self._paths.instances.glob("*.json"):
             announced.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ import torch
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import FlotillaError, InvalidRequest, WeightsMismatch
-from flotilla_core.gpu_shares import IN_TURN
+from flotilla_core.gpu_shares import BUCKETS_UNDER_WAY
 from flotilla_weights.digest import bucket_digests, prepare_digests, resolve
 from flotilla_weights.manifest import Bucket, Manifest, Slot
 from flotilla_weights.process_group import SENDER_RANK
@@ -145,8 +145,8 @@ class Sender:
         digests: list[torch.Tensor] = []
         moving: list[tuple[Message, str]] = []
         for index, bucket in enumerate(manifest.buckets):
-            if index >= IN_TURN:
-                self._link.follow(*moving[index - IN_TURN])
+            if index >= BUCKETS_UNDER_WAY:
+                self._link.follow(*moving[index - BUCKETS_UNDER_WAY])
             message = self._pack(ring, index, [self._next(slot, source) for slot in bucket.slots])
             what = f"sending bucket {index + 1} of {len(manifest.buckets)}"
             moving.append((self._link.broadcast(message), what))
@@ -292,8 +292,8 @@ class Receiver:
         ring = self._ring = _ring_for(manifest, device, self._ring) if lent else None
         moving: deque[tuple[Message, str]] = deque()
         messages: deque[torch.Tensor] = deque()
-        for index in range(len(buckets) + IN_TURN):
-            arrived = index - IN_TURN
+        for index in range(len(buckets) + BUCKETS_UNDER_WAY):
+            arrived = index - BUCKETS_UNDER_WAY
             if messages and arrived >= 0:
                 if queued:
                     self._link.follow(*moving[arrived])

@@ -1,6 +1,6 @@
-"""Buffers that the buckets of a publication take in turn, kept from one publication to the next.
+"""Buffers that the buckets of a publication take one after the other, kept from one publication to the next.
 
-Invariants: bucket i lies where bucket i minus `IN_TURN` lay, so whoever writes it comes after whoever read that one;
+Invariants: bucket i lies where bucket i minus `BUCKETS_UNDER_WAY` lay, so it is written after that one was read;
 the views of its tensors are made once, because Python takes longer to make one than a GPU to move a small tensor.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flotilla_core.gpu_shares import IN_TURN
+from flotilla_core.gpu_shares import BUCKETS_UNDER_WAY
 from flotilla_weights.manifest import Bucket, Manifest
 
 Named = list[tuple[str, torch.Tensor]]
@@ -28,11 +28,11 @@ class Ring:
 
     def message(self, index: int) -> torch.Tensor:
         """Return the bytes of a bucket."""
-        buckets, turn = self.manifest.buckets, index % IN_TURN
-        if turn not in self._memory:
-            most = max(bucket.nbytes for bucket in buckets[turn::IN_TURN])
-            self._memory[turn] = torch.empty(most, dtype=torch.uint8, device=self._device)
-        return self._memory[turn][: buckets[index].nbytes]
+        buckets, place = self.manifest.buckets, index % BUCKETS_UNDER_WAY
+        if place not in self._memory:
+            most = max(bucket.nbytes for bucket in buckets[place::BUCKETS_UNDER_WAY])
+            self._memory[place] = torch.empty(most, dtype=torch.uint8, device=self._device)
+        return self._memory[place][: buckets[index].nbytes]
 
     def tensors(self, index: int) -> Named:
         """Return the tensors of a bucket; the same list in every publication."""

@@ -40,7 +40,7 @@ class Sleep:
         self._weights = weights
         self._activities = activities
         self._wait_idle = wait_idle
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._closed_for = ""
         """The run for which nothing begins: the replica sleeps, or is about to."""
         self._freed: int | None = None
@@ -63,7 +63,7 @@ class Sleep:
 
     async def sleep(self, run_id: str) -> int:
         """Give the memory back once nothing runs, and return the bytes; again while it sleeps, return the same."""
-        async with self._turn:
+        async with self._lock:
             self._require_of(run_id)
             if self._freed is not None:
                 return self._freed
@@ -77,7 +77,7 @@ class Sleep:
 
     async def wake(self) -> None:
         """Take the memory again; nothing where it is awake."""
-        async with self._turn:
+        async with self._lock:
             if self.asleep:
                 await _to_its_end(self._wake_up())
 
@@ -117,7 +117,7 @@ class Sleep:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; where the caller goes away, its turn lasts until the work has ended."""
+    """Await `work`; where the caller goes away, the lock is held until the work has ended."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:

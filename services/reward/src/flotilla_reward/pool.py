@@ -1,6 +1,6 @@
 """The pool of killable workers that runs user code and checkers.
 
-Invariants: runs that share the pool take turns; a job waits for a free place without a limit of its own and is timed
+Invariants: runs share the pool fairly; a job waits for a free place without a limit of its own and is timed
 only while it runs; at most one worker of a place runs. A worker serves one run and one file of functions, and a worker
 that ran user code never serves anything else; only built-in rewards share workers between runs. Each place keeps the
 workers of its last few owners, so that owners that alternate cost no restarts.
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.logger import get_logger
+from flotilla_reward.fair_share import FairShare
 from flotilla_reward.job import Failure, Outcome, Sample, Target, Timeout
-from flotilla_reward.turns import Turns
 from flotilla_reward.worker_process import WorkerDied, WorkerProcess
 
 # Imports of a user's module or of math-verify; not counted as scoring.
@@ -63,7 +63,7 @@ class WorkerPool:
 
     def __init__(self, workers: int) -> None:
         self._places = [_Place(index) for index in range(workers)]
-        self._turns: Turns[_Place] = Turns()
+        self._share: FairShare[_Place] = FairShare()
         self._proven: set[str] = set()
         self.replaced = 0
         """Workers that were killed for what they did or died, since the start."""
@@ -74,7 +74,7 @@ class WorkerPool:
             for place in self._places:
                 group.create_task(self._start(place, None))
         for place in reversed(self._places):
-            self._turns.add(place)
+            self._share.add(place)
 
     async def stop(self) -> None:
         """Kill every worker; jobs that still run fail."""
@@ -107,7 +107,7 @@ class WorkerPool:
         if self.has_proven(target):
             return
         owner = Owner.of(target, run_id)
-        async with self._turns.place(run_id, lambda place: place.suits(owner)) as place:
+        async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
             failure = await self._load(await self._worker_of(place, owner), target)
         if failure is None:
             self._proven.add(target.key)
@@ -123,7 +123,7 @@ class WorkerPool:
     ) -> tuple[Outcome, float]:
         """Return the outcome and the seconds that scoring took, waiting and loading aside."""
         owner = Owner.of(target, run_id)
-        async with self._turns.place(run_id, lambda place: place.suits(owner)) as place:
+        async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
             worker = await self._worker_of(place, owner)
             failure = await self._load(worker, target)
             if failure is not None:

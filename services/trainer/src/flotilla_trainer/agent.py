@@ -112,7 +112,7 @@ class RankServicer(ranks_pb2_grpc.RankServiceServicer):
         self._fork_server = fork_server
         self._host = host
         self._parts = parts
-        self._turns: dict[int, asyncio.Lock] = {}
+        self._locks: dict[int, asyncio.Lock] = {}
 
     async def DescribeHost(self, request: pb.DescribeHostRequest, context: Any) -> pb.DescribeHostResponse:
         plan, tls = self._plan, self._plan.bind.tls
@@ -184,7 +184,7 @@ class RankServicer(ranks_pb2_grpc.RankServiceServicer):
 
     async def _started(self, number: int) -> LocalRank:
         """Start a rank, after the one of this number that runs, if any, has ended."""
-        async with self._turns.setdefault(number, asyncio.Lock()):
+        async with self._locks.setdefault(number, asyncio.Lock()):
             if (older := self.ranks.pop(number, None)) is not None:
                 await self._end(older)
             rank = self.ranks[number] = await LocalRank.start(self._plan, number, self._fork_server)

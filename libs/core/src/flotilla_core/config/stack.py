@@ -579,7 +579,7 @@ class StackConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
-    def _can_take_turns(self) -> StackConfig:
+    def _can_sleep_while_training(self) -> StackConfig:
         if not self.generator.sleep_while_training:
             return self
         key = "generator.sleep_while_training"

@@ -1,8 +1,9 @@
 """The replicas of one kind, or of one role within it: who may get work, who gets the next, and who waits for one.
 
 Invariants: only a ready replica gets work; a caller whose call failed ejects the replica at once, long before the
-registry notices. Of several replicas the one with the least outstanding cost for its size is next, and equals take
-turns; work of one affinity stays where it was as long as that replica is among those that may take it.
+registry notices. Of several replicas the one with the least outstanding cost for its size is next, and of equals the
+one that was leased longest ago; work of one affinity stays where it was as long as that replica is among those that may
+take it.
 
 Callers that wait are served together, with one timer and one look for all of them, whenever a replica or room on one
 may have come: the lowest priority is served first, and equals in order of arrival; a caller that cannot be served yet
@@ -176,21 +177,21 @@ class ReplicaPool(Generic[StubT]):
 class Routing:
     """The choice of the replica for the next work.
 
-    Remembers whose turn it is, and which replica had the last work of each affinity.
+    Remembers how long ago each replica was leased, and which replica had the last work of each affinity.
     """
 
     def __init__(self) -> None:
-        self._turn = 0
+        self._leases = 0
         self._last: dict[str, str] = {}
 
     def choose(self, candidates: Sequence[ReplicaT], affinity: str = "") -> ReplicaT:
         """Choose one of the replicas that may take the work."""
         last = self._last.pop(affinity, "") if affinity else ""
         chosen = min(
-            candidates, key=lambda one: (one.instance_id != last, one.outstanding / one.size, one.turn)
+            candidates, key=lambda one: (one.instance_id != last, one.outstanding / one.size, one.last_leased)
         )
-        self._turn += 1
-        chosen.turn = self._turn
+        self._leases += 1
+        chosen.last_leased = self._leases
         if affinity:
             self._last[affinity] = chosen.instance_id
             if len(self._last) > AFFINITIES_KEPT:
@@ -208,7 +209,7 @@ class WaitRequest(Generic[T]):
     """The awaited thing in words, for messages."""
     timeout_s: float
     possible: Callable[[], bool] = lambda: False
-    """Returns whether the caller only waits for its turn: then its time is not used up."""
+    """Returns whether the caller only waits for its place: then its time is not used up."""
     give_back: Callable[[T], None] = lambda taken: None
     priority: int = 0
     """Lower priorities come first."""
@@ -327,7 +328,7 @@ class Waiters:
         )
 
     def _name_the_longest_wait(self, now: float) -> None:
-        """Report the longest wait among callers that wait for more than their turn."""
+        """Report the longest wait among callers that wait for more than their place."""
         longest = min(self._waiting, key=lambda waiter: waiter.since)
         late = now - longest.since >= NAME_THE_WAIT_AFTER_S
         if late and not longest.named and not longest.request.possible():

@@ -80,8 +80,8 @@ class Replica(Generic[StubT]):
     """Number of leases; the channel stays open until none is left."""
     why: str = ""
     """The reason why it is not ready."""
-    turn: int = 0
-    """The turn of its last lease: equal replicas take turns."""
+    last_leased: int = 0
+    """The number of its last lease: of equal replicas the one with the lowest is next."""
     ejections: int = field(default=0, repr=False)
     returned_at: float = field(default=0.0, repr=False)
     _busy_before_s: float = field(default=0.0, repr=False)

@@ -197,7 +197,7 @@ class RunFleet:
         yield self.rewards
 
 
-class Turns:
+class SleepingGenerators:
     """The generators of one run that sleep while its trainer works.
 
     Every one that may get work of the run is asked, since each may share a GPU with a rank. One that does not fall
@@ -226,7 +226,7 @@ class Turns:
         """Return whether this generator was put to sleep."""
         return instance_id in self._asleep
 
-    async def to_trainer(self) -> None:
+    async def put_to_sleep(self) -> None:
         """Put all generators to sleep."""
         replicas = self._asked = self._ready()
         with telemetry.span(names.RL_SLEEP, attributes={names.RUN_ID: self._run_id}) as span:
@@ -241,7 +241,7 @@ class Turns:
                     freed += answer.freed_bytes
             span.set_attribute(names.BYTES, freed)
 
-    async def to_generators(self) -> None:
+    async def wake(self) -> None:
         """Wake them."""
         replicas, self._asked = self._asked, []
         with telemetry.span(names.RL_WAKE, attributes={names.RUN_ID: self._run_id}):

@@ -32,7 +32,7 @@ Brought = TypeVar("Brought")
 MOST_IN_ONE_COMMIT = 1024
 MOST_TOGETHER = 64
 """The most callers whose transition is one operation."""
-MOST_IN_ONE_TURN = 16
+MOST_AT_ONCE = 16
 TRY_AGAIN_S = 1.0
 """The time between attempts while operations wait for room on the disk."""
 
@@ -256,9 +256,9 @@ def _same_steps(batch: list[_Submitted]) -> Iterator[list[_Submitted]]:
 
 def _resolve(loop: asyncio.AbstractEventLoop, items: list[_Submitted]) -> None:
     """Deliver results to waiting callers, a few in each turn of the event loop, so that other tasks run too."""
-    if len(items) > MOST_IN_ONE_TURN:
-        loop.call_soon(_resolve, loop, items[MOST_IN_ONE_TURN:])
-    for submitted in items[:MOST_IN_ONE_TURN]:
+    if len(items) > MOST_AT_ONCE:
+        loop.call_soon(_resolve, loop, items[MOST_AT_ONCE:])
+    for submitted in items[:MOST_AT_ONCE]:
         if submitted.future.done():
             continue
         if submitted.error is not None:

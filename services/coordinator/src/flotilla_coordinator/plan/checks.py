@@ -185,7 +185,7 @@ def overlap_warnings(data: PromptFile, held_out: PromptFile, name: str = "") -> 
     ]
 
 
-def turn_errors(config: RunConfig, stack: StackConfig) -> list[str]:
+def sleep_errors(config: RunConfig, stack: StackConfig) -> list[str]:
     """Refuse a run that needs generators during updates, on a stack where they sleep meanwhile."""
     if not (stack.generator.sleep_while_training and config.needs_generators):
         return []

@@ -62,8 +62,8 @@ class SharedGpu:
     """The KV cache of one sample as long as the generator allows."""
     aside: int
     """What neither of them counts on, with the buckets of a weight sync at both ends and between them."""
-    in_turns: SharedGpu | None = field(default=None, compare=False)
-    """The same GPU where the rank has the memory of the KV cache during updates; None if this is that one."""
+    alternating: SharedGpu | None = field(default=None, compare=False)
+    """The same GPU where rank and KV cache have the same memory alternately; None if this is that one."""
 
     @classmethod
     def of(cls, model: ModelFacts, stack: StackConfig, total: int) -> SharedGpu:
@@ -74,34 +74,34 @@ class SharedGpu:
         longest = longest_sample_bytes(model, generator)
         between = SAME_GPU_BUCKETS * SAME_GPU_BUCKET_BYTES
         aside = set_aside(total, 2 * sync_bytes(model, stack) + between)
-        turns = generator.sleep_while_training
-        room, at_rest = total - aside - engine, resident + (CHECK_BYTES if turns else 0)
+        sleeps = generator.sleep_while_training
+        room, at_rest = total - aside - engine, resident + (CHECK_BYTES if sleeps else 0)
         learns = at_rest + longest <= room
         left = max(room - (at_rest if learns else frozen), 0)
         wanted = generator.max_running_samples * longest
-        kv_cache = min(wanted, left if turns and learns else left // 2)
+        kv_cache = min(wanted, left if sleeps and learns else left // 2)
         if generator.kv_cache_gib is not None:
             kv_cache = int(generator.kv_cache_gib * GIB)
-        in_turns = None if turns else cls.of(model, _in_turns(stack), total)
-        return cls(total, resident, frozen, engine, kv_cache, longest, aside, in_turns)
+        alternating = None if sleeps else cls.of(model, _alternating(stack), total)
+        return cls(total, resident, frozen, engine, kv_cache, longest, aside, alternating)
 
     @property
-    def takes_turns(self) -> bool:
+    def alternates(self) -> bool:
         """Return whether the rank has the memory of the KV cache during updates."""
-        return self.in_turns is None
+        return self.alternating is None
 
     @property
     def rank_room(self) -> int:
         """Return the bytes that the trainer rank may use during an update."""
-        return self.room_in_turn if self.takes_turns else self.room_beside
+        return self.room_alone if self.alternates else self.room_beside
 
     @property
     def room_beside(self) -> int:
         """Return the bytes that the rank may have while the generator decodes."""
-        return self.room_in_turn - self.kv_cache
+        return self.room_alone - self.kv_cache
 
     @property
-    def room_in_turn(self) -> int:
+    def room_alone(self) -> int:
         """Return the bytes that the rank may have while the KV cache has none."""
         return self.total - self.aside - self.generator
 
@@ -119,11 +119,11 @@ class SharedGpu:
         """Refuse a GPU that is too small for both, even if the weights are frozen."""
         if self.fits:
             return
-        turns, other = "", self.in_turns
+        advice, other = "", self.alternating
         if other is not None and other.fits:
-            turns = (
+            advice = (
                 f"set {SLEEP} to true for runs with max_staleness: 0, with which the KV cache has "
-                f"{shown_bytes(other.kv_cache)} and the rank {shown_bytes(other.rank_room)} in turns, "
+                f"{shown_bytes(other.kv_cache)} and the rank {shown_bytes(other.rank_room)} alternately, "
             )
         raise FailedPrecondition(
             f"a trainer rank and a generator do not fit on one GPU of {shown_bytes(self.total)}",
@@ -132,7 +132,7 @@ class SharedGpu:
             f"{shown_bytes(self.generator)} of weights, live and staged, and working memory; what remains for the KV "
             f"cache is {shown_bytes(max(self.kv_cache, 0))}, and one sample of generator.max_model_tokens takes "
             f"{shown_bytes(self.least_kv_cache)}",
-            next_step=f"{turns}raise trainer.nproc, which spreads the rank's part over more GPUs, set "
+            next_step=f"{advice}raise trainer.nproc, which spreads the rank's part over more GPUs, set "
             "trainer.cpu_offload, set placement to separate, or lower generator.max_model_tokens, "
             "generator.max_running_samples or generator.kv_cache_gib",
         )
@@ -146,7 +146,7 @@ class SharedGpu:
         return stack.model_copy(update={"generator": generator, "placement": "colocated"})
 
 
-def _in_turns(stack: StackConfig) -> StackConfig:
+def _alternating(stack: StackConfig) -> StackConfig:
     generator = stack.generator.model_copy(update={"sleep_while_training": True})
     return stack.model_copy(update={"generator": generator})
 
@@ -231,18 +231,14 @@ def gpu_problems(
     )
     if stack.placement == "colocated":
         shared = SharedGpu.of(model, stack, gpu)
-        in_turns = shared.takes_turns and config.needs_generators
+        alternating = shared.alternates and config.needs_generators
         cache = shown_bytes(shared.kv_cache)
-        beside = (
-            f" beside the generator, whose KV cache of {cache} {'sleeps meanwhile' if in_turns else 'stays'}"
-        )
-        if not in_turns:
+        beside = f" beside the generator, whose KV cache of {cache} {'sleeps meanwhile' if alternating else 'stays'}"
+        if not alternating:
             lower += f", or lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
-            if not shared.takes_turns and config.needs_generators and config.rollout.max_staleness == 0:
-                lower += (
-                    f", or set {SLEEP} in stack.yaml, with which it has {shown_bytes(shared.room_in_turn)}"
-                )
-        if in_turns and kept_bytes + CHECK_BYTES > shared.room_beside:
+            if not shared.alternates and config.needs_generators and config.rollout.max_staleness == 0:
+                lower += f", or set {SLEEP} in stack.yaml, with which it has {shown_bytes(shared.room_alone)}"
+        if alternating and kept_bytes + CHECK_BYTES > shared.room_beside:
             certain = kept_bytes > ESTIMATE_MAY_BE_WRONG_BY * shared.room_beside
             (errors if certain else warnings).append(
                 f"a trainer rank keeps about {shown_bytes(kept_bytes)} between updates, while the generator has its KV "

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from flotilla_core.config import GeneratorConfig, LoraConfig
 from flotilla_core.errors import InvalidConfig, NotFound
-from flotilla_core.gpu_shares import IN_TURN
+from flotilla_core.gpu_shares import BUCKETS_UNDER_WAY
 from flotilla_core.json_text import read_json_object
 from flotilla_core.model_folder import inner_config, stored_shapes, weight_files, whole_number
 
@@ -106,7 +106,7 @@ class ModelFacts:
             experts=experts,
             visited_experts=number("num_experts_per_tok", default=0) if experts else 0,
             expert_parameters=sum(math.prod(s) for name, s in tensors.items() if _expert(name)),
-            largest_tensors=tuple(nlargest(IN_TURN, map(math.prod, tensors.values()))),
+            largest_tensors=tuple(nlargest(BUCKETS_UNDER_WAY, map(math.prod, tensors.values()))),
             shapes=Counter(shape for shape in tensors.values() if math.prod(shape)),
         )
 

@@ -41,7 +41,7 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     """Work out a run on a stack; `errors` of the plan is empty when the run would start."""
     plan = run_pb2.Plan(errors=checks.config_errors(config), warnings=checks.fleet_warnings(config, stack))
     plan.errors.extend(role_errors(config.algorithm, stack))
-    plan.errors.extend(checks.turn_errors(config, stack))
+    plan.errors.extend(checks.sleep_errors(config, stack))
     plan.errors.extend(tracker_errors(config))
     # A service that was started elsewhere may have other packages installed than this process.
     if not stack.reward.attach and stack.trainer.attach is None:

@@ -99,7 +99,7 @@ class TrainerMemory:
             masters=_masters(model, trainer, size, adapters),
             gradients=_visiting(model, trainer) if away and adapters is None else learning * MASTER,
             moments=0 if away and adapters is None else moments,
-            # Two layers are gathered, one of them ahead of its turn; the outer part's gradient is held whole as well.
+            # Two layers are gathered, one of them ahead of its use; the outer part's gradient is held whole as well.
             gathered=(2 * layer + (2 if adapters is None else 1) * model.outer_parameters) * size,
             activations=tokens * _token_activations(model, size, adapters, batching, compiled=compiled),
             logits=0

@@ -17,7 +17,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, PairEvaluator
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
-from flotilla_coordinator.fleet.run_fleet import Turns
+from flotilla_coordinator.fleet.run_fleet import SleepingGenerators
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.records.directory import RunDirectory
@@ -99,7 +99,7 @@ class RunContext:
     autoscaler: Autoscaler | None = None
     pinned: PinnedEvaluation | None = None
     """The evaluation on a pinned generator, where the run has one."""
-    turns: Turns | None = None
+    sleeping_generators: SleepingGenerators | None = None
     """Where generators leave memory to the trainer during updates."""
     begun: bool = False
     """True once the run has reached its start point."""
@@ -164,14 +164,14 @@ class RunContext:
 
         Where the block fails, they wake when they join a weight group again.
         """
-        if self.turns is None:
+        if self.sleeping_generators is None:
             yield
             return
         with self.phase("sleep"):
-            await self.turns.to_trainer()
+            await self.sleeping_generators.put_to_sleep()
         yield
         with self.phase("wake"):
-            await self.turns.to_generators()
+            await self.sleeping_generators.wake()
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

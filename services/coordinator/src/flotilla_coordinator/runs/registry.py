@@ -1,7 +1,7 @@
 """Manages all runs of this coordinator: start, lookup, stop, pause and other settings.
 
-Invariants: starts and changes take turns, and a repeated request acts once. A request is completed even when its caller
-goes away, so that no run is in the ledger without a task. Before any call is answered, a run that an earlier
+Invariants: starts and changes exclude each other, and a repeated request acts once. A request is completed even when
+its caller goes away, so that no run is in the ledger without a task. Before any call is answered, a run that an earlier
 coordinator left unfinished is continued or closed.
 
 A change is in the ledger and in the run directory before its caller gets an answer, so a restart of the run includes
@@ -277,9 +277,9 @@ class Runs:
     def sleeps(self, run_id: str, instance_id: str) -> bool:
         """Return whether an active run has put this generator to sleep."""
         active = self._active.get(run_id)
-        if active is None or active.context is None or active.context.turns is None:
+        if active is None or active.context is None or active.context.sleeping_generators is None:
             return False
-        return active.context.turns.sleeps(instance_id)
+        return active.context.sleeping_generators.sleeps(instance_id)
 
     def active(self, run_id: str) -> RunHandle | None:
         """Return the handles of an active run."""

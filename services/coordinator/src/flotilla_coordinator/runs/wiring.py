@@ -19,7 +19,7 @@ from flotilla_coordinator.evaluation.evaluate import Evaluator, PairEvaluator, h
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
 from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.fleet.launcher import LauncherLink
-from flotilla_coordinator.fleet.run_fleet import RunFleet, Turns
+from flotilla_coordinator.fleet.run_fleet import RunFleet, SleepingGenerators
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.plan import batching_of_run
 from flotilla_coordinator.records.directory import RunDirectory
@@ -65,7 +65,7 @@ class RunWiring:
         self._status = status
         self._wait_limit_s = host.stack.ready_timeout_s
         self._pinned: PinnedEvaluation | None = None
-        self._turns: Turns | None = None
+        self._sleeping: SleepingGenerators | None = None
         self._metrics: dict[str, float] = {}
         self._canary_figures: dict[str, float] = {}
 
@@ -110,7 +110,7 @@ class RunWiring:
             sync=sync,
             evaluator=evaluator,
             pinned=self._pinned,
-            turns=self._turns,
+            sleeping_generators=self._sleeping,
             checkpoints=RunCheckpoints(
                 self._run_id,
                 config.checkpoint,
@@ -197,7 +197,9 @@ class RunWiring:
                 # Not a refusal of weights, of which three are one too many: it wakes when the memory is there again.
                 candidates.evict(replica, Unavailable(f"{replica.name} did not wake", why=str(error)))
 
-            self._turns = Turns(self._run_id, self._fleet.generators.replicas, let_go, self._warn)
+            self._sleeping = SleepingGenerators(
+                self._run_id, self._fleet.generators.replicas, let_go, self._warn
+            )
         return sync
 
     def _autoscaler(self) -> Autoscaler | None:

@@ -63,7 +63,7 @@ TRAIN_TIMEOUT_S = 3600.0
 TRAIN_ATTEMPTS = 3
 SAVE_TIMEOUT_S = 3600.0
 MAX_LINKS = 128
-GROUPS_IN_ONE_TURN = 8
+GROUPS_AT_ONCE = 8
 """Serializing a whole part takes tens of milliseconds, in which the event loop would be blocked."""
 
 
@@ -318,6 +318,6 @@ class LearningSession(GangSession):
             request = pb.TrainRequest()
             for number, group in enumerate(part, start=1):
                 fill(request.chunk.groups.add(), group)
-                if number % GROUPS_IN_ONE_TURN == 0:
+                if number % GROUPS_AT_ONCE == 0:
                     await asyncio.sleep(0)
             yield request

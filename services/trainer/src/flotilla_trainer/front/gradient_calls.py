@@ -52,7 +52,7 @@ class GradientCalls:
         if not (math.isfinite(rate) and rate >= 0):
             raise InvalidRequest(f"the learning rate is {rate}", where="learning_rate")
         progress = self._progress
-        async with self._ranks.turn:
+        async with self._ranks.exclusive:
             self._ranks.check_open()
             progress.check_usable()
             self._pending.require()
@@ -87,9 +87,9 @@ class GradientCalls:
                 "gradients cannot be added now",
                 where=f"run {self._ranks.run_id}",
                 why=f"update {running} is under way",
-                next_step="wait for its result: Train and ForwardBackward take turns",
+                next_step="wait for its result: Train and ForwardBackward exclude each other",
             )
-        async with self._ranks.turn:
+        async with self._ranks.exclusive:
             self._ranks.check_open()
             self._progress.check_usable()
             asked = call_objective(self._asked, request.loss) if request.HasField("loss") else self._asked

@@ -77,7 +77,7 @@ class SequenceScores:
             request.sequences, self._ranks.limits, after_last=after_last
         )
         packed = self._ranks.pack(sequences)
-        async with self._ranks.turn:
+        async with self._ranks.exclusive:
             version = self._version()
             with self._ranks.doing(what):
                 columns = await score(packed, len(sequences.scored))

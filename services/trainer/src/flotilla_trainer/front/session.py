@@ -1,6 +1,6 @@
 """A run's session on the trainer: its objective, its version and its updates.
 
-Invariants: the parts of a session share one turn, so that one call at a time reads or changes weights; a session that
+Invariants: the parts of a session share one lock, so that one call at a time reads or changes weights; a session that
 has ended sends the ranks nothing.
 """
 
@@ -124,7 +124,7 @@ class Session:
     @contextlib.asynccontextmanager
     async def holding(self, version: Version, what: str) -> AsyncIterator[None]:
         """Keep the weights at `version` inside the block; an earlier update is finished first, and no other runs."""
-        async with self._ranks.turn:
+        async with self._ranks.exclusive:
             self.check_open()
             self.check_version(version, what)
             yield
@@ -141,7 +141,7 @@ class Session:
 
     async def evaluate(self, groups: Sequence[pb.TrainGroup]) -> pb.EvaluateLossResponse:
         """Return the loss of a batch; nothing changes."""
-        async with self._ranks.turn:
+        async with self._ranks.exclusive:
             version = self.version
             prepared = await self._preparation.of("evaluate", groups, version, self._progress.objective)
             with self._ranks.doing("evaluating the loss"):

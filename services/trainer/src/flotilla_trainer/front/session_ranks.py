@@ -1,6 +1,6 @@
 """Send the work of one session to the ranks, and put their scores in the order of the tokens.
 
-Invariants: callers that read or change weights hold `turn`; a session that has ended sends nothing any more;
+Invariants: callers that read or change weights hold `exclusive`; a session that has ended sends nothing any more;
 micro-batches that exceed the memory of a rank are halved, with a notice, for the rest of the session.
 """
 
@@ -45,7 +45,7 @@ class SessionRanks:
         self._gang = gang
         self._activities = activities
         self._over: FlotillaError | None = None
-        self.turn = asyncio.Lock()
+        self.exclusive = asyncio.Lock()
 
     @property
     def budget(self) -> int:
@@ -65,7 +65,7 @@ class SessionRanks:
         """Wait until no work of this session is in progress."""
         limit_s = self._gang.slow_timeout_s
         try:
-            async with asyncio.timeout(limit_s), self.turn:
+            async with asyncio.timeout(limit_s), self.exclusive:
                 return
         except TimeoutError:
             raise DeadlineExceeded(

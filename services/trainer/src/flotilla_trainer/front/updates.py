@@ -65,7 +65,7 @@ class Updates:
         known = self._results.get(header.update_id)
         if known is not None and known.done() and _was_another_try(known.result(), groups):
             self._results.forget(header.update_id)
-        return await self._results.run(header.update_id, lambda: self._in_turn(header, groups))
+        return await self._results.run(header.update_id, lambda: self._exclusively(header, groups))
 
     def finished(self, update_id: str) -> pb.UpdateResult | None:
         """Return the result of an update that was made; None where it was not."""
@@ -86,12 +86,12 @@ class Updates:
             )
         return await asyncio.shield(known)
 
-    async def _in_turn(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
+    async def _exclusively(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
         """Train when no other work uses the weights; the update is in progress while it waits for that."""
         self._in_progress.append(header.update_id)
         self.last_id = header.update_id
         try:
-            async with self._ranks.turn:
+            async with self._ranks.exclusive:
                 return await self._train(header, groups)
         finally:
             self._in_progress.remove(header.update_id)

@@ -57,7 +57,7 @@ class Gang:
         self._ranks: list[RankProcess] = []
         """The current processes of the gang; empty before the first start."""
         self._watch = GangWatch(plan, [])
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._ready = asyncio.Event()
         self._running: set[asyncio.Task[list[Frame]]] = set()
         self._keeper: asyncio.Task[None] | None = None
@@ -127,7 +127,7 @@ class Gang:
 
     async def idle(self) -> None:
         """Wait until no command runs."""
-        async with self._turn:
+        async with self._lock:
             return
 
     async def command(
@@ -213,7 +213,7 @@ class Gang:
     async def _command(
         self, kind: str, fields: list[dict[str, Any]], arrays: Sequence[Arrays], limit_s: float
     ) -> list[Frame]:
-        async with self._turn:
+        async with self._lock:
             if not self._ready.is_set():
                 raise Unavailable(f"the trainer's ranks are being restarted ({kind})")
             return await self._ask(kind, await self._on_their_hosts(kind, fields), arrays, limit_s)

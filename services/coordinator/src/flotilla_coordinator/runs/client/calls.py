@@ -1,7 +1,8 @@
 """Orders the calls of a client to one run, and decides how long they are accepted.
 
-Invariants: calls that change the run take turns. The loss of the trainer ends the loop, because the client's view of
-the policy would be wrong from then on. No call outlives the loop, and a call that its end interrupts gets the reason.
+Invariants: calls that change the run exclude each other. The loss of the trainer ends the loop, because the client's
+view of the policy would be wrong from then on. No call outlives the loop, and a call that its end interrupts gets the
+reason.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ClientCalls:
     def __init__(self, run: RunContext, trainer_lost: Callable[[FlotillaError], None]) -> None:
         self._run = run
         self._trainer_lost = trainer_lost
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._over = asyncio.Event()
         self._tasks = BackgroundTasks(self.heard)
         self._heard_at = time.monotonic()
@@ -87,14 +88,14 @@ class ClientCalls:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Enter a block in which no call has its turn."""
-        async with self._turn:
+        """Enter a block in which no call acts."""
+        async with self._lock:
             yield
 
     @asynccontextmanager
-    async def turn(self, phase: str) -> AsyncIterator[None]:
-        """Enter the turn of one call, with a phase that watchers of the run see."""
-        async with self._turn:
+    async def exclusive(self, phase: str) -> AsyncIterator[None]:
+        """Enter a block in which this call acts alone, with a phase that watchers of the run see."""
+        async with self._lock:
             self.check_open()
             try:
                 with self._run.phase(phase):

@@ -1,7 +1,7 @@
 """Makes the steps of a run call by call for a client, with the same parts as the built-in loop.
 
-Invariants: calls that change the policy, publish it or save it take turns, and are completed even when their caller
-goes away; a repeated call acts once.
+Invariants: calls that change the policy, publish it or save it exclude each other, and are completed even when their
+caller goes away; a repeated call acts once.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ClientLoop:
         responses = {s.sample_id: from_tensor(s.token_ids) for s in samples if s.HasField("token_ids")}
 
         async def act() -> train.ForwardBackwardResponse:
-            async with self.calls.turn("forward and backward"):
+            async with self.calls.exclusive("forward and backward"):
                 method = self.run.policy.stub.ForwardBackward
                 reply: train.ForwardBackwardResponse = await rpc.unary(
                     method, asked, timeout_s=STEP_TIMEOUT_S
@@ -159,7 +159,7 @@ class ClientLoop:
         request_id = request_id or ids.new_request_id()
 
         async def act() -> train.OptimStepResponse:
-            async with self.calls.turn("optimizer step"):
+            async with self.calls.exclusive("optimizer step"):
                 return await self._steps.make(request_id, rate)
 
         return await self.calls.shielded(act())
@@ -168,7 +168,7 @@ class ClientLoop:
         """Send the policy to the generators."""
 
         async def act() -> SyncReport:
-            async with self.calls.turn("sync"):
+            async with self.calls.exclusive("sync"):
                 report = await self.run.sync.publish(self.run.policy.version)
                 await self.run.sync.settled()
                 return report
@@ -179,7 +179,7 @@ class ClientLoop:
         """Evaluate the held-out sets; also return the version that was evaluated."""
 
         async def act() -> tuple[Version, Evaluation]:
-            async with self.calls.turn("evaluate"):
+            async with self.calls.exclusive("evaluate"):
                 evaluator, version = self.run.evaluator, self.run.sync.version
                 if evaluator is None or version is None:
                     raise FailedPrecondition(
@@ -197,7 +197,7 @@ class ClientLoop:
         """Write a checkpoint of the run to disk."""
 
         async def act() -> Path:
-            async with self.calls.turn("checkpoint"):
+            async with self.calls.exclusive("checkpoint"):
                 name, shelf = await self._save(), self.run.checkpoints.shelf
                 if name not in shelf.names():
                     raise Unavailable(
@@ -213,7 +213,7 @@ class ClientLoop:
         """Write the policy as a Hugging Face folder."""
 
         async def act() -> Path:
-            async with self.calls.turn("export"):
+            async with self.calls.exclusive("export"):
                 await self.run.policy.export(path, self.run.config.export_dtype)
                 return path
 

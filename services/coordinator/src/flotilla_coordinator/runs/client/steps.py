@@ -37,7 +37,7 @@ class _MadeStep:
 
 
 class ClientSteps:
-    """The steps of one run; callers must have their turn."""
+    """The steps of one run; callers hold `ClientCalls.exclusive`."""
 
     def __init__(self, run: RunContext, prompts: PromptSource, sampling: ClientSampling) -> None:
         self._run = run

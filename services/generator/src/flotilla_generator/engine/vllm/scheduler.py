@@ -213,5 +213,5 @@ def recording_scheduler(**arguments: Any) -> RecordingScheduler:
 
 
 def _says_something(told: EngineCoreOutputs) -> bool:
-    """Return whether there is anything to send; each message costs the service a turn."""
+    """Return whether there is anything to send; each message wakes the service."""
     return bool(told.outputs or told.finished_requests or told.scheduler_stats is not None)

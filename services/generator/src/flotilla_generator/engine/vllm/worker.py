@@ -34,9 +34,9 @@ GIVEN_UP = "the check was given up"
 SEEDS = 1 << 63
 PROOF_SLICE_S = 0.005
 """How long decoding waits for a piece of the proof."""
-TURN_S = 0.0005
+SHORT_SWITCH_S = 0.0005
 """How long the decoder may keep Python's interpreter from a transfer, which wants it at every launch and message."""
-USUAL_TURN_S = sys.getswitchinterval()
+USUAL_SWITCH_S = sys.getswitchinterval()
 
 # vLLM imports this module in every worker before it opens its message queues and loads the model.
 end_with_the_service()
@@ -153,7 +153,7 @@ class WorkerWeights:
 
         def guarded() -> None:
             _leave_the_decoder_its_cores()
-            sys.setswitchinterval(TURN_S)
+            sys.setswitchinterval(SHORT_SWITCH_S)
             try:
                 work()
             # The end of a thread: reported by `status`, never raised in a worker.
@@ -161,7 +161,7 @@ class WorkerWeights:
                 if self._receiver is receiver:
                     self._fault = _fault(error)
             finally:
-                sys.setswitchinterval(USUAL_TURN_S)
+                sys.setswitchinterval(USUAL_SWITCH_S)
             if self._receiver is receiver:
                 self._busy = False
                 tell(ticket, {"error": "", **self.status()})

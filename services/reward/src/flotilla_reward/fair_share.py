@@ -1,7 +1,7 @@
 """The order in which runs get the next free worker that they share.
 
 Invariants: while items of several runs wait, a run that has more workers than another one that waits gets no further
-one. Of equals, the one whose turn is longest ago is next. Items of one run keep their order, and a run that is alone
+one. Of equals, the one that was served longest ago is next. Items of one run keep their order, and a run that is alone
 has all workers. Nothing is free while a run waits. Of free places an item takes the one that suits it best, and of
 equals the one that was given back last: its caches are warm.
 """
@@ -17,14 +17,14 @@ from typing import Generic, TypeVar
 PlaceT = TypeVar("PlaceT")
 
 
-class Turns(Generic[PlaceT]):
+class FairShare(Generic[PlaceT]):
     """Hands places out to runs."""
 
     def __init__(self) -> None:
         self._free: list[PlaceT] = []
         self._working: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[PlaceT]]] = {}
-        """By run; the one whose turn is longest ago is first."""
+        """By run; the one that was served longest ago is first."""
 
     def add(self, place: PlaceT) -> None:
         """One place more, or one that is free again."""
@@ -54,13 +54,13 @@ class Turns(Generic[PlaceT]):
         if self._free:
             self._working[run_id] += 1
             return self._free.pop(max(reversed(range(len(self._free))), key=lambda at: suits(self._free[at])))
-        turn: asyncio.Future[PlaceT] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(run_id, deque()).append(turn)
+        promised: asyncio.Future[PlaceT] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(run_id, deque()).append(promised)
         try:
-            return await turn
+            return await promised
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it came in the moment in which the caller went away
-                self._give_back(run_id, turn.result())
+            if not promised.cancelled():  # it came in the moment in which the caller went away
+                self._give_back(run_id, promised.result())
             raise
 
     def _give_back(self, run_id: str, place: PlaceT) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from flotilla_reward.turns import Turns
+from flotilla_reward.fair_share import FairShare
 
 
 class Bench:
     """Jobs that take a place each and keep it until they are told to end."""
 
     def __init__(self, places: int) -> None:
-        self.turns: Turns[int] = Turns()
+        self.fair_share: FairShare[int] = FairShare()
         for place in range(places):
-            self.turns.add(place)
+            self.fair_share.add(place)
         self.working: list[tuple[str, asyncio.Event]] = []
         self.begun: list[str] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -38,7 +38,7 @@ class Bench:
         return Counter(run_id for run_id, _ in self.working)
 
     async def _job(self, run_id: str) -> None:
-        async with self.turns.place(run_id):
+        async with self.fair_share.place(run_id):
             mine = (run_id, asyncio.Event())
             self.working.append(mine)
             self.begun.append(run_id)
@@ -98,9 +98,9 @@ async def test_whoever_goes_away_while_it_waits_costs_nobody_a_worker() -> None:
 async def test_a_free_place_that_suits_is_taken_before_the_one_that_is_warm() -> None:
     bench = Bench(3)
     async with (
-        bench.turns.place("run", lambda place: place == 2) as first,
-        bench.turns.place("run") as second,
+        bench.fair_share.place("run", lambda place: place == 2) as first,
+        bench.fair_share.place("run") as second,
     ):
         assert (first, second) == (2, 1)
-    async with bench.turns.place("run") as third:
+    async with bench.fair_share.place("run") as third:
         assert third == 2
