@@ -2,8 +2,16 @@
 
     .venv/bin/python scripts/tree_figures.py [TREE] [--fragments]
 
-Counts what users run: the sources of `libs` and `services`, without generated code and without `__init__` files.
-`tests/contract/test_tree_figures.py` holds the limits. `--fragments` lists the docstrings that are no sentences.
+A package is a library or a service; its modules are its sources without generated code and without `__init__` files.
+`tests/contract/test_tree_figures.py` holds the limits. `--fragments` lists the docstrings that are no sentences, and
+those of attributes that open with a fragment. Of the tree as a whole it counts:
+
+- product: lines of what users run: all sources of `libs` and `services` but generated ones and `libs/testing`.
+- tests: lines of all Python files in folders `tests`, and of `libs/testing`.
+- circles: groups of modules that import each other in a circle, those of functions counted; type-checking imports too.
+- local imports of the command line: import statements inside functions of the package `cli`.
+- private reads of tests: `thing._name`, where `thing` is neither `self` nor `cls`.
+- trip of a sample: files that the list `docs/trip-of-a-sample.txt` names, all of which have to be there.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +40,14 @@ FRAGMENT = re.compile(
     r"(As|By|From|How|It|Its|Nobody|Of|That|Their|They|Those|To|Until|What|Where|Which|Who|Whoever|Why|With)\b"
 )
 """First words of docstrings that cannot be read without the source."""
+ATTRIBUTE_FRAGMENT = re.compile(
+    r"[a-z]|(About|Above|According|After|Among|As|At|Before|Behind|Below|Beside|Between|Beyond|But|By|Either|Else|For|"
+    r"From|How|However|If|In|Inside|Into|It|Its|Nobody|None|Of|On|Only|Or|Otherwise|Since|So|Than|That|Their|Them|Then|"
+    r"There|These|They|This|Those|Through|To|Under|Unless|Until|Upon|Were|What|When|Where|Whether|Which|While|Who|"
+    r"Whoever|Whose|Why|With|Within|Without)\b"
+)
+"""Beginnings of attribute docstrings that are neither a noun phrase nor a sentence that stands alone."""
+TRIP = Path("docs/trip-of-a-sample.txt")
 
 
 class Fragment(NamedTuple):
@@ -50,7 +67,12 @@ class Module:
     import_lines: int
     imports: frozenset[str]
     """Dotted names, of modules and of what is imported from them."""
+    local_imports: int
+    """Import statements inside functions."""
     fragments: tuple[Fragment, ...]
+    attributes: int
+    """Docstrings of attributes."""
+    attribute_fragments: tuple[Fragment, ...]
 
     @property
     def package(self) -> str:
@@ -80,6 +102,8 @@ class Figures:
     small_with_one_importer: int
     import_share: float
     fragments: int
+    attribute_share: float
+    """Share of the docstrings of attributes that open with a fragment."""
 
 
 def read_tree(root: Path) -> list[Module]:
@@ -121,6 +145,43 @@ def circle_of_packages(modules: list[Module]) -> list[str]:
     return []
 
 
+def circles_of_modules(modules: list[Module]) -> list[list[str]]:
+    """Return the groups of modules that import each other in a circle."""
+    names = {module.name for module in modules}
+    imported = {module.name: module.imports & names - {module.name} for module in modules}
+    reached = {name: _reached(imported, name) for name in names}
+    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in names}
+    return sorted(sorted(circle) for circle in circles if circle)
+
+
+def _reached(imported: dict[str, frozenset[str]], name: str) -> set[str]:
+    """Return all modules that a module imports, itself or by others; itself only where a circle leads back."""
+    found: set[str] = set()
+    following = [name]
+    while following:
+        new = imported[following.pop()] - found
+        found |= new
+        following.extend(new)
+    return found
+
+
+def private_reads(root: Path) -> int:
+    """Count the reads of private members in tests."""
+    count = 0
+    for path in tests_of(root):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+                own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                count += isinstance(node.ctx, ast.Load) and not own
+    return count
+
+
+def tests_of(root: Path) -> list[Path]:
+    """List the files of tests, without what tests share in `libs/testing`."""
+    folders = [root / "tests", *root.glob("libs/*/tests"), *root.glob("services/*/tests")]
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
 def _package(name: str) -> str:
     """Return the library or service of a dotted name, with the package inside it."""
     return ".".join(name.split(".")[:2])
@@ -139,6 +200,8 @@ def figures(modules: list[Module], small: list[Module]) -> Figures:
         small_with_one_importer=sum(module in own for module in small),
         import_share=sum(module.import_lines for module in counted) / sum(lines),
         fragments=sum(len(module.fragments) for module in modules),
+        attribute_share=sum(len(module.attribute_fragments) for module in modules)
+        / max(sum(module.attributes for module in modules), 1),
     )
 
 
@@ -151,8 +214,35 @@ def _read(root: Path, path: Path) -> Module:
         lines=len(text.splitlines()),
         import_lines=sum((node.end_lineno or node.lineno) - node.lineno + 1 for node in statements),
         imports=frozenset(name for node in statements for name in _imported(node)),
+        local_imports=_local_imports(nodes),
         fragments=tuple(_fragments(path, nodes)),
+        attributes=len(attributes := list(_attributes(path, nodes))),
+        attribute_fragments=tuple(one for one in attributes if ATTRIBUTE_FRAGMENT.match(one.text)),
     )
+
+
+def _local_imports(nodes: list[ast.AST]) -> int:
+    inside = {
+        id(node)
+        for function in nodes
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in _statements(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    return len(inside)
+
+
+def _attributes(path: Path, nodes: list[ast.AST]) -> Iterator[Fragment]:
+    """Yield the docstrings of attributes: strings that follow an assignment."""
+    for node in nodes:
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for one, following in pairwise(body):
+            if isinstance(one, ast.Assign | ast.AnnAssign) and isinstance(following, ast.Expr):
+                text = following.value.value if isinstance(following.value, ast.Constant) else None
+                if isinstance(text, str):
+                    yield Fragment(f"{path}:{following.lineno}", text.strip().splitlines()[0])
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -192,18 +282,42 @@ def main() -> None:
     for module in modules:
         packages[module.package].append(module)
     packages["everything"] = modules
-    print(f"{'':24}modules  median  p90  longest  small with one importer  imports  fragments")
+    print(f"{'':24}modules  median  p90  longest  small with one importer  imports  fragments  of attributes")
     for name, own in packages.items():
         if any(module.counts for module in own):
             row = figures(own, small)
             print(
                 f"{name:24}{row.modules:7}{row.median_lines:8.0f}{row.p90_lines:5.0f}{row.longest:9}"
                 f"{row.small_with_one_importer:25}{row.import_share:9.1%}{row.fragments:11}"
+                f"{row.attribute_share:15.0%}"
             )
     print("circle of packages:", " -> ".join(circle_of_packages(modules)) or "none")
+    circles = [", ".join(circle) for circle in circles_of_modules(modules)]
+    print("circles of modules:", "; ".join(circles) or "none")
+    for name, value in _of_the_tree(asked.tree, modules).items():
+        print(f"{name}: {value:,}")
     if asked.fragments:
-        for fragment in (fragment for module in modules for fragment in module.fragments):
+        for fragment in (
+            one for module in modules for one in (*module.fragments, *module.attribute_fragments)
+        ):
             print(f"{fragment.place}: {fragment.text}")
+
+
+def _of_the_tree(root: Path, modules: list[Module]) -> dict[str, int]:
+    testing = sum(module.lines for module in modules if module.package == "libs/testing")
+    found = {
+        "product": sum(module.lines for module in modules) - testing,
+        "tests": sum(len(path.read_text("utf-8").splitlines()) for path in tests_of(root)) + testing,
+        "local imports of the command line": sum(one.local_imports for one in modules if ".cli." in one.name),
+        "private reads of tests": private_reads(root),
+    }
+    if (root / TRIP).is_file():
+        lines = (root / TRIP).read_text("utf-8").splitlines()
+        named = [line for line in lines if line and not line.startswith("#")]
+        if missing := [name for name in named if not (root / name).is_file()]:
+            raise SystemExit(f"{TRIP} names what is not there: {', '.join(missing)}")
+        found["trip of a sample"] = len(named)
+    return found
 
 
 if __name__ == "__main__":
