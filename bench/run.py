@@ -15,6 +15,7 @@ NOT_FIGURES = {
     "held_back",
     "apply_alone",
     "weight_sender",
+    "wrong_weights",
 }
 
 

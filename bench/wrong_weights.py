@@ -1,7 +1,7 @@
 """Wrong weights in the memory that a generator decodes with, put there after their digests agreed.
 
-A test names `WrongWorker` as the worker extension of an engine and asks its workers for a fault, or runs a whole
-replica that does so to itself:
+A bench (`gpu/caught.py`, `gpu/stall.py`) extends `WrongWorker`, names it as the worker extension of its engine, and
+asks its workers for a fault. A whole replica can do so to itself:
 
     FLOTILLA_WRONG_WEIGHTS=stale_head:2 python bench/wrong_weights.py --name generator-9 --stack stack.yaml
 

@@ -8,15 +8,19 @@ algorithm.correction.proximal=trainer` takes two of them and lays a change over 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from learn import fleet
+from flotilla_testing.stack import Stack, running_stack
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -76,6 +80,27 @@ def _description(out: Path) -> dict[str, Any]:
         "trainer": {"dtype": "float32", "nproc": 1},
         "reward": {"replicas": 1, "workers": 2},
     }
+
+
+@contextmanager
+def fleet(name: str, description: dict[str, Any], out: Path) -> Iterator[Stack]:
+    """Boots while no other one of `out` does, works in a folder of its own there; its logs stay."""
+    try:
+        with ExitStack() as booted:
+            with _alone(out):
+                stack = booted.enter_context(running_stack({"name": name, **description}, out / name))
+            yield stack
+    finally:
+        for log in (out / name / "state" / name / "logs").glob("*.log"):
+            shutil.copy(log, out / f"{name}-{log.name}")
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """One fleet boots at a time: an engine measures the memory of its GPU then, and others' would count as its own."""
+    with (out / "boot.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 if __name__ == "__main__":
