@@ -1,7 +1,8 @@
 """Configuration of the pages as a site: `make docs`, with Sphinx and MyST, without any network.
 
 The sources start at the root of the repository, because pages link to READMEs of services and examples. Every page is
-one that people read in the repository too: a link to a folder becomes the README in it, or its text alone.
+one that people read in the repository too: a link to a folder becomes the README in it, or its text alone. A link to
+a page that the site leaves out, such as the figures of benches, becomes its text.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)\)")
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 project = "Flotilla"
 author = "The authors of Flotilla"
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "*.md", "services/*/README.md", "bench/gpu/*.md"]
+include_patterns = ["docs/**", "*.md", "services/*/README.md"]
 include_patterns += ["examples/*/README.md", "recipes/*.md", "recipes/*/README.md"]
 include_patterns += ["deploy/README.md", "deploy/*/README.md"]
 exclude_patterns = ["docs/conf.py"]
@@ -31,17 +32,21 @@ html_show_copyright = False
 html_copy_source = False
 
 
-def without_folders(app: Sphinx, page: str, source: list[str]) -> None:
-    """Point links to folders to the README in them; a site has no folders."""
+def within_the_site(app: Sphinx, page: str, source: list[str]) -> None:
+    """Point links to folders to the README in them, and leave the text alone of those to pages that are not here."""
     here = (ROOT / page).parent
 
     def link(match: re.Match[str]) -> str:
-        text, target = match.groups()
-        folder = (here / target).resolve()
-        if not folder.is_dir():
+        text, target, anchor = match.groups(default="")
+        path = (here / target).resolve()
+        if path.is_dir():
+            path, target = path / "README.md", f"{target.rstrip('/')}/README.md"
+        elif path.suffix != ".md" or not path.is_file():
             return match[0]
-        known = folder.is_relative_to(ROOT) and f"{folder.relative_to(ROOT)}/README" in app.env.found_docs
-        return f"[{text}]({target.rstrip('/')}/README.md)" if known else text
+        known = (
+            path.is_relative_to(ROOT) and str(path.relative_to(ROOT).with_suffix("")) in app.env.found_docs
+        )
+        return f"[{text}]({target}{anchor})" if known else text
 
     source[0] = LINK.sub(link, source[0])
 
@@ -59,5 +64,5 @@ def with_every_page(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("source-read", without_folders)
+    app.connect("source-read", within_the_site)
     app.connect("source-read", with_every_page)
