@@ -7,7 +7,7 @@ import numpy as np
 from flotilla_algorithms.outcomes import Floats
 
 MAX_LOG_RATIO = 20.0
-"""From where on a reference that finds a token likelier changes k3 no more."""
+"""The log ratio from which on k3 no longer grows, however much likelier the reference finds a token."""
 MAX_STEP = 0.2
 """Largest relative change of an adaptive coefficient, before it is spread over the horizon."""
 

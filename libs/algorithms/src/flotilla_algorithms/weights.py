@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flotilla_algorithms.outcomes import Floats, Ints, Outcomes, segment_sums
 
 LARGEST_LOG = 700.0
-"""Above every cap, and still a float."""
+"""The limit of a log ratio: its exponential is above every cap, and still a float."""
 
 Mask = NDArray[np.bool_]
 

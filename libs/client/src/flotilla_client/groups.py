@@ -28,9 +28,9 @@ class Prompt:
 
     text: str = ""
     token_ids: NDArray[np.int32] | None = None
-    """Empty: those of the text."""
+    """The tokens of the prompt; None takes those of the text."""
     answer: str = ""
-    """For rewards."""
+    """The answer that rewards compare with."""
     info: dict[str, Any] = field(default_factory=dict)
     """Other columns of the data set, for rewards."""
     conversation: str = ""
@@ -81,14 +81,14 @@ class Sample:
     sample_id: str
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None = None
-    """Those of the rollout; losses with a ratio need them."""
+    """The log-probabilities of the rollout; losses with a ratio need them."""
     text: str = ""
     truncated: bool = False
     version_spans: Sequence[VersionSpan] = ()
-    """Which version wrote which tokens."""
+    """The versions that wrote the response, each with its tokens."""
     reward: float = 0.0
     failure: str = ""
-    """Why it could not be scored."""
+    """The reason why it could not be scored."""
     advantages: float | NDArray[np.float32] | None = None
     """One number, or one a token; where no sample has any, the trainer makes them from the rewards."""
     mask: NDArray[np.bool_] | None = None

@@ -48,7 +48,7 @@ class StepResult:
     version: Version
     metrics: dict[str, float]
     skipped: str
-    """Why no step was made; empty when one was."""
+    """The reason why no step was made; empty when one was."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class HeldOutResult:
     """The figures of one held-out set, as docs/evaluation.md defines them."""
 
     prompts: int
-    """How many prompts, or pairs of answers."""
+    """The number of prompts, or of pairs of answers."""
     accuracy: float
     accuracy_stderr: float
     """NaN for a single prompt, and for pairs."""
@@ -65,7 +65,7 @@ class HeldOutResult:
     reward_stderr: float
     """NaN where the error of the accuracy is."""
     pass_at: dict[int, float]
-    """By k; empty where each prompt has one answer. The same holds for `maj_at`."""
+    """Values by k; empty where each prompt has one answer. The same holds for `maj_at`."""
     maj_at: dict[int, float]
 
     @classmethod
@@ -96,9 +96,9 @@ class EvaluationResult:
     """The result of an evaluation of all held-out sets."""
 
     version: Version
-    """Of the policy that was evaluated."""
+    """The version of the policy that was evaluated."""
     sets: dict[str, HeldOutResult]
-    """By their names, in the order of the run file."""
+    """Results by the names of the sets, in the order of the run file."""
 
     @classmethod
     def from_proto(cls, message: pb.EvaluatePolicyResponse) -> EvaluationResult:
@@ -120,7 +120,7 @@ class Loop:
         self._stub: LoopServiceAsyncStub = LoopServiceStub(channel)
         self.run_id = run_id
         self.version = Version(0, 0)
-        """Of the policy that the trainer holds."""
+        """The version of the policy that the trainer holds."""
         self.steps_done = 0
         self.directory = Path()
 
