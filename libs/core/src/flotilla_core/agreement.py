@@ -57,7 +57,7 @@ LEAST_TOKENS = 4
 """A first look at fewer passes weights of another model too often: at 1 token once in four checks."""
 WARN_OTHER_TOKENS = 1.5
 FAIL_OTHER_TOKENS = 2.0
-"""What is explained on the tokens of a check, times this, is explained on the many of an update."""
+"""The failure limit on the many tokens of an update, as a multiple of what rounding explains on those of a check."""
 
 
 class Rounding(NamedTuple):

@@ -50,7 +50,7 @@ class Bounds:
     """Says what a child may take."""
 
     memory_bytes: int
-    """Of address space: with the interpreter and its libraries, which take about 100 MiB."""
+    """The limit of its address space: with the interpreter and its libraries, which take about 100 MiB."""
     cpu_s: float
     """Time of a processor for one question."""
     answer_bytes: int = 16 << 20

@@ -19,7 +19,7 @@ from flotilla_core.errors import DiskFull, FailedPrecondition
 from flotilla_core.files import make_private_folder
 
 PROBE_BYTES = 256 << 10
-"""With less than this free, a disk counts as full: the files of a start, and a page of each store, need as much."""
+"""The free bytes below which a disk counts as full: the files of a start, and a page of each store, need as much."""
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",

@@ -19,7 +19,7 @@ NEW_IN: dict[int, tuple[str, ...]] = {
         "take calls over TLS or by a token with a role",
     ),
 }
-"""What services of each major number can do that those of the number before cannot."""
+"""The things that services of each major number can do and those of the number before cannot."""
 
 
 def major_of(version: str) -> int | None:

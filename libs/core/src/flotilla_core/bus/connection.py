@@ -138,7 +138,7 @@ class Bus:
         self.url = url
         self._login = login
         self.replicas = replicas
-        """How many servers of a cluster keep what is created over this connection."""
+        """The number of servers of a cluster that keep what is created over this connection."""
         self._refusal = ""
         self.generation = 0
         self._client = Client()

@@ -40,7 +40,7 @@ _MAX_BACKLOG = 10_000
 _IN_FLIGHT = 64
 _RETRY_S = 1.0
 _SILENT_BATCHES = 5
-"""So many in a row that a server which answers did not store: its stream is broken."""
+"""The number of batches in a row that a server which answers fails to store before its stream counts as broken."""
 _MESSAGE_ID = "Nats-Msg-Id"
 
 logger = logging.getLogger(__name__)

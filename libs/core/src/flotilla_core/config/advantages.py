@@ -192,7 +192,7 @@ class OptimalTokenBaselineAdvantage(AdvantageConfig):
 
     type: Literal["optimal_token_baseline"] = "optimal_token_baseline"
     lone_tail: Literal["silent", "return"] = "silent"
-    """For a token at a position that no other sample of its group reaches: the advantage is 0, or the plain return."""
+    """The advantage of a token at a position that no other sample of its group reaches: 0, or the plain return."""
 
     @property
     def needs_distributions(self) -> bool:
@@ -204,7 +204,7 @@ class TirOptimalTokenBaselineAdvantage(AdvantageConfig):
 
     type: Literal["tir_optimal_token_baseline"] = "tir_optimal_token_baseline"
     lone_tail: Literal["silent", "return"] = "return"
-    """For a token at a position that no other sample of its group reaches: the advantage is 0, or the plain return."""
+    """The advantage of a token at a position that no other sample of its group reaches: 0, or the plain return."""
 
     @property
     def needs_distributions(self) -> bool:

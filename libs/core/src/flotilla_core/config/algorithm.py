@@ -74,7 +74,8 @@ class KlConfig(ConfigModel):
     placement: Literal["none", "loss", "reward"] = "none"
     """Add the divergence to the loss, or subtract it from the rewards before advantages are computed."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
-    """log p - log q; half its square; q / p - 1 - log q / p; its absolute value; over the whole vocabulary."""
+    """Estimate of the divergence: log p - log q; half its square; q / p - 1 - log q / p; its absolute value; or the
+    divergence over the whole vocabulary."""
     coefficient: float = Field(default=0.001, ge=0, le=1000)
     """Factor of the divergence."""
     target: float | None = Field(default=None, gt=0, le=1000)
@@ -117,7 +118,8 @@ class RejectionConfig(ConfigModel):
     """Leave out tokens or sequences that are too far from the generator's policy."""
 
     measure: Literal["k1", "k2", "k3", "difference"]
-    """With r = trainer / generator: r itself; (log r)^2 / 2; r - 1 - log r; or the difference of the probabilities."""
+    """Measure of the distance, with r = trainer / generator: r itself; (log r)^2 / 2; r - 1 - log r; or the difference
+    of the probabilities."""
     over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
     """The unit that is left out: a token, or a sequence by the sum, the mean or the maximum of its tokens (for `k1` of
     log r: product and geometric mean)."""
@@ -161,7 +163,7 @@ class CorrectionConfig(ConfigModel):
     importance_cap: float = Field(default=2.0, gt=0, le=1e6)
     """Largest weight; for `icepop` and `icepop_sequence`, larger ones are left out."""
     importance_floor: float = Field(default=0.5, ge=0, le=1e6)
-    """For `icepop` and `icepop_sequence`: smaller weights are left out."""
+    """Smallest weight for `icepop` and `icepop_sequence`: smaller ones are left out."""
     normalize_importance: bool = False
     """Divide the weights of an update by their mean; needs `proximal: trainer`, and scores every update first."""
     rejection: tuple[RejectionConfig, ...] = Field(default=(), max_length=16)

@@ -19,7 +19,7 @@ class TrainingSet(ConfigModel):
     path: DataSource
     """File, folder, pattern or `hub:owner/name`."""
     weight: float = Field(default=1.0, gt=0, le=1e9)
-    """Its share of the draws is this divided by the sum of all weights, however long the file is."""
+    """Weight of the set in the draw: its share is this divided by the sum of all weights, however long the file is."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
     """Names its metrics; empty takes the file name without its extension."""
 
@@ -125,7 +125,8 @@ class SamplingConfig(ConfigModel):
     temperature: float = Field(default=1.0, ge=0, le=100)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Below 1 is refused for training rollouts: the trainer could not reproduce the logprobs."""
+    """Share of the probability that the candidates for a token have (nucleus sampling). Below 1 it is refused for
+    training rollouts: the trainer could not reproduce the logprobs."""
     top_k: int = Field(default=0, ge=0, le=10_000_000)
     """0 is off; above 0 is refused for training rollouts."""
     max_response_tokens: int = Field(default=256, ge=1, le=10_000_000)

@@ -122,9 +122,9 @@ class ClipCovLoss(LossConfig):
     share: float = Field(default=2e-4, gt=0, le=1)
     """Share of the update's tokens that are selected."""
     covariance_low: float = Field(default=1.0, ge=-1e6, le=1e6)
-    """They are selected from tokens with a covariance above this."""
+    """Lower limit of the covariance: the tokens are selected from those above it."""
     covariance_high: float = Field(default=5.0, ge=-1e6, le=1e6)
-    """They are selected from tokens with a covariance below this."""
+    """Upper limit of the covariance: the tokens are selected from those below it."""
 
     @property
     def below_zero(self) -> tuple[str, ...]:
@@ -259,8 +259,8 @@ class SampleWeightsConfig(ConfigModel):
     """Sample weights, which multiply; every mean of the update divides by their sum."""
 
     by_reward: Literal["none", "pow", "max_min", "max_random"] = "none"
-    """By the absolute reward to a power; half of a group's weight to its best samples and half to its worst; or half to
-    its best and half to all others."""
+    """Weight samples by the absolute reward to a power; or give half of a group's weight to its best samples and half
+    to its worst; or half to its best and half to all others."""
     power: float = Field(default=2.0, gt=0, le=64)
     """The exponent of `pow`."""
     by_difficulty: DifficultyWeightsConfig | None = None

@@ -258,7 +258,7 @@ class UserFunction(ConfigModel):
     """A function in one of the user's files."""
 
     type: Annotated[str, AfterValidator(possible_function)] = Field(pattern=PATTERN)
-    """path.py:function."""
+    """The function, written path.py:function."""
     parameters: Parameters = Field(default_factory=dict)
     """Passed to the function by keyword."""
 

@@ -127,7 +127,7 @@ OURS = {
     "param_offload": "trainer.cpu_offload",
     "offload_policy": "trainer.cpu_offload",
 }
-"""Their key: ours, in run.yaml or stack.yaml."""
+"""Keys of run.yaml or stack.yaml, by the keys of other programs that mean the same."""
 
 NOTES = {
     "per_device_train_batch_size": "counted in prompts of a whole step, on all devices together",
@@ -143,7 +143,7 @@ NOTES = {
     "lr_warmup_steps_ratio": "counted in updates",
     "beta": "that of algorithm.type dpo is algorithm.beta",
 }
-"""What differs beside the name."""
+"""The differences beside the name, by the key of the other program."""
 _WITHOUT_TURNS = "a response is one answer, without tools or further turns: this release has no episodes"
 NOT_OFFERED = {
     "tools": _WITHOUT_TURNS,
@@ -153,7 +153,7 @@ NOT_OFFERED = {
     "environment_factory": _WITHOUT_TURNS,
     "judge": "a reward asks no judge model by itself: write a function that asks yours, and name it in rewards",
 }
-"""Their key, and what this release does not do; a loop of the user's own may."""
+"""The reasons why this release has no such key, by the key of the other program; a loop of the user's own may do it."""
 MOST_NAMED = 6
 """Keys that are named of one section of another program."""
 

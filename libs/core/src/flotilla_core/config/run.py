@@ -162,9 +162,9 @@ class RunConfig(ConfigModel):
     loop: Literal["coordinator", "client"] = "coordinator"
     """Driver of the steps: the coordinator by itself, or a client of yours, call by call and any number of them."""
     loop_idle_timeout_s: float = Field(default=1800.0, gt=0, le=2_592_000)
-    """With `loop: client`: after this long without a call the run saves its state, stops and frees the fleet."""
+    """Longest time without a call with `loop: client`; then the run saves its state, stops and frees the fleet."""
     resume: Literal["automatic", "by_user"] = "automatic"
-    """After the death of the coordinator: `automatic` continues as soon as it is back, `by_user` waits for
+    """Continuation after the death of the coordinator: `automatic` continues as soon as it is back, `by_user` waits for
     `flotilla run resume`, as every run with `loop: client` does."""
     initial_weights: FolderOrUrl | None = None
     """Hugging Face folder, or s3://bucket/prefix, to start from; empty takes the stack's model."""
@@ -190,7 +190,7 @@ class RunConfig(ConfigModel):
     weights: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     """Weight synchronisation."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """How often the state is saved, and how many saved states are kept; the end of a run is saved as well."""
+    """Interval of the saves of the state, and number of saved states that are kept; the end of a run is saved too."""
     export_final: bool = True
     """Write the final policy as a Hugging Face folder into the run directory."""
     export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -199,7 +199,7 @@ class RunConfig(ConfigModel):
     trackers: Annotated[tuple[TrackerSection, ...], BeforeValidator(named_trackers)] = Field(
         default=(), max_length=16
     )
-    """Where the run shows its metrics beside its own files: names (`[tensorboard, wandb]`), or sections with keys."""
+    """Trackers of the run's metrics beside its own files: names (`[tensorboard, wandb]`), or sections with keys."""
 
     @property
     def learns_from_pairs(self) -> bool:

@@ -122,7 +122,7 @@ class TlsConfig(ConfigModel):
     certificate_file: Path
     """Certificate of this host (PEM), followed by intermediate ones."""
     key_file: Path
-    """Its private key (PEM, mode 0600)."""
+    """Private key of the certificate (PEM, mode 0600)."""
     ca_file: Path
     """Certificates of the authorities that this host trusts (PEM)."""
 
@@ -255,7 +255,7 @@ class GeneratorConfig(ConfigModel):
     """Arguments of vLLM's engine by its own names, such as `block_size: 32`. They win over what Flotilla would choose;
     what has a key of its own here, or must be as it is, is refused by name when the generator starts."""
     sim: SimConfig = Field(default_factory=SimConfig)
-    """Only for the `sim` engine."""
+    """Settings of the `sim` engine alone."""
     slowed_by: LatencyConfig | None = None
     """Delays the samples of a real engine until they have taken this long: a slow generator for benches and tests."""
     boot_version: str = Field(default="", pattern=r"^([A-Za-z0-9_.-]{1,128}/[0-9]{1,9}\.[0-9]{1,18})?$")
@@ -373,9 +373,9 @@ class RetentionConfig(ConfigModel):
     """Limits of the records on disk; the oldest ended runs are removed first."""
 
     ledger_mib: int = Field(default=8192, ge=1, le=1 << 30)
-    """Above it the ledger deletes the tokens of ended runs, then the history of their samples."""
+    """Size above which the ledger deletes the tokens of ended runs, then the history of their samples."""
     spans_mib: int = Field(default=2048, ge=1, le=1 << 30)
-    """Above it the span store deletes whole runs; of the last run it deletes the oldest spans."""
+    """Size above which the span store deletes whole runs; of the last run it deletes the oldest spans."""
     runs_kept: int | None = Field(default=None, ge=1, le=10_000_000)
     """Ended runs that are kept; older ones are removed with directory, checkpoints and model. Empty keeps all."""
 
@@ -388,8 +388,8 @@ class CoordinatorConfig(ConfigModel):
     attach: str | None = None
     """Address of a coordinator that was started outside this stack."""
     keep_runs: bool = False
-    """What a coordinator that is asked to end does with its runs: record them as stopped, or (true) leave them to the
-    next one, which continues them in the step that was under way. For hosts that move it, as Kubernetes does."""
+    """Leave the runs to the next coordinator when this one is asked to end; that one continues them in the step that
+    was under way. False records them as stopped. For hosts that move the coordinator, as Kubernetes does."""
     span_retention_runs: int = Field(default=50, ge=1, le=10_000_000)
     """Runs whose spans are kept."""
     retention: RetentionConfig = Field(default_factory=RetentionConfig)
@@ -487,7 +487,7 @@ class LauncherConfig(ConfigModel):
     """Port at which the launcher of `flotilla up` listens on `bind.host`, with the token and certificates of `bind`; 0
     listens on a socket file of its host alone."""
     attach: str | None = None
-    """host:port of a launcher on another machine, which `flotilla ps`, `scale` and `down` then ask."""
+    """Address, as host:port, of a launcher on another machine, which `flotilla ps`, `scale` and `down` then ask."""
 
 
 class ComposeConfig(ConfigModel):
@@ -540,11 +540,11 @@ class StackConfig(ConfigModel):
     compose: ComposeConfig = Field(default_factory=ComposeConfig)
     """The stack in containers of this host."""
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)
-    """What the stack takes on a Slurm cluster."""
+    """Resources that the stack takes on a Slurm cluster."""
     ray: RayConfig = Field(default_factory=RayConfig)
-    """What the stack takes on a Ray cluster."""
+    """Resources that the stack takes on a Ray cluster."""
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
-    """Where the stack is on a Kubernetes cluster."""
+    """Place of the stack on a Kubernetes cluster."""
     autoscale: AutoscaleConfig | None = None
     """Adjusts the number of generators to what a run measures; absent: the number stays as configured."""
     file_cache_gib: float = Field(default=256.0, gt=0, le=1_000_000)

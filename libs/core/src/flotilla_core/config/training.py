@@ -66,7 +66,7 @@ class BatchingConfig(ConfigModel):
     """`true`: layers keep their inputs and recompute the rest in the backward pass, 1/3 more work; `selective`: they
     keep narrow products and attention too, 1/6 more; `auto`: the least that the memory of a GPU demands."""
     activation_offload: bool = False
-    """With `activation_checkpointing`: keep these inputs in host memory until the backward pass (GPU only)."""
+    """Move the inputs that `activation_checkpointing` keeps to host memory until the backward pass (GPU only)."""
     logprob_chunk_tokens: int = Field(default=2048, ge=1, le=10_000_000)
     """Tokens whose logits exist at the same time; kernels on GPUs take four times as many, in the same memory."""
 
@@ -240,7 +240,7 @@ class TeacherConfig(AskedTeachers):
     top_k: int = Field(default=64, ge=1, le=1024)
     """Tokens of the teacher at each position; a smaller vocabulary is reported whole."""
     divergence: Literal["forward", "reverse"] = "forward"
-    """With q the teacher and p the policy: the sum of q (log q - log p), or of p (log p - log q)."""
+    """Direction, with q the teacher and p the policy: the sum of q (log q - log p), or of p (log p - log q)."""
     coefficient: float = Field(default=1.0, gt=0, le=1000)
     """Factor of the divergence."""
     tail: bool = True

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MESSAGE_LIMIT_BYTES = 64 * 1024 * 1024
 PART_BYTES = 2 << 20
-"""After how much payload a stream of samples or groups begins its next message."""
+"""The size of payload after which a stream of samples or groups begins its next message."""
 # Errors travel as trailing metadata, and gRPC's own limit of 8 KiB would drop a traceback.
 _METADATA_LIMIT_BYTES = 64 * 1024
 

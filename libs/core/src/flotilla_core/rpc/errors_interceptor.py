@@ -31,7 +31,7 @@ logger = get_logger()
 
 _REFUSED_STREAM_S = 2.0
 GENERATED = "_pb2_grpc"
-"""How the modules are called whose base classes hold a place for every call of a contract."""
+"""The ending of the names of the modules whose base classes hold a place for every call of a contract."""
 
 
 class ErrorsInterceptor(grpc.aio.ServerInterceptor):

@@ -67,7 +67,7 @@ class _Newest:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.numbers: OrderedDict[str, int] = OrderedDict()
-        """By run, the latest caller last; only of this epoch, because a new epoch starts all numbers again."""
+        """The numbers of this epoch by run, the latest caller last; a new epoch starts all numbers again."""
 
     def admit(self, fence: Fence, method: str) -> None:
         """Record `fence` as the newest one, or raise."""

@@ -37,9 +37,9 @@ class Patience:
     """Waits for the answers of one peer."""
 
     channel: grpc.aio.Channel | None
-    """Where the peer is asked what it does; None where it cannot be asked, so that nothing counts as progress."""
+    """The channel to ask the peer what it does; None where it cannot be asked, so that nothing counts as progress."""
     run_id: str = ""
-    """What the peer does for this run is progress."""
+    """The run of the wait: what the peer does for it is progress."""
     tell: Callable[[str], None] = _to_nobody
     """Called with what the peer does, whenever that changed, and with nothing when the wait is over."""
 

@@ -225,7 +225,7 @@ class _Waiter:
     since: float = field(compare=False)
     gives_up_at: float = field(compare=False)
     reachable: bool = field(compare=False)
-    """Whether any replica could have served it at the last look."""
+    """True where any replica could have served it at the last look."""
     taken: asyncio.Future[Any] = field(compare=False)
     named: bool = field(default=False, compare=False)
 

@@ -66,9 +66,9 @@ class Replica(Generic[StubT]):
     channel: grpc.aio.Channel
     stub: StubT
     size: int = 1
-    """Its capacity relative to the others."""
+    """The capacity of the replica relative to the others."""
     overcommit: float = math.inf
-    """It takes this many times what it runs at once; more work would only wait there and can go elsewhere."""
+    """The multiple of what it runs at once that it takes; more work would only wait there and can go elsewhere."""
     runs: int = 1
     """Places that it runs in parallel, as far as is known."""
     state: ReplicaState = "ready"

@@ -65,7 +65,7 @@ class Host:
     fail: Callable[[BaseException], None]
     activities: Activities
     files: Files
-    """What this process offers to services on other hosts, and fetches from them."""
+    """The files that this process offers to services on other hosts, and fetches from them."""
 
     def connect(
         self, address: str, *, fence: Callable[[], rpc.Fence | None] | None = None

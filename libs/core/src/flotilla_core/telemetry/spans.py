@@ -36,7 +36,7 @@ Attributes = Mapping[str, AttributeValue]
 Origin = Context | Span | SpanContext
 
 ROOT = Context()
-"""As `parent`: start a new trace instead of a child of the current span."""
+"""The `parent` that starts a new trace, instead of a child of the current span."""
 
 TRACEPARENT = "traceparent"
 _PATTERN = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")

@@ -75,7 +75,7 @@ class Files:
         self._digests = Digests(cache.folder / "digests.json")
         self.offers = Offers(self._digests)
         self.address = ""
-        """Where others reach this process; empty before its port is open."""
+        """The address at which others reach this process; empty before its port is open."""
 
     def offer(self, path: Path, *, sealed: bool = False) -> pb.FolderReference:
         """Offer a folder, or a Python file with its modules, to services that do not have it."""

@@ -49,7 +49,7 @@ class FoundFile:
     name: str
     """Relative to the folder, with "/" between parts."""
     path: Path
-    """Without links."""
+    """The path of its content, without links."""
     nbytes: int
     mtime_ns: int
     inode: int

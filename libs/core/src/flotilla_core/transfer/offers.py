@@ -43,7 +43,7 @@ class Reading:
     def __init__(self, digests: Digests, files: Collection[FoundFile]) -> None:
         self.whole = sum(file.nbytes for file in files)
         self.nbytes = 0
-        """What has been read so far."""
+        """The number of bytes that have been read so far."""
         work = asyncio.to_thread(digests.manifest, files, self._read)
         self.task = asyncio.create_task(work, name="read a folder that is offered")
 

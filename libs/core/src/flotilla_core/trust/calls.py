@@ -82,7 +82,7 @@ class CallVerifier:
         self._swept_ms = 0
         self._began_ms = _uptime_ms() if shares_our_clock else None
         self._keys: dict[str, bytes] = {}
-        """What is derived from each accepted secret."""
+        """The key that is derived from each accepted secret."""
 
     def refusal(self, method: str, given: str | bytes, *, fenced: bool = False) -> FlotillaError | None:
         """Return why a call with this header is refused; None lets it pass, and counts it.

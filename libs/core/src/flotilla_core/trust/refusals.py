@@ -22,7 +22,7 @@ class RefusalLog:
 
     def __init__(self) -> None:
         self._told: dict[str, tuple[float, int]] = {}
-        """When each peer was named last, and how many of its calls were refused since."""
+        """The time at which each peer was named last, and the number of its calls that were refused since."""
 
     def tell(self, peer: str, error: FlotillaError) -> None:
         """Log the refusal, or count it for the next line about this peer."""

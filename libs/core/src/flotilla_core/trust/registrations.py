@@ -21,8 +21,8 @@ from flotilla_core.trust.secret_file import Token
 
 _TOLERANCE_NS = TOLERANCE_MS * 1_000_000
 _REFUSED_NS = _TOLERANCE_NS + 5_000_000_000
-"""How far ahead of the clock a moment has to be for every reader to have refused it, though clocks differ by seconds;
-so for these seconds at most a reader may refuse what comes after the clock is right."""
+"""The lead over the clock beyond which every reader has refused a moment, though clocks differ by seconds; so for these
+seconds at most a reader may refuse what comes after the clock is right."""
 
 
 class RegistrationSigner:
