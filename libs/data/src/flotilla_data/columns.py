@@ -22,12 +22,12 @@ CHAT, SHAREGPT, ALPACA, TEXT = "chats", "ShareGPT", "Alpaca", "text"
 """The known layouts, by the program or the kind of file that they are of."""
 INSTRUCTION = "instruction"
 PARTS = ("input", "context")
-"""What follows an instruction in the prompt."""
+"""The columns that follow an instruction in the prompt."""
 FUNCTIONS = "functions"
 """The column of tools in older files of OpenAI."""
 OUTPUTS = ("output", "response")
 OF_EXTRA = ("extra_info.question", "extra_info.answer")
-"""What `sft` of verl learns in rows that are for rewards too."""
+"""The columns that `sft` of verl learns in rows that are for rewards too."""
 LABELS = ("label", "kto_tag")
 """Columns that say whether an answer is a good one, as in KTO's rows."""
 

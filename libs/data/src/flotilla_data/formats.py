@@ -20,14 +20,14 @@ COLUMNS = (".parquet", ".arrow")
 LONGEST_LINE = 64 << 20
 """The limit in bytes, of a row too; a prompt of a million tokens has a tenth of that."""
 MOST_ROWS = 20_000_000
-"""Of one data set: the place and the order of a row take about 40 bytes of memory."""
+"""The most rows of one data set: the place and the order of a row take about 40 bytes of memory."""
 MOST_COLUMNS = 4096
 
 PIECE_ROWS = 128
 """The rows of a copy that are read together; a step draws single rows from all over the file."""
 PIECE_BYTES = 16 << 20
 PIECE_VALUES = 1 << 20
-"""Pieces of more have one row each."""
+"""The most values of a piece of several rows; where one would have more, each piece of the copy has one row."""
 ROWS_OF_PIECES = b"flotilla.piece_rows"
 """The key of a copy's schema that says how many rows its pieces have."""
 

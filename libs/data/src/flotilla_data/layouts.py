@@ -35,7 +35,7 @@ from flotilla_data.formats import COLUMNS as FILES_OF_COLUMNS
 from flotilla_data.formats import suffixes
 
 Said = str | Messages
-"""What is in a prompt or follows it: a text as it is, or chat messages for the template."""
+"""The content of a prompt or of what follows it: a text as it is, or chat messages for the template."""
 HUMAN = "\n\nAssistant:"
 """Ends the prompt in pairs of plain dialogues."""
 READS = {"": "cat", ".gz": "gzip -dc", ".zst": "zstd -dc"}
@@ -49,9 +49,9 @@ class Example:
     prompt: Said
     """Empty where the row is one text that is learned as a whole."""
     answer: str = ""
-    """What rewards compare with; empty where there is none."""
+    """The answer that rewards compare with; empty where there is none."""
     given: tuple[Said, ...] = ()
-    """What follows the prompt in the data: one answer to learn, or the preferred one and the other."""
+    """The answers that follow the prompt in the data: one to learn, or the preferred one and the other."""
     sources: tuple[str, ...] = ()
     """The column of each of them, for messages."""
     tools: list[dict[str, Any]] | None = None

@@ -24,11 +24,11 @@ Values = Sequence[Mapping[str, Any]]
 PROMPTS = ("prompt", "question", "problem", "instruction", "messages")
 WHOLE = ("prompt", "messages")
 PARTS = ("input", "context", "choices", "options")
-"""What belongs to a prompt beside a column that is not one of WHOLE, as in the layouts of Alpaca, SQuAD and MMLU."""
+"""The columns that belong to a prompt beside one that is not in WHOLE, as in the layouts of Alpaca, SQuAD and MMLU."""
 ANSWERS = ("answer", "solution", "output", "completion", "response")
 PAIRS = ("chosen", "rejected")
 MARK = "####"
-"""GSM8K writes it between a worked solution and its final number."""
+"""The mark that GSM8K writes between a worked solution and its final number."""
 FORMULA = re.compile(r"[\\$^]|\d\s*[/*+=]\s*\d")
 MOST_WORDS = 8
 """The most words of an answer that a model may be expected to repeat as it is."""
@@ -44,7 +44,7 @@ class Fields:
     texts: bool
     """True where prompts are texts, not chat messages."""
     teaches: Reads
-    """What these rows are for: pairs where each has a preferred answer and another one, answers where they are chats,
+    """The use of these rows: pairs where each has a preferred answer and another one, answers where they are chats,
     texts or long answers to imitate, else prompts."""
     answered: bool
     """True where the rows have the answers that `teaches` asks for, or such that rewards compare with."""

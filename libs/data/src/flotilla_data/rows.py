@@ -67,7 +67,7 @@ class Row:
     """File and line, or file and row, for messages."""
     values: dict[str, Any]
     error: InvalidConfig | None = field(default=None, compare=False)
-    """Why the row has no values."""
+    """The reason why the row has no values."""
 
 
 class FileRows(Protocol):
@@ -253,7 +253,7 @@ class Rows:
         self.digests = {str(file.path): content_digest(file) for file in files}
         """The digest of each file's content."""
         self.judged: dict[Any, tuple[frozenset[int], tuple[str, ...], npt.NDArray[np.int64] | None]] = {}
-        """By the rules of the judgement: bad rows, the names of the first ones, and the order by difficulty."""
+        """Results by the rules of the judgement: bad rows, the names of the first ones, and the order by difficulty."""
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

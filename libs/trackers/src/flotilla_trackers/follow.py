@@ -120,7 +120,7 @@ class TrackerProcess:
         self._child: ProcessGroup | None = None
         self._told_failure = self._took = False
         self.reason = ""
-        """Why it took nothing at the last attempt."""
+        """The reason why it took nothing at the last attempt."""
 
     async def run(self, tell: Tell) -> None:
         """Keep a process going until the run has ended and everything was taken."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = ("prompt", "response", "answer", "reward", "response_tokens", "truncated")
-"""What a table shows of a sample, where its file has it."""
+"""The columns that a table shows of a sample, where its file has them."""
 LONGEST_CELL = 2000
 SECRET_NAME = re.compile(r"KEY|TOKEN|PASSWORD|SECRET|CREDENTIAL", re.IGNORECASE)
 CREDENTIALS = re.compile(r"(\w+://)[^/\s@]+@")
