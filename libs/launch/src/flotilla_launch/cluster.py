@@ -50,10 +50,10 @@ from flotilla_launch.table import Nodes, Placed, Row, table_of
 
 LOOK_EVERY_S = 1.0
 _END_LIMIT_S = 60.0
-"""What an agent takes at most to end its services in order."""
+"""The most time that an agent takes to end its services in order."""
 _GONE_LIMIT_S = 120.0
 _UP_LIMIT_S = 24 * 3600.0
-"""A node may be waited for long."""
+"""The longest wait for a stack to come up: a cluster may give a node late."""
 _READY = pb.ProcessState.PROCESS_STATE_READY
 
 
@@ -63,18 +63,18 @@ class Unit:
 
     node: str
     id: str
-    """By which the engine ends it."""
+    """The id by which the engine ends it."""
     shown: str
     """The name of it in messages."""
     state: str
     """The word of the engine."""
     lives: bool
     waits: str = ""
-    """What it waits for until it begins."""
+    """The reason why it has not begun yet; empty where it does not wait."""
     place: str = ""
     """The machine, where the engine moves units: what an agent tells from another one is out of date."""
     holds: bool = False
-    """It keeps resources, though it does not live."""
+    """True where it keeps resources even if it does not live."""
 
 
 class Engine(Protocol):

@@ -32,7 +32,7 @@ DEATHS_WINDOW_S = 60.0
 _POLL_S = 0.2
 _LOOK_FOR_ROOM_EVERY_S = 1.0
 _LAUNCHER_LIMIT_S = 30.0
-"""For a launcher to say where it is, after it was started."""
+"""The time for a launcher to say where it is, after it was started."""
 
 
 class GuardianKeeper:

@@ -19,9 +19,9 @@ import sys
 import time
 
 LOCKS = ("launcher.lock", "guardian.lock")
-"""In the directory of the stack. The kernel frees a lock when its holder dies, however that happens."""
+"""The lock files in the directory of the stack. The kernel frees a lock when its holder dies, however that happens."""
 LEASE_S = 20.0
-"""Longer than the guardian takes to start a launcher, or a launcher its guardian."""
+"""The length of the lease: longer than the guardian takes to start a launcher, or a launcher its guardian."""
 _POLL_S = 1.0
 # struct flock of 64-bit Linux: type, whence, start, length (0: to the end), pid.
 _FLOCK = "hhqqi"

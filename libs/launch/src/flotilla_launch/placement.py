@@ -34,7 +34,7 @@ class Slot:
     attached: str | None = None
     """Address of the one that someone else started."""
     index: int = 0
-    """Of a replica among its kind."""
+    """The number of a replica among its kind."""
 
 
 def kind_name(kind: ServiceKind.ValueType) -> str:

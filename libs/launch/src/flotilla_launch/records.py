@@ -20,11 +20,11 @@ class Phase(StrEnum):
     """The action of the launcher on the stack as a whole."""
 
     STARTING = "starting"
-    """Not up yet: when its launcher dies, what was started is ended."""
+    """The stack is not up yet: when its launcher dies, what was started is ended."""
     UP = "up"
-    """When its launcher dies, the next one continues with it."""
+    """The stack is up: when its launcher dies, the next one continues with it."""
     STOPPING = "stopping"
-    """When its launcher dies, the rest is ended."""
+    """The stack is being ended: when its launcher dies, the rest is ended."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class ProcessRecord:
 
     name: str
     identity: ProcessIdentity | None
-    """None where nothing runs, or was started just now."""
+    """The process; None where nothing runs, or was started just now."""
     mark: str
-    """Empty where nothing was started."""
+    """The mark of the process; empty where nothing was started."""
     shared_memory: list[str] = field(default_factory=list)
     kind: int = 0
     index: int = 0
     surplus: bool = False
-    """It is being scaled away."""
+    """True while it is being scaled away."""
     deaths: list[float] = field(default_factory=list)
-    """What its restart budget was spent on, on the monotonic clock of this boot."""
+    """The deaths that its restart budget was spent on, on the monotonic clock of this boot."""
     log_start: int = 0
-    """Where the log of this start begins in its file."""
+    """The place in the log file at which the log of this start begins."""
     status: dict[str, Any] = field(default_factory=dict)
-    """Its ProcessStatus."""
+    """The fields of its ProcessStatus."""
 
     @property
     def alive(self) -> bool:

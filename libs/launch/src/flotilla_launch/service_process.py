@@ -68,7 +68,7 @@ class ServiceProcess:
         self.child: Child | None = None
         self.shared_memory: set[str] = set()
         self.surplus = False
-        """It is being scaled away."""
+        """True while it is being scaled away."""
         self._command = command
         self._wrapper = wrapper
         self._variables = variables

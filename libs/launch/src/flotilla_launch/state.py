@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flotilla_core.config import StackConfig
 
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
-"""What a shared file system says of a file when it does not answer, or when the file was just replaced."""
+"""The error numbers of a shared file system that does not answer, or whose file was just replaced."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Supervisor:
         self._changing = asyncio.Lock()
         self._stopping = False
         self._unrecorded = False
-        """Whether a full disk kept `processes.json` from being written."""
+        """True where a full disk kept `processes.json` from being written."""
         self._releases: dict[str, str] = {}
         """Folders of commands from which replicas start, by kind, where it is another one than `executables`."""
         self._changer: asyncio.Task[Any] | None = None

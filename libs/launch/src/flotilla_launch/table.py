@@ -40,12 +40,12 @@ class Resources:
     """The share of its node that a process takes."""
 
     cpus: int | None = None
-    """None: what the others leave."""
+    """The number of CPUs; None is what the others leave."""
     gpus: tuple[str, ...] = ()
-    """As node:index."""
+    """The GPUs, each as node:index."""
     memory_mib: int | None = None
     ports: tuple[int, ...] = ()
-    """0: a free one."""
+    """The ports that it listens on; 0 is a free one."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Row:
     node: str
     slot: Slot
     command: tuple[str, ...]
-    """With `{nats}`, `{otlp}` and `{port}` for what is known only when NATS runs."""
+    """The command with `{nats}`, `{otlp}` and `{port}` for what is known only when NATS runs."""
     environment: Mapping[str, str | SecretReference] = field(default_factory=dict)
     resources: Resources = Resources()
 

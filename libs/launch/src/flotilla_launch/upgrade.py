@@ -46,7 +46,7 @@ class Upgrade:
     """Folder of the new release's commands."""
     ready_timeout_s: float
     grace_s: float
-    """How long a replica may finish what it has."""
+    """The time that a replica has to finish its work."""
     say: Callable[[str], None]
 
     async def run(self, *, spare: bool) -> list[ProcessStatus]:

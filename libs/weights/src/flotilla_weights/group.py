@@ -66,7 +66,7 @@ class Sender:
         self.host = host
         self.port = port
         self.secret = secret
-        """What the members prove to its store."""
+        """The secret that the members prove to its store."""
 
     @classmethod
     def listen(

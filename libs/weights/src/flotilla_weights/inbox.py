@@ -32,7 +32,7 @@ class StagedModel:
         self, weights: Named, digests: list[int], adapters: dict[str, torch.Tensor], scale: float
     ) -> None:
         self.weights = weights
-        """As they were sent, without adapters."""
+        """The tensors as they were sent, without adapters."""
         self._digests = digests
         self._adapters = adapters
         self._scale = scale
@@ -73,7 +73,7 @@ class Inbox:
         self.staged: StagedModel | None = None
         """The last publication, until it is taken."""
         self.digests: list[int] = []
-        """Of all its tensors, in the order of the manifest, adapters last."""
+        """The digests of all its tensors, in the order of the manifest, adapters last."""
 
     @property
     def buckets_received(self) -> int:

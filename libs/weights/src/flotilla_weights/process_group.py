@@ -30,7 +30,7 @@ GLOO, NCCL, CUDA_IPC = "gloo", "nccl", "cuda_ipc"
 SPINS = 200
 POLL_S = 0.0002
 GLOO_SLICE = timedelta(seconds=0.05)
-"""How long an abort of this end may go unseen by a thread that waits for a transfer."""
+"""The longest time for which a thread that waits for a transfer may miss an abort of this end."""
 
 
 @dataclass(frozen=True)

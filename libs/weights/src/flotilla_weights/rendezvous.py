@@ -36,7 +36,7 @@ from flotilla_weights.store import Answer, EpochStore, Question, StoreError, Tab
 
 LOOK_EVERY_S = 0.02
 PROOF_S = 5.0
-"""How long a connection may stay without a proof."""
+"""The longest time that a connection may stay without a proof."""
 MOST_UNPROVEN = 1024
 _SECRET_BYTES = 32
 _GREETING = b"flotilla weights 1\n"
@@ -197,17 +197,17 @@ class _Caller:
         self.since = time.monotonic()
         self.proven = False
         self.arriving = bytearray(len(_GREETING) + _NONCE)
-        """What is to come next: the greeting, then the length of a frame, the frame, and so on."""
+        """Room for what comes next: the greeting, then the length of a frame, the frame, and so on."""
         self.arrived = 0
         self.in_frame = False
         self.leaving = bytearray()
         self.seals: tuple[_Seal, _Seal] | None = None
         self.heard = 0
-        """How many entries of the table it has been told."""
+        """The number of entries of the table that it has been told."""
         self.question: Question | None = None
-        """What it waits for."""
+        """The question whose answer it waits for."""
         self.lacks: list[str] = []
-        """The keys of it that did not exist at the last look."""
+        """The keys of the question that did not exist at the last look."""
         self.ends = 0.0
 
     def take(self) -> bytes | None:
@@ -238,7 +238,7 @@ class _Server:
         self._wake, self._woken = socket.socketpair()
         self._callers: dict[_Caller, None] = {}
         self._unproven: dict[_Caller, None] = {}
-        """In the order in which they came."""
+        """The callers without a proof, in the order in which they came."""
         self._waiting: dict[_Caller, None] = {}
         self._thread = 0
         self._stopped = False

@@ -27,7 +27,7 @@ from flotilla_weights.process_group import Lane
 READY = "ready"
 
 Ended = Callable[[], bool]
-"""Whether the device has ended a copy."""
+"""A function that returns whether the device has ended a copy."""
 
 
 class Buckets(Protocol):

@@ -21,9 +21,9 @@ from typing import NamedTuple, Protocol
 from torch._C._distributed_c10d import Store
 
 SLICE_S = 0.05
-"""How long one question may wait: an abort of this end is seen between two of them."""
+"""The longest wait of one question: an abort of this end is seen between two of them."""
 PAUSE_S = 0.001
-"""Between two slices: locks are not fair, and another thread may want to say something."""
+"""The pause between two slices: locks are not fair, and another thread may want to say something."""
 _MOST_TOLD_BYTES = 16 << 20
 _LENGTH = struct.Struct(">I")
 _HEAD = struct.Struct(">Bqd")
@@ -95,7 +95,7 @@ class Table:
         self.values: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
         self._told: list[bytes] = []
-        """What was set and removed, in order, as the members hear of it."""
+        """The entries that were set and removed, in order, as the members hear of them."""
         self._changed = threading.Condition()
         self._ended = False
         self.on_change: Callable[[], None] = lambda: None

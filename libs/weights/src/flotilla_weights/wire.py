@@ -92,7 +92,7 @@ class Link:
         self.timeout_s = timeout_s
         self._senders = tuple(senders)
         self.lanes: tuple[Lane, ...] = ()
-        """Those that this member is part of, once the group is formed; those through a GPU's memory come first."""
+        """The lanes that this member is part of, once the group is formed; those through a GPU's memory come first."""
         self._root: EpochStore | None = None
         """Kept for as long as the groups: torch calls it, and does not hold what answers."""
         self._store: PrefixStore | None = None

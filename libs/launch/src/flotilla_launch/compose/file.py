@@ -28,13 +28,13 @@ from flotilla_launch.placement import Slot, refuse, slots_of
 from flotilla_launch.table import NATS, Endpoints, Resources, Row, table_of
 
 PORT = 7070
-"""Of every service: each has an address of its own."""
+"""The port of every service: each has an address of its own."""
 NATS_PORT = 4222
 COORDINATOR = "coordinator"
 CONTAINERS = "containers"
 """The folder, in the directory of the stack, of what the other containers write."""
 _EXECUTABLES = Path("/opt/flotilla/bin")
-"""Of the images."""
+"""The folder of commands in the images."""
 _SCRATCH = ("/tmp:exec", "/var/lib/flotilla:exec,mode=1777")
 # No launcher runs beside the containers, so each keeps the bound of its logs (flotilla_core.log_files) itself. Forked
 # twice, because a service may wait for any child of its own.
@@ -79,7 +79,7 @@ class Project:
     """The identity of the containers of one placement."""
 
     directory: Path
-    """Of the stack on this host, without links: it is the same path in the containers."""
+    """The directory of the stack on this host, without links: it is the same path in the containers."""
     mark: str
     """Unique to this placement."""
     user: str

@@ -37,7 +37,7 @@ class Release:
     name: str
     namespace: str
     values: Mapping[str, Any]
-    """Those of the chart, with those of the stack on top."""
+    """The values of the chart, with those of the stack on top."""
 
     @classmethod
     def of(cls, stack: StackConfig, values: Values) -> Release:

@@ -24,9 +24,9 @@ from flotilla_launch.placement import refuse
 
 CHART = Path(__file__).parent / "chart"
 PORT = 7070
-"""Of every service, where the stack file names none: each pod has an address of its own."""
+"""The port of every service, where the stack file names none: each pod has an address of its own."""
 _MODELS = "/models/"
-"""Where pods have `model.volume`."""
+"""The folder of pods that has `model.volume`."""
 _NOT_IN_PODS = {"state_dir", "placement", "launcher", "compose", "slurm", "ray", "kubernetes"}
 _COMPONENTS = ("coordinator", "generator", "trainer", "reward")
 _LONGEST_NAME = 40

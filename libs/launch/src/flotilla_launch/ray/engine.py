@@ -35,7 +35,7 @@ class RayEngine:
         self._paths = paths
         self._namespace = f"flotilla-{paths.directory.name}"
         self._actors: dict[str, Any] = {}
-        """Those that this process has asked for, by name."""
+        """The actors that this process has asked for, by name."""
 
     def check(self, stack: StackConfig) -> None:
         check(stack)

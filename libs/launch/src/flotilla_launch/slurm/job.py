@@ -24,7 +24,7 @@ from flotilla_launch.placement import OF_GANGS, Slot, agent_slots, processes_of,
 from flotilla_launch.table import Resources, Row, ports_of
 
 AGENT_STARTS = 3
-"""How often the batch script starts the agent of a node that was killed again."""
+"""The number of times that the batch script starts the agent of a node again after it was killed."""
 
 _LOOP = f"""\
 # Starts the agent of a node, and starts it again where it was killed. One that was told to stop ends with 0, one that
@@ -101,7 +101,7 @@ class Job:
 
     stack_name: str
     directory: Path
-    """Of the stack, on a file system that all nodes share."""
+    """The directory of the stack, on a file system that all nodes share."""
     mark: str
     """Unique to this placement."""
     executables: Path
