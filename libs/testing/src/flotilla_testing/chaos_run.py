@@ -34,16 +34,16 @@ class Engine:
     """Generators of one kind, and how long is waited for what they take part in."""
 
     generator: dict[str, Any]
-    """They take some time, so that each moment can be met."""
+    """The section `generator` of the stack; its generators take some time, so that each moment can be met."""
     serving: int
-    """So many of them serve the run when one is struck."""
+    """The number of them that serve the run when one is struck."""
     sample_timeout_s: float
     sync_timeout_s: float
     rank_timeout_s: float
     limit_s: float
     """The longest wait for anything."""
     issued_again_within_s: float
-    """From the loss of a generator to the first sample that another one gave in its place."""
+    """The longest time from the loss of a generator to the first sample that another one gave in its place."""
 
 
 SIM = Engine(

@@ -27,7 +27,7 @@ def files_in(
 
 
 NO_FILES = files_in(Path("/nowhere"))
-"""For a part that offers nothing and fetches nothing."""
+"""The files of a part that offers nothing and fetches nothing."""
 
 
 def to_nobody(*_: str) -> None:

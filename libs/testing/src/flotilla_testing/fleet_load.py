@@ -45,17 +45,17 @@ class FleetLoad:
     samples: int = 8
     """Samples of a group."""
     longest_response: int = 512
-    """Tokens; lengths are drawn evenly up to it."""
+    """The most tokens of a response; lengths are drawn evenly up to it."""
     shortest_s: float = 12.0
     longest_s: float = 16.0
-    """What decoding takes, by length: no fleet can end more than `calls * samples` in this time."""
+    """Limits of the time that decoding takes, by length: no fleet can end more than `calls * samples` in this time."""
     update_s: float = 1.0
-    """What an update takes, and a snapshot. Without it steps follow each other as fast as they can, and what is
-    admitted together at the start ends together for ever: a flood and a drought in turns."""
+    """The time that an update takes, and a snapshot. Without it steps follow each other as fast as they can, and what
+    is admitted together at the start ends together for ever, with nothing in between."""
     warm_up_steps: int = 24
-    """Until nothing is left of what was admitted together at the start: twice as many as are admitted at once."""
+    """The steps until what was admitted together at the start is gone: twice as many as are admitted at once."""
     seconds: float = 60.0
-    """How long is measured."""
+    """The time that is measured."""
 
     @property
     def sim(self) -> dict[str, float]:
@@ -90,11 +90,11 @@ class LoadFigures:
     """Group calls that generators worked on, by the coordinator's count: the mean of what was seen every few seconds.
     Each is a stream that is open until the last of its samples has ended."""
     fewest_open_calls: int
-    """Of what was seen."""
+    """The fewest open calls that were seen."""
     coordinator_mib: float
     """The most memory that the coordinator held."""
     lag_p99_s: float
-    """How late the coordinator's event loop gave a turn: the median over the steps of their 99th percentiles. It is
+    """The delay of a turn of the coordinator's event loop: the median over the steps of their 99th percentiles. It is
     asked for fifty turns a second: in a step of up to two seconds that percentile is the latest turn."""
     lag_p99_worst_s: float
     """The same of the step where it was highest."""

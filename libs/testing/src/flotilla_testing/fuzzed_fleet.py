@@ -86,7 +86,7 @@ _PINS: dict[str, Sequence[Pin]] = {
     "flotilla.coordinator.v1.CoordinatorService.ScaleService": [("replicas", [1, 2**20, 2**32 - 1])],
     "flotilla.coordinator.v1.CoordinatorService.DrainReplica": [("replica", _NOBODY)],
 }
-"""What a service would obey to its end keeps a value that it refuses, or that changes nothing."""
+"""Values of fields that a service would obey to its end, by call: it refuses these, or they change nothing."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Report:
     processes: dict[str, int]
     """Main processes before, by the name of their service."""
     memory: dict[int, tuple[str, float]]
-    """Resident MiB before."""
+    """The name of each process and its resident MiB before, by its id."""
     codes: dict[str, Counter[str]] = field(default_factory=dict)
     offences: list[str] = field(default_factory=list)
     """Answers that no caller's mistake may get."""
@@ -104,11 +104,11 @@ class Report:
     replaced: list[str] = field(default_factory=list)
     """Services whose main process is another one now."""
     growth_mib: dict[str, float] = field(default_factory=dict)
-    """By process, of those that live as long as their service."""
+    """Growth by process, of those that live as long as their service."""
     peak_mib: dict[str, float] = field(default_factory=dict)
-    """By service, of its main process."""
+    """The peak of each service's main process, by the name of the service."""
     evidence: list[str] = field(default_factory=list)
-    """What services did that took too much memory."""
+    """Descriptions of what services did that took too much memory."""
     last_run: dict[str, Any] = field(default_factory=dict)
     runs: list[str] = field(default_factory=list)
     """All that the coordinator knows in the end, those that malformed requests started among them."""

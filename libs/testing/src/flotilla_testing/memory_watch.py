@@ -37,7 +37,7 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._watch, name="memory watch", daemon=True)
         self.peak_mib: dict[str, float] = dict.fromkeys(pids, 0.0)
         self.evidence: list[str] = []
-        """What each process did that took too much: the moments, and the end of its log."""
+        """Descriptions of what each process did that took too much: the moments, and the end of its log."""
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -59,12 +59,12 @@ class Axes:
     """The choices of a section of the configuration."""
 
     values: Mapping[str, Sequence[Any]]
-    """By key, for one of several types by type and key (`algorithm.loss.clip_low of ppo`): values for what has no list
-    of its own."""
+    """Values for what has no list of its own, by key, for one of several types by key and type
+    (`algorithm.loss.clip_low of ppo`)."""
     needs: Mapping[str, Sequence[Settings]]
-    """By the same names, also with a value (`key=value`): what the choice needs to mean anything."""
+    """Settings that a choice needs to mean anything, by the same names, also with a value (`key=value`)."""
     beside: Mapping[str, Settings]
-    """By the same names: what lets its effect be seen."""
+    """Settings that let the effect of a choice be seen, by the same names."""
     outside: Mapping[str, str]
     """Keys that are no axis, and why."""
 

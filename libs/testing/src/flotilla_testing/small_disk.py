@@ -26,7 +26,7 @@ LATEST_S = 0.5
 MOST_LEFT_BYTES = 128 << 10
 WAITS = "wait for disk space"
 STEPS = "steps=2000"
-"""Of a run whose plan fits on the disk."""
+"""The steps of a run whose plan fits on the disk."""
 
 
 class SmallDisk:

@@ -28,10 +28,11 @@ class Judgement:
     kept: Bools
     """Samples that stay in the update."""
     earlier: Floats
-    """What a running mean has seen before: the totals of the updates before, or their rewards where it normalises."""
+    """Values that a running mean has seen before: totals of the updates before, or their rewards where it
+    normalises."""
 
     seen: Floats
-    """The same of this update."""
+    """The same values of this update."""
     score_squares: Floats
     """One a token: the squared length of the gradient of its log-probability by the logits, before the update."""
 

@@ -30,21 +30,21 @@ class Rollouts:
     staleness: Ints
     """Versions between the one that wrote a token and the one that it trains."""
     rollout_logprobs: Floats
-    """Of each token, as the generator said."""
+    """The log-probability of each token, as the generator said."""
     teacher_logprobs: Floats
-    """Of each token, as the teacher without a name said."""
+    """The log-probability of each token, as the teacher without a name said."""
     named_teachers: dict[str, Floats]
     """The same of each teacher with a name."""
     teacher_of_group: npt.NDArray[np.str_]
     """The name of the teacher that each prompt is for."""
     teacher_ids: Ints
-    """[tokens, vocabulary], the likeliest first."""
+    """Token ids, [tokens, vocabulary], those first that the teacher finds likeliest."""
     teacher_id_logprobs: Floats
-    """[tokens, vocabulary], of these."""
+    """The log-probabilities of these, [tokens, vocabulary]."""
     values: Floats
-    """What the critic expected before each token."""
+    """The value that the critic expected before each token."""
     values_after: Floats
-    """What the critic expected after the last token, one a sample."""
+    """The value that the critic expected after the last token, one a sample."""
     truncated: Bools
     """Samples that were cut off at the length limit."""
     rewards: Floats

@@ -25,7 +25,7 @@ class Step:
 
     loss: float
     gradient: Floats
-    """By the logits [tokens, vocabulary], or by the values [tokens] of a critic."""
+    """The gradient by the logits [tokens, vocabulary], or by the values [tokens] of a critic."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class ExactUpdate:
     critic: list[Step]
     kl_coefficient: float
     seen: Floats
-    """What a running mean has seen of it."""
+    """The values that a running mean has seen of it."""
 
 
 @dataclass(frozen=True)
