@@ -27,7 +27,7 @@ TRAIN, HELDOUT = "split/train.jsonl", "split/heldout.jsonl"
 SPLIT_FROM = 20
 """The least number of different prompts of which some are held out."""
 HELD_OUT_SHARE = 10
-"""One row of so many is held out."""
+"""One row in so many is held out."""
 HELD_OUT_MOST = 500
 FROM_PAIRS = ("dpo", "reward_model")
 RATES = ((500e6, 1e-5), (4e9, 3e-6), (float("inf"), 1e-6))
@@ -93,7 +93,7 @@ def reward(prompt: str, response: str, answer: str, info: dict) -> float:
 ''',
     ),
 }
-"""Why a kind of answers has no built-in reward, and the content of rewards.py."""
+"""The reason why each kind of answers has no built-in reward, and the content of rewards.py."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Host:
 
     gpus: bool
     bfloat16: bool
-    """Its processor computes in bfloat16, which counts where there are no GPUs."""
+    """True where its processor computes in bfloat16, which counts where there are no GPUs."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ _ENGINE_PHASES = {
     "Available KV cache memory": "captures its graphs",
     "Graph capturing finished": "decodes its first tokens",
 }
-"""What an engine does after a line of vLLM's log, by a part of that line."""
+"""The work of an engine after a line of vLLM's log, by a part of that line."""
 _LINES_OF_A_START = 400
 _BYTES_OF_A_START = 1 << 20
 _STARTING = 1

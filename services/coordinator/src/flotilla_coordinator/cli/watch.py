@@ -78,7 +78,7 @@ class Told:
         self._warnings: dict[str, int] = {}
         self._errors: dict[str, int] = {}
         self._shown: dict[str, None] = {}
-        """Where trackers show the run."""
+        """The notices that say where trackers show the run."""
 
     def note(self, event: RunEvent) -> None:
         """Keep a notice that matters at the end."""

@@ -32,7 +32,7 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     begin_answer: bool = True
-    """Whether the text ends where the assistant begins to answer."""
+    """True ends the text where the assistant begins to answer."""
     where: str = ""
     """The place of the messages, for errors."""
 

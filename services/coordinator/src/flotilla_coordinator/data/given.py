@@ -25,7 +25,7 @@ from flotilla_data.layouts import as_messages
 Part = tuple[list[int], bool]
 """Tokens, and whether they are learned."""
 Written = str | ChatText
-"""What follows a prompt as it is, or a chat with its prompt."""
+"""A text that follows a prompt as it is, or a chat with its prompt."""
 
 
 def load_given(

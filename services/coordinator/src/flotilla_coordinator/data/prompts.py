@@ -78,7 +78,7 @@ class BadRows:
     """The share that may be bad."""
     numbers: set[int] = field(default_factory=set)
     named: list[str] = field(default_factory=list)
-    """What is wrong with the first ones, with file and row."""
+    """The errors of the first ones, with file and row."""
 
     def add(self, number: int, error: FlotillaError) -> None:
         """Count a row; raise where it is one too many."""
@@ -102,7 +102,7 @@ class PromptFile:
     """The prompts of a data set, by row."""
 
     streamed = False
-    """Whether prompts are made when they are drawn."""
+    """True where prompts are made when they are drawn."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class LeftOut:
 
     number: int
     error: FlotillaError | None
-    """Why it is bad; None where its prompt is too long."""
+    """The reason why it is bad; None where its prompt is too long."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Made:
     values: dict[str, Any]
     """The whole row."""
     example: Example
-    """What was read from it."""
+    """The example that was read from it."""
     uncut: list[int]
     """The tokens of the prompt before the limit."""
     was_long: bool = False
@@ -271,9 +271,9 @@ class PromptText:
 
     text: str
     bare: bool = False
-    """Whether it has no special tokens yet."""
+    """True where it has no special tokens yet."""
     was_long: bool = False
-    """Whether it is the end of a text that cannot be within the limit."""
+    """True where it is the end of a text that cannot be within the limit."""
 
 
 @dataclass(frozen=True)

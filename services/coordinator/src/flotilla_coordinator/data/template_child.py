@@ -32,7 +32,7 @@ _RAISED = (
     TypeError,
     ValueError,
 )
-"""What templates raise, deep recursion among it."""
+"""The errors that templates raise, deep recursion among them."""
 
 
 def render(question: dict[str, Any]) -> list[tuple[str | None, str | None]]:

@@ -167,7 +167,7 @@ class HeldOut:
     name: str
     path: Path
     data: DataConfig
-    """How its rows are read: as the training rows, but for the split and columns of its own."""
+    """The settings by which its rows are read: those of the training rows, but for the split and columns of its own."""
     rewards: tuple[RewardTermConfig, ...]
     success_at: float
     max_prompts: int

@@ -88,9 +88,9 @@ class HeldOutResult:
     """The figures of one held-out set."""
 
     prompts: int
-    """How many, or how many pairs."""
+    """The number of prompts, or of pairs."""
     metrics: dict[str, float]
-    """By their plain names."""
+    """Metrics by their plain names."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     """Further metrics by the names under which they are recorded."""
     answers: tuple[HeldOutAnswer, ...] = ()
-    """What was generated, set by set and prompt by prompt."""
+    """The answers that were generated, set by set and prompt by prompt."""
     sets: Mapping[str, HeldOutResult] = field(default_factory=dict)
     """The same figures, set by set."""
 

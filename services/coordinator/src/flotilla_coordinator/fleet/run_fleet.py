@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Generator: TypeAlias = "Replica[GeneratorServiceAsyncStub]"
 
 SLEEP_LIMIT_S = 30.0
-"""For what is cancelled and still runs, then for gigabytes of memory to be unmapped or mapped."""
+"""The time for what is cancelled and still runs, then for gigabytes of memory to be unmapped or mapped."""
 
 
 class Lessor(Protocol):
@@ -219,7 +219,7 @@ class SleepingGenerators:
         self._let_go = let_go
         self._warn = warn
         self._asked: list[Generator] = []
-        """Those that may sleep: one whose answer was lost may have fallen asleep."""
+        """The generators that may sleep: one whose answer was lost may have fallen asleep."""
         self._asleep: set[str] = set()
 
     def sleeps(self, instance_id: str) -> bool:

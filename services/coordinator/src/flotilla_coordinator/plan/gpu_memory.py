@@ -43,7 +43,7 @@ STEP_TOKENS = 16_384
 SAMPLED_COPIES = 3
 """Logits of the samples that decode, as computed, and as processed and sorted."""
 CHECK_BYTES = 2 << 30
-"""What a rank computes while its generator is awake: forward passes over the samples of a live check."""
+"""The memory that a rank needs while its generator is awake, for forward passes over the samples of a live check."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class SharedGpu:
 
     total: int
     resident: int
-    """What the trainer rank keeps in every run in which all weights learn."""
+    """The memory that the trainer rank keeps in every run in which all weights learn."""
     frozen: int
-    """What it keeps where adapters learn beside frozen weights."""
+    """The memory that it keeps where adapters learn beside frozen weights."""
     generator: int
     """The generator without its KV cache."""
     kv_cache: int
     least_kv_cache: int
     """The KV cache of one sample as long as the generator allows."""
     aside: int
-    """What neither of them counts on, with the buckets of a weight sync at both ends and between them."""
+    """The memory that neither of them counts on, with the buckets of a weight sync at both ends and between them."""
     alternating: SharedGpu | None = field(default=None, compare=False)
     """The same GPU where rank and KV cache have the same memory alternately; None if this is that one."""
 

@@ -70,13 +70,13 @@ class ModelFacts:
     experts: int = 0
     """Experts of a layer among which a router chooses; 0 for a dense model."""
     visited_experts: int = 0
-    """Those of them that one token visits."""
+    """The number of them that one token visits."""
     expert_parameters: int = 0
     """Parameters of all experts of all layers."""
     largest_tensors: tuple[int, ...] = ()
     """Numbers in each of the few largest tensors."""
     shapes: Mapping[tuple[int, ...], int] = field(default_factory=dict)
-    """How many tensors have a shape."""
+    """The number of tensors of each shape."""
 
     @classmethod
     def read(cls, folder: Path) -> ModelFacts:

@@ -34,7 +34,8 @@ from flotilla_launch.placement import Slot, slots_of
 LEARNING_SHARE = 0.8
 """The most of a GPU that a rank may keep through a run; its activations need the rest."""
 READY_TIMEOUT_S = 480.0
-"""On GPUs the first start of a model compiles it and captures graphs: two minutes and more with several generators."""
+"""The ready timeout on GPUs: the first start of a model compiles it and captures graphs, which takes two minutes, and
+more with several generators."""
 SECTIONS = ("generator", "trainer", "critic", "reference", "teacher")
 Seat = tuple[str, str]
 """The name of a GPU, and who sits there with how much memory."""

@@ -37,7 +37,7 @@ class Reached:
 
     last: float
     best: float | None
-    """None where neither more nor less is better."""
+    """The best value; None where neither more nor less is better."""
     best_step: int | None
 
 
@@ -47,7 +47,7 @@ class Comparison:
 
     settings: list[tuple[str, Any, Any]]
     figures: dict[str, tuple[Reached | None, Reached | None]]
-    """What both reached, by metric, those first that tell whether a run learns."""
+    """The values that both reached, by metric, those first that tell whether a run learns."""
     curves: tuple[dict[str, Series], dict[str, Series]]
     drawn: list[str]
     """Metrics whose curves are shown."""

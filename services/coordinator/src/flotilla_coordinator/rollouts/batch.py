@@ -122,7 +122,7 @@ class Batch:
     cursor: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)
     unscored: str = ""
-    """Why some of its samples have no reward, with the user's code that raised first; empty where all have one."""
+    """The reason why some samples have no reward, with the user's code that raised first; empty where all have one."""
 
     @property
     def samples(self) -> list[RolloutSample]:

@@ -35,7 +35,7 @@ class GroupTask:
 
     request: GroupRequest
     place: int
-    """Its position in the order of admission."""
+    """The position of the group in the order of admission."""
     task: asyncio.Task[FinishedGroup]
 
     @property

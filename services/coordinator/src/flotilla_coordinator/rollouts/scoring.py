@@ -48,10 +48,10 @@ SILENT_S = 40.0
 """The time of several reports of a reward replica, and the time for which a connection may be silent."""
 
 LOOK_EVERY_S = 5.0
-"""How long the files of the user's are taken to be as they were."""
+"""The time for which the files of the user's are taken to be as they were."""
 
 GATHER_S = 0.005
-"""A call costs both sides about a millisecond, so many small calls cost more than this wait."""
+"""The wait for more samples: a call costs both sides about a millisecond, so many small calls cost more than it."""
 GATHER_BUSY_S = 0.025
 """The wait while other calls are under way: the more samples end, the more of them share a call."""
 
@@ -176,7 +176,7 @@ class Scorer:
         self._specs = [reward_spec(term) for term in terms]
         self._gathering = ScoreGathering(self._scored)
         self._looked_at = -math.inf
-        """When the files of the user's were looked at."""
+        """The time of the last look at the files of the user's."""
 
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
         """Return one outcome for every item; without reward terms there is no call, and every total is 0."""

@@ -35,9 +35,9 @@ log = get_logger(__name__)
 
 FILE_NAME = "coordinator.json"
 CONFIGURATION = "run.yaml"
-"""Beside the copies of checkpoints: the configuration of their run."""
+"""The file beside the copies of checkpoints with the configuration of their run."""
 BEST = "best"
-"""What users call the best checkpoint by."""
+"""The name by which users call the best checkpoint."""
 
 
 @dataclass(frozen=True)

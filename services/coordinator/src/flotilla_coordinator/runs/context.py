@@ -100,7 +100,7 @@ class RunContext:
     pinned: PinnedEvaluation | None = None
     """The evaluation on a pinned generator, where the run has one."""
     sleeping_generators: SleepingGenerators | None = None
-    """Where generators leave memory to the trainer during updates."""
+    """The generators that leave memory to the trainer during updates; None where none do."""
     begun: bool = False
     """True once the run has reached its start point."""
     owes_evaluation: bool = False

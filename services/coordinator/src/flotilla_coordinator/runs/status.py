@@ -33,7 +33,8 @@ from flotilla_core.version import Version
 RECENT_STEPS = 20
 PROGRESS_EVENT_S = 10.0
 PROGRESS_NOTICE_S = 60.0
-"""Who follows a run reads so often how far the service is that the run waits for; each is an event that is kept."""
+"""The time between notices of how far the service is that a run waits for. Those who follow the run read them, and each
+is an event that is kept."""
 OCCASIONS = ("evaluate", "checkpoint")
 """The phases that come at some steps only, and may take longer than a step."""
 WAITS_FOR_DISK = "wait for disk space"
@@ -90,7 +91,7 @@ class RunStatus:
         self._signal = LearningSignal() if learns_by_rewards else None
         self._state, self._reason, self._phase = run.state, run.reason, run.phase
         self._progress: dict[str, str] = {}
-        """What services do that the run waits for in its present phase, by their names."""
+        """The work of the services that the run waits for in its present phase, by their names."""
         self._told_at = self._noticed_at = 0.0
         self._shown = (self._state, self._phase)
         self._full: dict[str, str] = {}

@@ -51,7 +51,7 @@ class PolicyTrainer(LearningSession):
     """The session of the model that the run trains."""
 
     agreement = AgreementLimits(None, None)
-    """How much the rollouts of an update may differ from it; off for an objective that learns from no rollouts."""
+    """The limits for rollouts that differ from it; off for an objective that learns from no rollouts."""
 
     def _header(self, update_id: str, batch: Batch) -> pb.TrainHeader:
         header = super()._header(update_id, batch)

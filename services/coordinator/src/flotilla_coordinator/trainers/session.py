@@ -56,7 +56,7 @@ ABSENT_LOOKS = 3
 ABSENT_EVERY_S = 5.0
 """A gang whose files are fetched may be out of reach for a moment: so many looks so far apart find it gone."""
 COORDINATOR = "coordinator"
-"""Who fetches for a run where no gang does."""
+"""The name of the process that fetches for a run where no gang does."""
 NOT_THERE = (FailedPrecondition, Unavailable, DeadlineExceeded)
 
 TRAIN_TIMEOUT_S = 3600.0
@@ -64,7 +64,7 @@ TRAIN_ATTEMPTS = 3
 SAVE_TIMEOUT_S = 3600.0
 MAX_LINKS = 128
 GROUPS_AT_ONCE = 8
-"""Serializing a whole part takes tens of milliseconds, in which the event loop would be blocked."""
+"""The number of groups after which the event loop goes on: a whole part would block it for tens of milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Gang:
     files: Files
     """Fetches what the gang wrote on another host, and offers it what it shall read there."""
     channel: grpc.aio.Channel | None
-    """Where the gang says what it does, while it is waited for; None where it cannot be asked."""
+    """The channel over which the gang says what it does, while it is waited for; None where it cannot be asked."""
     tell: Callable[[str, str], None]
     """Called with the name of a service and what it does, while the run waits for it; with "" when that is over."""
 

@@ -61,7 +61,7 @@ class CanaryOutcome:
 
     report: CanaryReport | None = None
     failures: dict[str, FlotillaError] = field(default_factory=dict)
-    """Why a member did not pass: a mismatch where it decodes with other weights, else what kept it from answering."""
+    """The failure of each member: a mismatch where it decodes with other weights, else what kept it from answering."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Canary:
         self._prompts = prompts
         self._timeout_s = timeout_s
         self._rounding: dict[float, Rounding] = {}
-        """What was measured last, by temperature."""
+        """The rounding that was measured last, by temperature."""
 
     @property
     def rounding(self) -> Rounding | None:
