@@ -45,7 +45,7 @@ PHASES = {
     Phase.BROKEN: pb.WEIGHT_PHASE_BROKEN,
 }
 HAND_OVER_S = 2.0
-"""Of the time to drain, for partial samples on their way to the coordinator."""
+"""The part of the time to drain that is for partial samples on their way to the coordinator."""
 
 
 class GeneratorServicer(GeneratorServiceServicer):

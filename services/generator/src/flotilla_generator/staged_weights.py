@@ -26,7 +26,7 @@ class StagedWeights:
     digests: tuple[int, ...]
     elapsed_s: float
     in_place: bool = False
-    """Whether they replaced the live ones as they arrived."""
+    """True where they replaced the live ones as they arrived."""
 
     def disagreement_with(self, expected: weights_pb2.WeightDigests) -> str:
         """Describe how the staged weights differ from the sent ones; empty if they do not."""

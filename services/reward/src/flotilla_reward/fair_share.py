@@ -24,7 +24,7 @@ class FairShare(Generic[PlaceT]):
         self._free: list[PlaceT] = []
         self._working: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[PlaceT]]] = {}
-        """By run; the one that was served longest ago is first."""
+        """The waiting items by run; the run that was served longest ago is first."""
 
     def add(self, place: PlaceT) -> None:
         """One place more, or one that is free again."""

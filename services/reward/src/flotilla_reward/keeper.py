@@ -20,7 +20,7 @@ import time
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_LIMIT_S = 5.0
-"""How long the descendants may take to die; one that the kernel holds is left behind after this."""
+"""The time that the descendants have to die; one that the kernel holds is left behind after this."""
 
 
 def main() -> None:

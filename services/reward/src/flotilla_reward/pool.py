@@ -51,7 +51,7 @@ class _Place:
 
     index: int
     workers: dict[Owner | None, WorkerProcess] = field(default_factory=dict)
-    """Of each owner, the last used one last; the one of nobody has served nothing yet."""
+    """The worker of each owner, the last used one last; the one of nobody has served nothing yet."""
 
     def suits(self, owner: Owner) -> int:
         """Rate the place for this owner: nothing is to be started, an unused worker is taken, or one must start."""

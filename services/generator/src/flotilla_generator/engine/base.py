@@ -113,11 +113,11 @@ class EngineInfo:
     weight_workers: int
     gpus: int = 0
     reads_text: bool = False
-    """Whether samples can end at a text."""
+    """True where samples can end at a text."""
     required_tensors: dict[str, tuple[int, ...]] | None = None
     """Names and shapes that a sync must bring, from the checkpoint it was booted with; None takes any manifest."""
     can_sleep: bool = False
-    """Whether it was started so that the memory of its KV cache can be given back."""
+    """True where it was started so that the memory of its KV cache can be given back."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -127,7 +127,7 @@ class Received:
 
     worker_digests: tuple[tuple[int, ...], ...]
     in_place: bool = False
-    """Whether it was written to the live weights, so that nothing may decode before its commit."""
+    """True where it was written to the live weights, so that nothing may decode before its commit."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ class Verified:
     """The result of a look at the memory that decodes, where nothing was found wrong."""
 
     tensors: int
-    """How many were compared on every worker."""
+    """The number of tensors that were compared on every worker."""
     unchecked: str = ""
-    """Why none were."""
+    """The reason why none were compared."""
 
 
 class WeightsNotLive(WeightsMismatch):

@@ -16,10 +16,10 @@ class Decoding:
         self.slot = slot
         self.length = length
         self.starts: list[tuple[Version | None, int]] = []
-        """Who writes, and from which token on; nothing before it has begun."""
+        """The versions that write it, each with the number of its first token; empty before the sample has begun."""
         self.asked = self.started = time.monotonic()
         self.cut = False
-        """Whether it ends before its time."""
+        """True where it ends before its time."""
         self._latency = latency
 
     @property

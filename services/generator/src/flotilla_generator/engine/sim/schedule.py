@@ -26,13 +26,13 @@ class Schedule:
         self._waiting: dict[Decoding, Ended] = {}
         self._running: dict[Decoding, Ended] = {}
         self._ends: list[tuple[float, int, Decoding]] = []
-        """By time; those that were cut are passed by when their time comes."""
+        """The ends by time; those of samples that were cut are passed by when their time comes."""
         self._numbers = count()
         self._timer: asyncio.TimerHandle | None = None
         self.beginning = True
-        """Off: none begins, whatever place is free."""
+        """False lets no sample begin, whatever place is free."""
         self.ending = True
-        """Off: none ends in its time."""
+        """False lets no sample end in its time."""
         self._idle = asyncio.Event()
         self._idle.set()
 

@@ -49,7 +49,8 @@ GPU_BATCHED_TOKENS = 16_384
 """Tokens of one step at most. vLLM takes 2,048 for an engine inside a service, which cuts prompts into many steps."""
 
 QUANTIZATIONS = {"fp8": "fp8_per_channel"}
-"""vLLM's names: one scale for each output of a matrix and one for each token, both from what is multiplied."""
+"""Quantizations as vLLM names them: one scale for each output of a matrix and one for each token, both from what is
+multiplied."""
 FP8_CAPABILITY = (8, 9)
 
 WHOLE_LOGITS = {"head_dtype": "float32"}

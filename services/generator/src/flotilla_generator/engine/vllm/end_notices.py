@@ -30,7 +30,7 @@ class EndNotices:
         self._socket.setblocking(False)
         self._socket.bind("")  # Linux chooses a name that is in no folder
         self.ticket: bytes = self._secret + self._socket.getsockname()
-        """With it a worker can tell its end."""
+        """The secret and the address with which a worker can tell its end."""
         self._answers: dict[int, Answer] = {}
 
     def __enter__(self) -> Self:

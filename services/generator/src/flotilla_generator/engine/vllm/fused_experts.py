@@ -19,9 +19,9 @@ from torch import nn
 from flotilla_weights.inbox import StagedModel
 
 METHOD = "UnquantizedFusedMoEMethod"
-"""That of vLLM's methods which multiplies by the numbers of the checkpoint."""
+"""The one of vLLM's methods that multiplies by the numbers of the checkpoint."""
 PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON")
-"""Those of its kernels that read the parameters as they were loaded."""
+"""The kernels of this method that read the parameters as they were loaded."""
 CONTAINER = ".routed_experts"
 """The module inside a checkpoint's `experts` in which vLLM keeps them."""
 

@@ -27,7 +27,7 @@ class KvMemory:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._pieces: list[Any] = []
-        """vLLM's records of what can be unmapped, once they were looked for."""
+        """The pieces that can be unmapped, as vLLM records them; empty until they were looked for."""
 
     def give_back(self) -> int:
         """Unmap the memory and return the bytes; nothing may decode until `take_again`."""

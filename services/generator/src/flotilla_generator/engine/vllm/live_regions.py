@@ -25,11 +25,11 @@ from flotilla_weights.digest import pending_digests, resolve
 from flotilla_weights.inbox import StagedModel
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Those of vLLM's methods that multiply by the parameter itself."""
+"""The methods of vLLM that multiply by the parameter itself."""
 aten = torch.ops.aten
 
 Digests = dict[str, list[int]]
-"""By the name of a tensor in the checkpoint, one for each of its regions."""
+"""Digests by the name of a tensor in the checkpoint, one for each of its regions."""
 
 
 class NoRegionsError(Exception):

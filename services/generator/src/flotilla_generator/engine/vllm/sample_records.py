@@ -23,7 +23,7 @@ class SampleRecord:
     logprobs: NDArray[np.float32]
     first_token_at: float | None = None
     resumed: tuple[tuple[float, int], ...] = ()
-    """When decoding resumed after a pause, and the number of tokens that the sample had then."""
+    """The times at which decoding resumed after a pause, each with the number of tokens that the sample had then."""
     waiting: int = 0
     """Samples without a place in the engine when this one ended."""
 

@@ -32,7 +32,7 @@ from flotilla_generator.engine.vllm.steady_steps import SteadyScheduler
 from flotilla_generator.engine.vllm.stop_texts import STOP, WRITTEN, StopTexts, stop_texts
 
 YOUNG_OBJECTS = 100_000
-"""Between two looks for cyclic garbage. By Python's 700 every few tokens cost one."""
+"""New objects between two looks for cyclic garbage. With Python's 700 there would be a look every few tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,12 +41,12 @@ class _Sample:
 
     request: Request
     row: int = -1
-    """Of its log-probabilities, from the first token on."""
+    """The row of its log-probabilities, from the first token on."""
     first_token_at: float | None = None
     resumed: list[tuple[float, int]] = field(default_factory=list)
     stop: StopTexts | None = None
     response_at: int = 0
-    """Where the response begins: a request that continues one has its first tokens in the prompt."""
+    """The place where the response begins: a request that continues one has its first tokens in the prompt."""
 
 
 class RecordingScheduler(SteadyScheduler):

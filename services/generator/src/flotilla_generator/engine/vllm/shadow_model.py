@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 KERNEL = "cpu_linear"
-"""Where vLLM keeps the packed copy of a matrix on CPUs."""
+"""The attribute in which vLLM keeps the packed copy of a matrix on CPUs."""
 HARMLESS = (bool, int, float, str, type(None))
 
 

@@ -63,7 +63,7 @@ class Standby:
             for name, found in regions.by_name.items()
         }
         self._plans: dict[int, _Plan] = {}
-        """What to do with lists of tensors that come again, because a ring lends the same ones to every publication."""
+        """The plans for lists of tensors that come again, because a ring lends the same ones to every publication."""
         self._lock = threading.Lock()
         self._filling: Filling | None = None
         cuda = self._device.type == "cuda"
@@ -258,7 +258,7 @@ class _Plan:
     whole: dict[str, torch.Tensor | None]
     """The tensors that have a digest of their own: names without a value."""
     parts: list[tuple[str, list[torch.Tensor]]]
-    """Of the other ones."""
+    """The other tensors: names with the parts that have digests."""
     used: bool = False
 
 

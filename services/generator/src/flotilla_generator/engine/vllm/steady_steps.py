@@ -36,7 +36,7 @@ NOT_PLAIN = (
 )
 """Attributes of vLLM's scheduler, in one release or another, that mean more than plain decoding where they are set."""
 LATE_TOKENS = ("num_stale_output_tokens", "async_tokens_to_discard")
-"""Where a request counts tokens that were on their way when it was preempted; releases of vLLM call it differently."""
+"""The counter in a request of tokens that were on their way when it was preempted, by its names in releases of vLLM."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +69,7 @@ class SteadyScheduler(Scheduler):
     """Leaves to vLLM what is not steady."""
 
     steps_ahead = False
-    """Whether a step is scheduled before the tokens of the last one are known; a request counts them until then."""
+    """True where a step is scheduled before the tokens of the last one are known; a request counts them until then."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

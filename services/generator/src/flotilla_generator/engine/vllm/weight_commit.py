@@ -36,7 +36,7 @@ class Commits:
         self._decoding = decoding
         self._broken = False
         self._still_since: float | None = None
-        """When a pause began in which weights are received in place; it ends with their commit."""
+        """The beginning of a pause in which weights are received in place; the pause ends with their commit."""
 
     @asynccontextmanager
     async def standing_still(self, kv_policy: KvPolicy) -> AsyncIterator[None]:

@@ -33,9 +33,10 @@ NO_FAULT: Answer = {"error": ""}
 GIVEN_UP = "the check was given up"
 SEEDS = 1 << 63
 PROOF_SLICE_S = 0.005
-"""How long decoding waits for a piece of the proof."""
+"""The time that decoding waits for a piece of the proof."""
 SHORT_SWITCH_S = 0.0005
-"""How long the decoder may keep Python's interpreter from a transfer, which wants it at every launch and message."""
+"""The time that the decoder may keep Python's interpreter from a transfer, which wants it at every launch and
+message."""
 USUAL_SWITCH_S = sys.getswitchinterval()
 
 # vLLM imports this module in every worker before it opens its message queues and loads the model.

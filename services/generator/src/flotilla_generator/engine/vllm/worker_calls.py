@@ -15,7 +15,7 @@ from flotilla_core.errors import BY_REASON, FlotillaError, Unavailable, WeightGr
 from flotilla_generator.engine.vllm.end_notices import Answer, EndNotices
 
 PROGRESS_POLL_S = 0.25
-"""How old the count of received buckets may be, and how late a notice that was lost is noticed."""
+"""The greatest age of the count of received buckets, and the delay with which a notice that was lost is noticed."""
 HEALTH_POLL_S = 0.5
 
 Answers = list[Answer]
