@@ -51,7 +51,7 @@ class Event:
     """One event of a run as a subscriber gets it."""
 
     position: int
-    """Its place in the stream; subscribe `after` it to continue."""
+    """The place of the event in the stream; subscribe `after` it to continue."""
     event_id: str
     payload: bytes
 

@@ -59,7 +59,7 @@ class UpdateBatch:
     teacher_top_token_ids: NDArray[np.int32] | None
     """The tokens that the teacher finds likeliest, [response tokens, k]."""
     teacher_top_logprobs: NDArray[np.float32] | None
-    """Their log-probabilities, [response tokens, k]."""
+    """The log-probabilities of these tokens, [response tokens, k]."""
     score_squares: NDArray[np.float64] | None
     """One number for each response token, where the ranks were asked for it: 1 - 2 p + the sum of all p^2, under the
     current policy."""

@@ -49,7 +49,7 @@ class GangPlan:
     host: str = ""
     """The host that this process runs ranks on; empty on that of the front."""
     returns_memory: bool = False
-    """Whether ranks leave memory that they do not use to generators on their GPUs, which sleep during updates."""
+    """True where ranks leave memory that they do not use to generators on their GPUs, which sleep during updates."""
 
     @classmethod
     def of_stack(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flotilla.trainer.v1.ranks_pb2_grpc import RankServiceAsyncStub
 
 BEAT_S = 1.0
-"""How often each end of the call says that it lives, where it has nothing else to say."""
+"""The interval at which each end of the call says that it lives, where it has nothing else to say."""
 LOOK_TIMEOUT_S = 8.0
 
 

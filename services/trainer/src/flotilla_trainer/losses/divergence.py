@@ -46,7 +46,7 @@ class TeacherTop(NamedTuple):
     ids: torch.Tensor
     """Token ids, [tokens, k]."""
     logprobs: torch.Tensor
-    """Their log-probabilities, [tokens, k]."""
+    """The log-probabilities of these tokens, [tokens, k]."""
     forward: bool
     """True weighs by the teacher's probabilities, False by the policy's."""
     tail: bool

@@ -42,7 +42,7 @@ class PolicyObjective:
     def __init__(self, settings: ObjectiveSettings) -> None:
         self._policy = settings.policy
         self.temperature = settings.temperature
-        """That of the rollouts."""
+        """The temperature of the rollouts."""
         self._limit = settings.max_response_tokens
         self.kl_coefficient = 0.0 if self._policy is None else self._policy.kl.coefficient
         self._history = self._seen = RewardHistory()

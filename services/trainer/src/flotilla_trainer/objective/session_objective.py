@@ -28,14 +28,14 @@ from flotilla_trainer.wire.objective import (
 from flotilla_trainer.wire.user_functions import check_user_function, is_user_function
 
 LOSSES_OF_THEIR_OWN = {VALUE: "a critic", REWARD_MODEL: "a reward model"}
-"""What learns by them, which has no vocabulary that another loss would be about."""
+"""The models that learn by losses of their own: they have no vocabulary that another loss would be about."""
 
 
 class CallSection(ConfigModel):
     """The part of a section that a ForwardBackward call says in place of the session's `algorithm.loss`."""
 
     loss: LossSection
-    """What the call descends on."""
+    """The loss that the call descends on."""
 
 
 def session_objective(settings: ObjectiveSettings) -> SessionObjective:

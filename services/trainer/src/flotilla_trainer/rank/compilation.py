@@ -26,7 +26,7 @@ from flotilla_trainer.rank.value_model import ValueModel
 ROWS = ((37, 29), (71, 23, 5))
 """The lengths of the sequences to compile with; only a second row shows the compiler which sizes and limits vary."""
 GRIDS = ((64, 64), (128, 128, 128), (61, 64), (126, 121, 128))
-"""Those of rows with a grid, without and with filling, where this device takes grids."""
+"""The lengths of rows with a grid, without and with filling, where this device takes grids."""
 
 COMPILING = "compiling the layers"
 

@@ -25,7 +25,7 @@ PROBES = (1024, 3072)
 PROBE_SEQUENCE = 512
 """Tokens of each sequence of theirs."""
 PIECES = (1, 2, 4, 8)
-"""Into so many pieces the memory of a pass may be divided, before it counts as too scattered for one."""
+"""The numbers of pieces into which the memory of a pass may be divided; in more it counts as too scattered for one."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -40,7 +40,7 @@ class Taken(NamedTuple):
     """The bytes that micro-batches take at most."""
 
     fixed: float
-    """What a micro-batch of any size takes: gathered layers, gradients."""
+    """The bytes that a micro-batch of any size takes: gathered layers, gradients."""
     per_token: float
 
     def by(self, tokens: int) -> float:

@@ -56,7 +56,7 @@ class RankSetup:
     tls: dict[str, Any] | None
     """The section `bind.tls`, by which the spans are sent."""
     returns_memory: bool = False
-    """Whether memory of the GPU that no tensor uses is for a generator there, whenever no command runs."""
+    """True where memory of the GPU that no tensor uses is for a generator there, whenever no command runs."""
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> RankSetup:
@@ -85,7 +85,7 @@ class SessionSettings:
     total_updates: int
     """Updates after which the schedules end."""
     lora: LoraConfig | None = None
-    """None trains all weights."""
+    """The adapters that learn; None trains all weights."""
     refuse_above: float | None = None
     """Mean difference between generator and trainer above which an update is refused; None refuses none."""
 
