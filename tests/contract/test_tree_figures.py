@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_WITH_ONE_IMPORTER = 4
 FRAGMENTS = 0
+LARGEST_SHARE_OF_ATTRIBUTE_FRAGMENTS = 0.05
 CIRCLES_OF_MODULES = [["flotilla_coordinator.cli.options", "flotilla_coordinator.cli.stack"]]
 LEAST_MEDIAN, MOST_MEDIAN = 110, 260
 P90_LINES = 400
@@ -85,3 +86,11 @@ def test_modules_are_ideas_that_a_person_can_hold(tree_figures: ModuleType, modu
 
 def test_the_configuration_is_read_in_few_modules() -> None:
     assert len([path for path in CONFIG.glob("*.py") if path.stem != "__init__"]) <= MOST_CONFIG_MODULES
+
+
+def test_docstrings_of_attributes_stand_alone(tree_figures: ModuleType, modules: list[Any]) -> None:
+    names = {module.package for module in modules if module.counts}
+    packages = {name: [module for module in modules if module.package == name] for name in names}
+    shares = {name: tree_figures.figures(own, []).attribute_share for name, own in packages.items()}
+    above = sorted(name for name, share in shares.items() if share > LARGEST_SHARE_OF_ATTRIBUTE_FRAGMENTS)
+    assert above == [], "say what each attribute is (scripts/tree_figures.py --fragments)"
