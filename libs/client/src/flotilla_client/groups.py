@@ -34,7 +34,8 @@ class Prompt:
     info: dict[str, Any] = field(default_factory=dict)
     """Other columns of the data set, for rewards."""
     conversation: str = ""
-    """Any name; prompts of one go to the same generator while it has room, whose cache knows their beginning."""
+    """Any name; prompts that share it go to one generator while it has room, because its cache knows their
+    beginning."""
     messages: Sequence[Mapping[str, str]] = ()
     """A chat in place of a text: `role` and `content` of each message. The model's template renders it, and the group
     that comes back has the rendered text and its tokens."""

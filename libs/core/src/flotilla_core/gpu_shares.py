@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 
 RESERVED = 3 << 30
-"""Two CUDA contexts with their kernels, the captured graphs, and NCCL's buffers."""
+"""The bytes of two CUDA contexts with their kernels, the captured graphs, and NCCL's buffers."""
 SPARE = 0.04
 """Share of a GPU for what allocators cannot use."""
 LEAST_SHARE = 0.01

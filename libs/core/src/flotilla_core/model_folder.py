@@ -20,7 +20,7 @@ from flotilla_core.files import open_regular, require_regular
 from flotilla_core.json_text import MOST_BYTES, json_object
 
 LONGEST_HEADER = 100 << 20
-"""Bytes; the limit of the format."""
+"""The most bytes of a header, which is the limit of the format."""
 MOST_DIMENSIONS = 16
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 

@@ -27,7 +27,7 @@ WRITTEN_WITHIN_S = 86_400
 MEMORY_BYTES = 2 << 30
 LEAST_CPU_S = 60.0
 CPU_S_PER_MIB = 4.0
-"""Ten times what decoding takes."""
+"""The limit for each MiB of a file: ten times what decoding takes."""
 LEAST_UNPACKED_BYTES = 256 << 20
 UNPACKED_BYTES_PER_BYTE = 100
 

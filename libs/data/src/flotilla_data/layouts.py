@@ -37,7 +37,7 @@ from flotilla_data.formats import suffixes
 Said = str | Messages
 """The content of a prompt or of what follows it: a text as it is, or chat messages for the template."""
 HUMAN = "\n\nAssistant:"
-"""Ends the prompt in pairs of plain dialogues."""
+"""The text that ends the prompt in pairs of plain dialogues."""
 READS = {"": "cat", ".gz": "gzip -dc", ".zst": "zstd -dc"}
 """The command that prints what is in a file, by its compression."""
 

@@ -46,8 +46,8 @@ log = get_logger()
 _LOOK_EVERY_S = 1.0
 _DEAD = (ProcessState.PROCESS_STATE_FAILED, ProcessState.PROCESS_STATE_STOPPED)
 _LAST = (ServiceKind.SERVICE_KIND_RANKS, ServiceKind.SERVICE_KIND_COORDINATOR)
-"""Ended in this order after all others: a front needs its ranks until it ends, and all send their last spans to the
-coordinator."""
+"""The kinds that are ended after all others, in this order: a front needs its ranks until it ends, and all send their
+last spans to the coordinator."""
 
 
 def read_endpoints(paths: StackPaths, mark: str) -> Endpoints | None:

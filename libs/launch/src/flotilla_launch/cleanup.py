@@ -23,7 +23,7 @@ from flotilla_launch.stack_lock import hold_lock, is_held
 from flotilla_launch.state import read_json
 
 CLEANUP_LIMIT_S = 45.0
-"""Three graces, one after the other, and some time to look around."""
+"""The time for three graces, one after the other, and for a look around."""
 _GRACE_S = 10.0
 _POLL_S = 0.02
 _COORDINATOR, _NATS = "coordinator", "nats"

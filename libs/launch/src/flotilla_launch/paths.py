@@ -23,7 +23,7 @@ class StackPaths:
     """The files of one stack."""
 
     directory: Path
-    """`<state_dir>/<name>`, absolute."""
+    """The directory of the stack: `<state_dir>/<name>`, absolute."""
 
     @classmethod
     def of(cls, state_dir: Path, name: str) -> StackPaths:

@@ -32,7 +32,7 @@ class Slot:
     name: str
     kind: ServiceKind.ValueType
     attached: str | None = None
-    """Address of the one that someone else started."""
+    """Address of the process that someone else started."""
     index: int = 0
     """The number of a replica among its kind."""
 

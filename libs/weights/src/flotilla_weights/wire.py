@@ -94,7 +94,7 @@ class Link:
         self.lanes: tuple[Lane, ...] = ()
         """The lanes that this member is part of, once the group is formed; those through a GPU's memory come first."""
         self._root: EpochStore | None = None
-        """Kept for as long as the groups: torch calls it, and does not hold what answers."""
+        """The store itself, kept for as long as the groups: torch calls it, but does not keep it alive."""
         self._store: PrefixStore | None = None
         self._groups: list[tuple[Lane, Any]] = []
         self._formed = False

@@ -38,7 +38,7 @@ _RECONNECT_WAIT_S = 0.5
 _PING_INTERVAL_S = 5
 
 BUS_ERRORS = (TimeoutError, OSError, nats.errors.Error, APIError)
-"""Whatever a call may raise because NATS is away, restarting or refusing."""
+"""The errors that a call may raise because NATS is away, restarting or refusing."""
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ class Arguments:
     otlp: tuple[str, ...]
     port: int
     state_dir: Path
-    """`<state_dir>/<stack>`, absolute."""
+    """The directory of the stack: `<state_dir>/<stack>`, absolute."""
     drain_grace_s: float
     """Time that running work has after the process was asked to end."""
 

@@ -57,7 +57,7 @@ class Host:
     instance_id: str
     stack: StackConfig
     state_dir: Path
-    """`<state_dir>/<stack>`, absolute."""
+    """The directory of the stack: `<state_dir>/<stack>`, absolute."""
     bus: Bus
     registry: Registry
     token: TokenFile = field(repr=False)

@@ -39,7 +39,7 @@ Metadata = tuple[tuple[str, str], ...]
 STATUS_NAMES = {code: code.name for code in grpc.StatusCode}
 
 ATTEMPT_METADATA = "flotilla-attempt"
-"""Sent by our own retries, 2 from the second try on."""
+"""The key under which our own retries send the number of their try, from the second on."""
 _FEW = re.compile(r"[0-9]{1,6}")
 _TRANSPARENT_RETRIES = "grpc-previous-rpc-attempts"
 

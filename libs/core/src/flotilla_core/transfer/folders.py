@@ -47,7 +47,7 @@ class FoundFile:
     """One file of a folder, as it was when it was listed."""
 
     name: str
-    """Relative to the folder, with "/" between parts."""
+    """The path relative to the folder, with "/" between parts."""
     path: Path
     """The path of its content, without links."""
     nbytes: int
