@@ -32,7 +32,7 @@ FINISH_REASONS = {
 }
 HIGHEST_TEMPERATURE = 100.0
 LOWEST_TEMPERATURE = 0.01
-"""Engines raise lower ones to this, and logprobs would not be those of the temperature asked for."""
+"""The lowest temperature: engines raise lower ones to it, and logprobs would be those of another than asked for."""
 
 
 def read_request(request: pb.GenerateRequest, info: EngineInfo, cache_salt: str | None) -> GenerationRequest:

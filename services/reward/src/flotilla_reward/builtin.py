@@ -37,7 +37,7 @@ class BuiltinReward(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     bounded: ClassVar[bool]
-    """Time grows no faster than the text, whatever the text: such a reward runs inside the service."""
+    """True where the time grows no faster than the text, whatever the text: such a reward runs inside the service."""
     blames_response: ClassVar[bool] = False
     """A response that takes too long is worth 0, for nothing else could be the reason."""
 

@@ -33,7 +33,7 @@ class WorkerDied(Exception):
         super().__init__(how)
         self.how = how
         self.why = why
-        """Empty where how it ended says all."""
+        """The reason why it ended; empty where how it ended says all."""
 
     def while_it(self, did: str) -> str:
         """Return the whole sentence."""

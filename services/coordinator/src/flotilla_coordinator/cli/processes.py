@@ -52,7 +52,7 @@ _STATES = {
     3: "PROCESS_STATE_STOPPING",
     4: "PROCESS_STATE_FAILED",
 }
-"""States of a process by those of a registration, for commands that do not load the protos. What drains exits then."""
+"""States of a process by those of a registration, for commands that do not load the protos; one that drains exits."""
 
 
 def process_json(process: ProcessStatus, service: Service | None = None) -> dict[str, Any]:

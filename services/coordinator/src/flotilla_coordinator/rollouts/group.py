@@ -32,8 +32,8 @@ from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
 GATHER_S = 0.25
-"""Samples that end at about the same time share a message and a call of the reward, which both cost more than most
-samples and scores do."""
+"""The wait for more samples: those that end at about the same time share a message and a call of the reward, which both
+cost more than most samples and scores do."""
 
 
 class GreedyBaseline:

@@ -54,7 +54,8 @@ LOST_PROBES = 5
 PROBE_EVERY_S = 0.5
 ABSENT_LOOKS = 3
 ABSENT_EVERY_S = 5.0
-"""A gang whose files are fetched may be out of reach for a moment: so many looks so far apart find it gone."""
+"""The time between two looks for a gang whose files are fetched: it may be out of reach for a moment, so it is gone
+only after `ABSENT_LOOKS` of them."""
 COORDINATOR = "coordinator"
 """The name of the process that fetches for a run where no gang does."""
 NOT_THERE = (FailedPrecondition, Unavailable, DeadlineExceeded)

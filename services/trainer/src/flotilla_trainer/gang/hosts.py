@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ANSWER_TIMEOUT_S = 10.0
 FETCH_IDLE_S = 900.0
-"""Longer than an agent itself waits for bytes, so that its error says who did not send them."""
+"""The longest wait without progress: an agent waits for bytes less long, so that its error says who sent none."""
 LOOK_EVERY_S = 0.5
 
 logger = get_logger()

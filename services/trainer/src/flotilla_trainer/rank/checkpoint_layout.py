@@ -40,7 +40,7 @@ class Part:
     name: str
     parameter: str
     expert: int | None = None
-    """Absent where the tensor is the whole parameter."""
+    """The number of the expert; None where the tensor is the whole parameter."""
     first: int = 0
     """The first of its rows, of every `of_rows` of its expert."""
     last: int = 1

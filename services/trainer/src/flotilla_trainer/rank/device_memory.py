@@ -23,7 +23,7 @@ GIB = 1 << 30
 PROBES = (1024, 3072)
 """Tokens of the two measured micro-batches."""
 PROBE_SEQUENCE = 512
-"""Tokens of each sequence of theirs."""
+"""Tokens of each sequence in these micro-batches."""
 PIECES = (1, 2, 4, 8)
 """The numbers of pieces into which the memory of a pass may be divided; in more it counts as too scattered for one."""
 

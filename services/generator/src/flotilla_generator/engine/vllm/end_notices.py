@@ -18,7 +18,7 @@ Answer = dict[str, Any]
 
 SECRET_BYTES = 16
 LONGEST = 1 << 20
-"""Bytes of a notice; hosts limit a datagram to less, unless they were told otherwise."""
+"""The most bytes of a notice; hosts limit a datagram to less, unless they were told otherwise."""
 
 
 class EndNotices:

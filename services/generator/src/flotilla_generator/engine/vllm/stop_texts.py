@@ -22,7 +22,7 @@ TOKENIZER_FILE = "tokenizer.json"
 STOP, WRITTEN = "flotilla_stop", "flotilla_written"
 """Names of what a request carries through vLLM."""
 MARGIN_TOKENS = 8
-"""Decoded before the longest text: the first tokens of a piece may lose a space, or the rest of a character."""
+"""Tokens decoded before the longest text: the first tokens of a piece may lose a space, or the rest of a character."""
 PART_OF_A_CHARACTER = "\ufffd"
 
 
