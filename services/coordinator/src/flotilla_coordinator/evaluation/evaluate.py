@@ -26,7 +26,7 @@ from typing import Any
 from flotilla_coordinator.data.prompts import Prompt, PromptFile
 from flotilla_coordinator.data.training_sets import HeldOut
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample, given_group
-from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
+from flotilla_coordinator.rollouts.generation import EVALUATION, GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
 from flotilla_coordinator.trainers.messages import parts
 from flotilla_coordinator.trainers.roles import PolicyTrainer
@@ -176,11 +176,11 @@ class Evaluator:
     needs_generators = True
 
     def __init__(
-        self, run_id: str, sets: Sequence[HeldOutPrompts], generation: Generation, timeout_s: float
+        self, run_id: str, sets: Sequence[HeldOutPrompts], sampler: Sampler, timeout_s: float
     ) -> None:
         self._run_id = run_id
         self._sets = sets
-        self._generation = generation
+        self._sampler = sampler
         self._timeout_s = timeout_s
 
     async def evaluate(self, version: Version, step: int, on: str = "") -> Evaluation:
@@ -230,7 +230,7 @@ class Evaluator:
             priority=EVALUATION,
             instance_id=on,
         )
-        async with gate, aclosing(self._generation.samples(request)) as samples:
+        async with gate, aclosing(self._sampler.samples(request)) as samples:
             ended = {sample.sample_id: sample async for sample in samples}
         return [ended[sample_id] for sample_id in sample_ids]
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
@@ -64,8 +64,16 @@ class GenerationRequest:
     """The one replica that may answer; empty takes any."""
 
 
+class Sampler(Protocol):
+    """Makes samples of the policy: what is above asks for slots, and does not know how they are filled."""
+
+    def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
+        """Yield each slot's sample as it ends, and each slot once; raise where one cannot be filled."""
+        ...
+
+
 class Generation:
-    """Sends groups to the replicas that may serve them."""
+    """A `Sampler` whose samples are single responses: it sends groups to the replicas that may serve them."""
 
     def __init__(
         self,

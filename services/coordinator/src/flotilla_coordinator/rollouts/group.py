@@ -21,7 +21,7 @@ from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason, GroupIssue, SampleRecord
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
-from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
+from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.samples import decided, recorded_failures, recorded_samples
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
 from flotilla_core import ids, telemetry
@@ -41,12 +41,12 @@ class GreedyBaseline:
 
     def __init__(
         self,
-        generation: Generation,
+        sampler: Sampler,
         scorer: Scorer,
         wait_until_verified: Callable[[Version], Awaitable[None]],
         is_void: Callable[[RolloutSample], bool],
     ) -> None:
-        self._generation = generation
+        self._sampler = sampler
         self._scorer = scorer
         self._wait_until_verified = wait_until_verified
         self._is_void = is_void
@@ -68,7 +68,7 @@ class GreedyBaseline:
         return (await self._scorer.score([score_item(response, prompt)]))[response.sample_id]
 
     async def _response(self, request: GenerationRequest) -> RolloutSample:
-        async with aclosing(self._generation.samples(request)) as samples:
+        async with aclosing(self._sampler.samples(request)) as samples:
             (response,) = [sample async for sample in samples]
         for span in response.spans:
             await self._wait_until_verified(span.version)
@@ -111,7 +111,7 @@ class GroupRollout:
         self,
         run_id: str,
         config: RolloutConfig,
-        generation: Generation,
+        sampler: Sampler,
         scorer: Scorer,
         ledger: Ledger,
         advantage: AdvantageConfig,
@@ -121,14 +121,14 @@ class GroupRollout:
         """`is_void` tells of a sample whose versions were verified whether a generator with wrong weights wrote it."""
         self._run_id = run_id
         self._config = config
-        self._generation = generation
+        self._sampler = sampler
         self._scorer = scorer
         self._ledger = ledger
         self._wait_until_verified = wait_until_verified
         self._is_void = is_void
         self._min_group_samples = advantage.needed_group_samples
         self._baseline = (
-            GreedyBaseline(generation, scorer, wait_until_verified, is_void)
+            GreedyBaseline(sampler, scorer, wait_until_verified, is_void)
             if advantage.needs_greedy_reward
             else None
         )
@@ -232,7 +232,7 @@ class GroupRollout:
 
         async def generate() -> None:
             try:
-                async with aclosing(self._generation.samples(request)) as samples:
+                async with aclosing(self._sampler.samples(request)) as samples:
                     async for sample in samples:
                         arrived.put_nowait(sample)
             finally:

@@ -24,7 +24,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.plan import batching_of_run
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import BatchSource
-from flotilla_coordinator.rollouts.generation import Generation
+from flotilla_coordinator.rollouts.generation import Generation, Sampler
 from flotilla_coordinator.rollouts.group import GroupRollout
 from flotilla_coordinator.rollouts.scoring import Scorer
 from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
@@ -252,7 +252,7 @@ class RunWiring:
         self,
         prompts: PromptSource,
         tokenizer: Tokenizer,
-        generation: Generation,
+        sampler: Sampler,
         scorer: Scorer,
         sync: WeightSync,
     ) -> BatchSource:
@@ -264,7 +264,7 @@ class RunWiring:
         groups = GroupRollout(
             self._run_id,
             config.rollout,
-            generation,
+            sampler,
             scorer,
             self._ledger,
             config.algorithm.advantage,
@@ -281,7 +281,7 @@ class RunWiring:
         self,
         held_out: list[tuple[HeldOut, PromptFile]],
         policy: PolicyTrainer,
-        generation: Generation,
+        sampler: Sampler,
         scorer: Scorer,
     ) -> Evaluator | PairEvaluator | None:
         if not held_out:
@@ -297,4 +297,4 @@ class RunWiring:
             return self._scorer(rewards)
 
         sets = held_out_prompts(self._config, held_out, scorer_of)
-        return Evaluator(self._run_id, sets, generation, self._config.rollout.sample_timeout_s)
+        return Evaluator(self._run_id, sets, sampler, self._config.rollout.sample_timeout_s)

@@ -20,7 +20,7 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import GroupIssue
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
-from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
+from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core import ids, telemetry
 from flotilla_core.config import RolloutConfig, RunConfig, SamplingConfig
@@ -54,13 +54,13 @@ class ClientSampling:
         config: RolloutConfig,
         lineage: int,
         tokenizer: Tokenizer,
-        generation: Generation,
+        sampler: Sampler,
         ledger: Ledger,
     ) -> None:
         self._run_id = run_id
         self._config = config
         self._tokenizer = tokenizer
-        self._generation = generation
+        self._sampler = sampler
         self._ledger = ledger
         # Groups of an earlier lineage keep their ids.
         self._call = lineage * CALLS_PER_LINEAGE
@@ -183,7 +183,7 @@ class ClientSampling:
         group = RolloutGroup(
             group_id, prompt.text, prompt.token_ids, [], answer=prompt.answer, info=prompt.info
         )
-        async with aclosing(self._generation.samples(request)) as samples:
+        async with aclosing(self._sampler.samples(request)) as samples:
             group.samples += [sample async for sample in samples]
         group.samples.sort(key=lambda sample: request.sample_ids.index(sample.sample_id))
         await self._ledger.group_generated(group.samples)
