@@ -73,10 +73,10 @@ class Bench:
         config = CONFIG.model_copy(update={"mode": self.mode})
         self.autoscaler = Autoscaler(
             config,
-            self.status.advise,
-            self.status.notice,
-            lambda: self.generators,
-            self._change,
+            advise=self.status.advise,
+            notice=self.status.notice,
+            generators=lambda: self.generators,
+            change=self._change,
             may_act=lambda: self.alone,
         )
 

@@ -136,7 +136,13 @@ async def test_a_trainer_is_taken_back_from_every_run_of_the_ledger_however_old(
     fleet: Any = SimpleNamespace(gang=gang)
     tokenizer: Any = None
     gangs = SessionFactory(
-        "run", StackConfig(model=tmp_path), fleet, ledger, 0, files_in(tmp_path), to_nobody
+        "run",
+        stack=StackConfig(model=tmp_path),
+        fleet=fleet,
+        ledger=ledger,
+        lineage=0,
+        files=files_in(tmp_path),
+        tell=to_nobody,
     )
     learners = await gangs.learners(CONFIG, tokenizer, tmp_path)
     await learners.open()

@@ -108,15 +108,15 @@ class Run:
     async def begin(self, task: Task, at: int | None = None) -> None:
         """Begin at the start of the run, or again after `at` steps."""
         prompts: Any = resting_prompts(self.rows) if self.rows else NumberedPrompts()
-        parts: Any = (task, task)
+        parts: Any = {"sampler": task, "scorer": task}
         groups = GroupRollout(
             RUN,
             self.config,
-            *parts,
-            self.ledger,
-            GrpoAdvantage(),
-            self.wait_until_verified,
-            lambda sample: bool(sample.instance_ids & self.wrong),
+            **parts,
+            ledger=self.ledger,
+            advantage=GrpoAdvantage(),
+            wait_until_verified=self.wait_until_verified,
+            is_void=lambda sample: bool(sample.instance_ids & self.wrong),
         )
         self.source = RolloutSource(RUN, self.config, self.steps, prompts, groups, self.ledger)
         if at is not None:

@@ -122,7 +122,9 @@ def generator(name: str, gives: int = len(SLOTS), then: FlotillaError | None = N
 
 async def generate(*replicas: Replica) -> tuple[list[tuple[str, str, int]], Pool]:
     pool: Any = Pool(list(replicas))
-    generation = Generation("run", 0, TOKENIZER, pool, lambda *_: True, 1.0, lambda *_: None)
+    generation = Generation(
+        "run", 0, TOKENIZER, pool=pool, serves=lambda *_: True, wait_limit_s=1.0, lost=lambda *_: None
+    )
     prompt = np.arange(3, dtype=np.int32)
     request = GenerationRequest(prompt, SLOTS, SamplingConfig(), Version(0, 0), 5.0, max_attempts=3)
     async with aclosing(generation.samples(request)) as samples:
@@ -172,7 +174,9 @@ def piecewise(name: str, version: int, tokens: list[int], whole: bool, asked: li
 
 async def pieces(*replicas: Replica, resume: bool, most: int = 256) -> list[RolloutSample]:
     pool: Any = Pool(list(replicas))
-    generation = Generation("run", 0, TOKENIZER, pool, lambda *_: True, 1.0, lambda *_: None)
+    generation = Generation(
+        "run", 0, TOKENIZER, pool=pool, serves=lambda *_: True, wait_limit_s=1.0, lost=lambda *_: None
+    )
     request = GenerationRequest(
         np.arange(3, dtype=np.int32),
         SLOTS[:1],
@@ -233,7 +237,9 @@ async def test_the_texts_of_one_message_are_decoded_together_and_beside_the_even
 
     pool: Any = Pool([Replica("a", answer)])
     tokenizer: Any = SimpleNamespace(decode_many=decode_many)
-    generation = Generation("run", 0, tokenizer, pool, lambda *_: True, 1.0, lambda *_: None)
+    generation = Generation(
+        "run", 0, tokenizer, pool=pool, serves=lambda *_: True, wait_limit_s=1.0, lost=lambda *_: None
+    )
     request = GenerationRequest(np.arange(3), SLOTS, SamplingConfig(), Version(0, 0), 5.0, max_attempts=1)
     async with aclosing(generation.samples(request)) as samples:
         assert [sample.text async for sample in samples] == ["[5, 6]"] * 3
@@ -314,7 +320,9 @@ async def test_a_sample_that_is_refused_is_counted_and_drawn_again(
         lost.append(str(error))
         pool.replicas.pop(0)
 
-    generation = Generation("run", 0, TOKENIZER, pool, lambda *_: True, 1.0, tell)
+    generation = Generation(
+        "run", 0, TOKENIZER, pool=pool, serves=lambda *_: True, wait_limit_s=1.0, lost=tell
+    )
     prompt = np.arange(3, dtype=np.int32)
     request = GenerationRequest(prompt, SLOTS, SamplingConfig(), Version(0, 4), 5.0, max_attempts=2)
     async with aclosing(generation.samples(request)) as samples:

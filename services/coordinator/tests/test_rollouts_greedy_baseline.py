@@ -87,8 +87,9 @@ def source(ledger: Ledger, task: Task, advantage: AdvantageConfig | None = None)
         prompts_per_step=2, samples_per_prompt=SAMPLES, sampling=LIMITS, max_reward_failure_rate=0.5
     )
     prompts: Any = NumberedPrompts()
-    parts: Any = (task, task)
-    groups = GroupRollout(RUN, config, *parts, ledger, advantage or RemaxAdvantage(), AsyncMock())
+    parts: Any = {"sampler": task, "scorer": task, "ledger": ledger}
+    parts["advantage"] = advantage or RemaxAdvantage()
+    groups = GroupRollout(RUN, config, **parts, wait_until_verified=AsyncMock())
     return RolloutSource(RUN, config, 4, prompts, groups, ledger)
 
 

@@ -61,8 +61,8 @@ class Scorer:
 
 
 def source(config: RolloutConfig, steps: int, prompts: Any, fleet: Fleet, ledger: Ledger) -> RolloutSource:
-    parts: Any = (fleet, Scorer())
-    groups = GroupRollout(RUN, config, *parts, ledger, ReinforceAdvantage(), AsyncMock())
+    parts: Any = {"sampler": fleet, "scorer": Scorer(), "ledger": ledger, "advantage": ReinforceAdvantage()}
+    groups = GroupRollout(RUN, config, **parts, wait_until_verified=AsyncMock())
     return RolloutSource(RUN, config, steps, prompts, groups, ledger)
 
 

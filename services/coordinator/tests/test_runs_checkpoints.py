@@ -66,11 +66,11 @@ class Bench:
             RUN,
             config,
             learners,
-            ledger,
-            self.shelf,
-            self.warnings.append,
-            lambda metric: self.evaluated if metric == best_by else {},
-            lambda: self.awaited,
+            ledger=ledger,
+            shelf=self.shelf,
+            warn=self.warnings.append,
+            evaluated=lambda metric: self.evaluated if metric == best_by else {},
+            awaited=lambda: self.awaited,
         )
 
     async def save(self, steps_done: int) -> None:

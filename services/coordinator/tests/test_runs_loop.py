@@ -74,13 +74,13 @@ class Loop:
         self.sync = WeightSync(
             "run",
             WeightSyncConfig(),
-            "gloo",
-            policy,
-            candidates,
-            lambda: [generator],
-            lambda gone, error: self.done.append(f"evicted {gone.name}: {error}"),
-            lambda report: report.record_in(self.run.metrics),
-            self._verify,
+            backend="gloo",
+            policy=policy,
+            candidates=candidates,
+            ready=lambda: [generator],
+            evict=lambda gone, error: self.done.append(f"evicted {gone.name}: {error}"),
+            record=lambda report: report.record_in(self.run.metrics),
+            verify=self._verify,
         )
         nobody: Any = None
         self.run = RunContext(

@@ -88,8 +88,8 @@ def source(
 ) -> RolloutSource:
     config = config or settings()
     prompts = prompts or NumberedPrompts()
-    parts: Any = (generation, scorer or Scorer())
-    groups = GroupRollout(RUN, config, *parts, ledger, GrpoAdvantage(), AsyncMock())
+    parts: Any = {"sampler": generation, "scorer": scorer or Scorer(), "ledger": ledger}
+    groups = GroupRollout(RUN, config, **parts, advantage=GrpoAdvantage(), wait_until_verified=AsyncMock())
     return RolloutSource(RUN, config, STEPS, prompts, groups, ledger)
 
 

@@ -46,13 +46,13 @@ class Bench:
         self.sync = WeightSync(
             "run",
             WeightSyncConfig(),
-            "gloo",
-            self,  # type: ignore[arg-type]
-            self._candidates,
-            lambda: list(self.ready),  # type: ignore[arg-type]
-            self._evict,
-            self.reports.append,
-            self._verify,
+            backend="gloo",
+            policy=self,  # type: ignore[arg-type]
+            candidates=self._candidates,
+            ready=lambda: list(self.ready),  # type: ignore[arg-type]
+            evict=self._evict,
+            record=self.reports.append,
+            verify=self._verify,
         )
 
     async def _candidates(self) -> list[Any]:

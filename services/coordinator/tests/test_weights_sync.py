@@ -51,13 +51,16 @@ class Bench:
         self.checking.set()
         self.mismatch: Mismatch | None = None
         self.stub = scripted_trainer()
-        callbacks = (self._candidates, self._ready, self._evict, lambda report: None, self._verify)
         self.sync = WeightSync(
             "run",
             config or WeightSyncConfig(),
-            "gloo",
-            self,
-            *callbacks,
+            backend="gloo",
+            policy=self,
+            candidates=self._candidates,
+            ready=self._ready,
+            evict=self._evict,
+            record=lambda report: None,
+            verify=self._verify,
             longest_sample_s=LONGEST_SAMPLE_S,
             max_staleness=staleness,
         )
@@ -143,8 +146,15 @@ async def test_an_instance_that_refuses_its_weights_again_and_again_gets_none_un
         def drain(self, instance_id: str, _why: str) -> None:
             told.append(("banned", instance_id))
 
-    parts: Any = (Pool(), None, "/model", 1.0, lambda _level, text: told.append(("said", text)), None)
-    candidates = Candidates(*parts)
+    nothing: Any = None
+    candidates = Candidates(
+        Pool(),  # type: ignore[arg-type]
+        tokenizer=nothing,
+        model="/model",
+        wait_limit_s=1.0,
+        notice=lambda _level, text: told.append(("said", text)),
+        spared=nothing,
+    )
     for passing in (Unavailable("it does not answer"), Unauthenticated("it does not take our token now")):
         for _ in range(4):
             candidates.evict(replica("b"), passing)  # type: ignore[arg-type]

@@ -267,10 +267,10 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
                 subject.run_id,
                 config.seed,
                 tokenizer,
-                pools.generators,
-                lambda _instance, _version: True,
-                limit_s,
-                lambda _ids, error: say(f"samples are issued again: {error}"),
+                pool=pools.generators,
+                serves=lambda _instance, _version: True,
+                wait_limit_s=limit_s,
+                lost=lambda _ids, error: say(f"samples are issued again: {error}"),
             )
             sets = held_out_prompts(
                 config, held_out, lambda terms: Scorer(subject.run_id, terms, pools.rewards, limit_s)

@@ -61,6 +61,7 @@ class Autoscaler:
     def __init__(
         self,
         config: AutoscaleConfig,
+        *,
         advise: Callable[[str], None],
         notice: Callable[[run_pb2.NoticeLevel.ValueType, str], None],
         generators: Callable[[], int],

@@ -80,6 +80,7 @@ class Generation:
         run_id: str,
         seed: int,
         tokenizer: Tokenizer,
+        *,
         pool: ReplicaPool[GeneratorServiceAsyncStub],
         serves: Callable[[str, Version], bool],
         wait_limit_s: float,

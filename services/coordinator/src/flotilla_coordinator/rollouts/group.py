@@ -111,6 +111,7 @@ class GroupRollout:
         self,
         run_id: str,
         config: RolloutConfig,
+        *,
         sampler: Sampler,
         scorer: Scorer,
         ledger: Ledger,

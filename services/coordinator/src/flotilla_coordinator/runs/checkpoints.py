@@ -114,6 +114,7 @@ class RunCheckpoints:
         run_id: str,
         config: CheckpointConfig,
         learners: Learners,
+        *,
         ledger: Ledger,
         shelf: CheckpointShelf,
         warn: Callable[[str], None],

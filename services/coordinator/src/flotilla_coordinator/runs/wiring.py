@@ -82,12 +82,12 @@ class RunWiring:
         held_out = await asyncio.to_thread(read_held_out, config, tokenizer, copies)
         sessions = SessionFactory(
             self._run_id,
-            self._host.stack,
-            self._fleet,
-            self._ledger,
-            lineage,
-            self._host.files,
-            self._status.progress,
+            stack=self._host.stack,
+            fleet=self._fleet,
+            ledger=self._ledger,
+            lineage=lineage,
+            files=self._host.files,
+            tell=self._status.progress,
         )
         batching = await asyncio.to_thread(batching_of_run, config, self._host.stack, prompts.file)
         settled = config.model_copy(update={"batching": batching})
@@ -115,12 +115,12 @@ class RunWiring:
                 self._run_id,
                 config.checkpoint,
                 learners,
-                self._ledger,
-                CheckpointShelf(directory.checkpoints_path),
-                self._warn,
-                directory.evaluated,
-                lambda: None if self._pinned is None else self._pinned.awaited_step,
-                lambda: dump_yaml(self._control.config),
+                ledger=self._ledger,
+                shelf=CheckpointShelf(directory.checkpoints_path),
+                warn=self._warn,
+                evaluated=directory.evaluated,
+                awaited=lambda: None if self._pinned is None else self._pinned.awaited_step,
+                configuration=lambda: dump_yaml(self._control.config),
             ),
             ledger=self._ledger,
             directory=directory,
@@ -167,26 +167,26 @@ class RunWiring:
         )
         candidates = Candidates(
             self._fleet.generators,
-            tokenizer,
-            self._host.stack.model,
-            self._wait_limit_s,
-            self._status.notice,
-            lambda replicas: replicas if self._pinned is None else self._pinned.spared(replicas),
+            tokenizer=tokenizer,
+            model=self._host.stack.model,
+            wait_limit_s=self._wait_limit_s,
+            notice=self._status.notice,
+            spared=lambda replicas: replicas if self._pinned is None else self._pinned.spared(replicas),
         )
         check = LiveCheck(canary, self._canary_figures, measured, self._warn)
         sync = WeightSync(
             self._run_id,
             weights,
-            backend,
-            policy,
-            candidates.fitting,
-            self._fleet.generators.replicas,
-            candidates.evict,
-            lambda report: report.record_in(self._metrics),
-            check.verify,
-            fence,
-            self._config.rollout.longest_sample_s,
-            self._config.rollout.max_staleness,
+            backend=backend,
+            policy=policy,
+            candidates=candidates.fitting,
+            ready=self._fleet.generators.replicas,
+            evict=candidates.evict,
+            record=lambda report: report.record_in(self._metrics),
+            verify=check.verify,
+            fence=fence,
+            longest_sample_s=self._config.rollout.longest_sample_s,
+            max_staleness=self._config.rollout.max_staleness,
         )
         self._fleet.users.append(sync)
         self._fleet.weight_mover = sync
@@ -218,10 +218,10 @@ class RunWiring:
 
         return Autoscaler(
             config,
-            self._status.advise,
-            self._status.notice,
-            lambda: len(self._fleet.generators.replicas()),
-            change,
+            advise=self._status.advise,
+            notice=self._status.notice,
+            generators=lambda: len(self._fleet.generators.replicas()),
+            change=change,
             may_act=lambda: self._fleet.is_alone,
         )
 
@@ -239,10 +239,10 @@ class RunWiring:
             self._run_id,
             self._config.seed,
             tokenizer,
-            self._fleet.generators,
-            sync.serving.serves,
-            self._wait_limit_s,
-            lost,
+            pool=self._fleet.generators,
+            serves=sync.serving.serves,
+            wait_limit_s=self._wait_limit_s,
+            lost=lost,
         )
 
     def _warn(self, text: str) -> None:
@@ -264,12 +264,12 @@ class RunWiring:
         groups = GroupRollout(
             self._run_id,
             config.rollout,
-            sampler,
-            scorer,
-            self._ledger,
-            config.algorithm.advantage,
-            sync.wait_until_verified,
-            lambda sample: sync.disowns(sample.instance_ids, [span.version for span in sample.spans]),
+            sampler=sampler,
+            scorer=scorer,
+            ledger=self._ledger,
+            advantage=config.algorithm.advantage,
+            wait_until_verified=sync.wait_until_verified,
+            is_void=lambda sample: sync.disowns(sample.instance_ids, [span.version for span in sample.spans]),
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 

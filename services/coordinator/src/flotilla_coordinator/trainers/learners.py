@@ -204,6 +204,7 @@ class SessionFactory:
     def __init__(
         self,
         run_id: str,
+        *,
         stack: StackConfig,
         fleet: RunFleet,
         ledger: Ledger,

@@ -184,6 +184,7 @@ class Candidates:
     def __init__(
         self,
         pool: ReplicaPool[GeneratorServiceAsyncStub],
+        *,
         tokenizer: Tokenizer,
         model: Path | str,
         wait_limit_s: float,

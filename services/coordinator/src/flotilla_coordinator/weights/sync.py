@@ -53,6 +53,7 @@ class WeightSync:
         self,
         run_id: str,
         config: WeightSyncConfig,
+        *,
         backend: str,
         policy: PolicyTrainer,
         candidates: Callable[[], Awaitable[list[GeneratorReplica]]],
