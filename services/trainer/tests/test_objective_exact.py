@@ -26,6 +26,7 @@ from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.policy import PolicyObjective
+from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.rank.update_metrics import objective_metrics
 from flotilla_trainer.wire.objective import ObjectiveSettings
@@ -133,7 +134,7 @@ def result(
     packed: bool = False,
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, gradient and metrics of an update, by the path that the front and the ranks take."""
-    front, rank = PolicyObjective(objective), Objective(objective)
+    front, rank = session_objective(objective), Objective(objective)
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
     # What a token gets from the reference depends on the token alone, so that any order of samples has the same.
     reference = -2.0 - 0.1 * batch.all_responses().tokens[batch.all_responses().scored].astype(np.float32)
@@ -483,7 +484,7 @@ def test_what_an_objective_cannot_use_is_refused_by_name(
     with pytest.raises(kind, match=named):
         PolicyObjective(objective_of("grpo")).sequences(batch, 0)
     # Nothing of it matters to a supervised session.
-    PolicyObjective(ObjectiveSettings()).sequences(batch, 0)
+    session_objective(ObjectiveSettings()).sequences(batch, 0)
 
 
 def test_a_reward_that_is_not_finite_is_named_where_groups_are_judged_by_it() -> None:

@@ -1,4 +1,4 @@
-"""The objective of a policy, or of a model that imitates given answers, applied to one update after the other.
+"""The objective of a policy, applied to one update after the other.
 
 Invariants: an update changes nothing here but an adaptive coefficient and the history of rewards, and these only once
 its step was made; what the objective needs and the update lacks is refused before a rank sees anything.
@@ -30,30 +30,29 @@ from flotilla_trainer.objective.base import (
 from flotilla_trainer.wire.objective import ObjectiveSettings
 
 Columns = dict[str, NDArray[Any]]
-TOKEN_MEAN, TOKEN_SUM = "token_mean", "token_sum"
+TOKEN_SUM = "token_sum"
 
 
 class PolicyObjective:
-    """Learns from rollouts of the policy by their rewards, or from given answers."""
+    """Learns from rollouts of the policy by their rewards."""
 
     writes_samples = True
     """The versions of their tokens are versions of the model that learns."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
+        assert settings.policy is not None, "checked: it has rollouts"
         self._policy = settings.policy
         self.temperature = settings.temperature
         """The temperature of the rollouts."""
         self._limit = settings.max_response_tokens
-        self.kl_coefficient = 0.0 if self._policy is None else self._policy.kl.coefficient
+        self.kl_coefficient = self._policy.kl.coefficient
         self._history = self._seen = RewardHistory()
-        if self._policy is not None:
-            self._function = columns.advantage_function(self._policy.advantage.type)
+        self._function = columns.advantage_function(self._policy.advantage.type)
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Return whether the ranks have to score the batch by the policy that the session started from."""
         if not self._samples_divergence or batch.reference_logprobs is not None:
             return False
-        assert self._policy is not None, "there is a divergence"
         if self._policy.kl.reference == "service":
             check_reference(batch, "the divergence from it")
         return True
@@ -64,15 +63,12 @@ class PolicyObjective:
         In a single step the forward pass of the step itself says what the policy was; but a mean over the whole update
         is needed before it.
         """
-        if self._policy is None or not (several_steps or self._policy.correction.normalize_importance):
-            return False
-        return self._policy.correction.proximal == "trainer"
+        correction = self._policy.correction
+        return correction.proximal == "trainer" and (several_steps or correction.normalize_importance)
 
     def scores_distributions(self, batch: UpdateBatch) -> bool:
         """Return whether advantages need the policy's whole distribution at every token before the update."""
-        if self._policy is None or batch.advantages is not None:
-            return False
-        return self._policy.advantage.needs_distributions
+        return batch.advantages is None and self._policy.advantage.needs_distributions
 
     def sequences(
         self,
@@ -85,15 +81,12 @@ class PolicyObjective:
 
         Each of the `parts`, masks of the response tokens, has its own denominator; without any the whole is one.
         """
-        if self._policy is None:
-            weights = columns.part_weights(TOKEN_MEAN, batch, batch.trained, parts)
-            return batch.sequences({"weights": weights}), {}
         if self._needs_rollout_logprobs:
             check_logprobs(batch, f"the loss {self._policy.loss.type}")
         check_advantage(batch, self._policy.advantage)
         if self._policy.teacher is not None:
             check_teacher_tokens(batch, self._policy.teacher.top_k)
-        made, metrics = self._policy_columns(self._policy, batch, seed, parts)
+        made, metrics = self._columns(batch, seed, parts)
         if policy is not None:
             made["proximal_logprobs"] = policy
             if self._policy.correction.normalize_importance:
@@ -109,16 +102,15 @@ class PolicyObjective:
     @property
     def unit(self) -> str:
         """The unit over which its losses are averaged."""
-        return {TOKEN_MEAN: "tokens", TOKEN_SUM: WHOLE_UPDATES}.get(self._aggregation, "sequences")
+        aggregation = self._policy.aggregation.type
+        return {columns.TOKEN_MEAN: "tokens", TOKEN_SUM: WHOLE_UPDATES}.get(aggregation, "sequences")
 
     def units(self, batch: UpdateBatch) -> float:
         """Count the units of a batch."""
-        counted, shares = batch.trained, None
-        if self._policy is not None:
-            kept = columns.kept_samples(batch, self._policy.advantage)
-            shares = columns.sample_shares(batch, self._policy.sample_weights, kept)
-            counted = columns.counted_tokens(batch, kept, shares)
-        return counted_units(self._aggregation, batch.response_lengths, counted, shares)
+        kept = columns.kept_samples(batch, self._policy.advantage)
+        shares = columns.sample_shares(batch, self._policy.sample_weights, kept)
+        counted = columns.counted_tokens(batch, kept, shares)
+        return counted_units(self._policy.aggregation.type, batch.response_lengths, counted, shares)
 
     def metric_weight(self, batch: UpdateBatch) -> float:
         """Return the number of trained tokens, over which the metrics of a batch are averaged."""
@@ -127,7 +119,8 @@ class PolicyObjective:
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
         """After a step: remember its rewards; the coefficient moves towards the target divergence, if there is one."""
         self._history = self._seen
-        if self._policy is not None and (kl := self._policy.kl).target is not None and "kl/mean" in metrics:
+        kl = self._policy.kl
+        if kl.target is not None and "kl/mean" in metrics:
             self.kl_coefficient = adapted_coefficient(
                 self.kl_coefficient,
                 metrics["kl/mean"],
@@ -148,30 +141,20 @@ class PolicyObjective:
     @property
     def _samples_divergence(self) -> bool:
         """Return whether a divergence is estimated on the sampled tokens; ranks compute whole ones."""
-        if self._policy is None or self._policy.kl.placement == "none":
-            return False
-        return self._policy.kl.estimator != "full"
-
-    @property
-    def _aggregation(self) -> str:
-        return self._policy.aggregation.type if self._policy is not None else TOKEN_MEAN
+        return self._policy.kl.placement != "none" and self._policy.kl.estimator != "full"
 
     @property
     def _needs_rollout_logprobs(self) -> bool:
-        assert self._policy is not None
         return (
             self._policy.loss.has_ratio
             or self._policy.correction.looks_at_proximal
             or self._policy.kl.placement != "none"
         )
 
-    def _policy_columns(
-        self,
-        policy: PolicyConfig,
-        batch: UpdateBatch,
-        seed: int,
-        parts: Sequence[NDArray[np.bool_]],
+    def _columns(
+        self, batch: UpdateBatch, seed: int, parts: Sequence[NDArray[np.bool_]]
     ) -> tuple[Columns, dict[str, float]]:
+        policy = self._policy
         metrics: dict[str, float] = {}
         distance = penalties = None
         if policy.kl.placement != "none":
@@ -184,7 +167,7 @@ class PolicyObjective:
         kept = columns.kept_samples(batch, policy.advantage)
         shares = columns.sample_shares(batch, policy.sample_weights, kept)
         counted = columns.counted_tokens(batch, kept, shares)
-        advantages = self._advantages(policy, batch, kept, seed, penalties)
+        advantages = self._advantages(batch, kept, seed, penalties)
         weights = columns.weights_of(batch, policy.aggregation, self._limit, counted, parts, shares)
         weights = weights * policy.correction.staleness_decay**batch.staleness
         metrics["advantages/std"] = float(advantages[counted].std()) if counted.any() else 0.0
@@ -216,13 +199,9 @@ class PolicyObjective:
         return made, metrics
 
     def _advantages(
-        self,
-        policy: PolicyConfig,
-        batch: UpdateBatch,
-        kept: NDArray[np.bool_],
-        seed: int,
-        penalties: Any,
+        self, batch: UpdateBatch, kept: NDArray[np.bool_], seed: int, penalties: Any
     ) -> NDArray[Any]:
+        policy = self._policy
         if batch.advantages is not None:
             _check_advantages_stand_alone(batch, policy)
             return batch.advantages

@@ -17,6 +17,7 @@ from flotilla_core.structs import to_json
 from flotilla_trainer.objective.base import SessionObjective
 from flotilla_trainer.objective.pairs import PairObjective, RewardUpdate
 from flotilla_trainer.objective.policy import PolicyObjective
+from flotilla_trainer.objective.supervised import SupervisedObjective
 from flotilla_trainer.objective.value import ValueUpdate
 from flotilla_trainer.wire.objective import (
     REWARD_MODEL,
@@ -44,6 +45,8 @@ def session_objective(settings: ObjectiveSettings) -> SessionObjective:
         return PairObjective(settings.section)
     if isinstance(settings.section, RewardModelConfig):
         return RewardUpdate(settings.section)
+    if settings.kind == SFT:
+        return SupervisedObjective()
     return ValueUpdate(settings) if settings.kind == VALUE else PolicyObjective(settings)
 
 

@@ -20,8 +20,6 @@ from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.base import WithoutAdvantages, check_logprobs, check_reference, check_values
 from flotilla_trainer.wire.objective import ObjectiveSettings
 
-TOKEN_MEAN = "token_mean"
-
 
 class ValueUpdate(WithoutAdvantages):
     """Trains a critic on the returns of rollouts."""
@@ -64,13 +62,13 @@ class ValueUpdate(WithoutAdvantages):
         made: dict[str, NDArray[Any]] = {
             "old_values": batch.values,
             "returns": returns,
-            "weights": columns.part_weights(TOKEN_MEAN, batch, batch.trained, parts),
+            "weights": columns.part_weights(columns.TOKEN_MEAN, batch, batch.trained, parts),
         }
         return batch.sequences(made), _metrics(batch.values[batch.trained], returns[batch.trained])
 
     def units(self, batch: UpdateBatch) -> float:
         """Count the tokens over which its losses are averaged."""
-        return counted_units(TOKEN_MEAN, batch.response_lengths, batch.trained)
+        return counted_units(columns.TOKEN_MEAN, batch.response_lengths, batch.trained)
 
     def metric_weight(self, batch: UpdateBatch) -> float:
         """Return the number of trained tokens, over which the metrics of a batch are averaged."""

@@ -83,11 +83,6 @@ class ObjectiveSettings:
         return self.section if isinstance(self.section, PolicyConfig) else None
 
     @property
-    def supervised(self) -> bool:
-        """Return whether the tokens are given answers, to be raised or lowered by the weights of the front."""
-        return self.kind in (SFT, PREFERENCE)
-
-    @property
     def keeps_reference(self) -> bool:
         """Return whether the ranks keep the weights that the session started from."""
         if isinstance(self.section, DpoConfig):
