@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from flotilla_coordinator.ledger.records import (
     SampleState,
     TokenSpan,
 )
+from flotilla_coordinator.rollouts.samples import recorded_samples
 from flotilla_core.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound
 from flotilla_core.version import Version
 
@@ -74,6 +76,14 @@ def test_states_carry_the_numbers_of_the_contract() -> None:
         assert run_pb2.RunState.Value(f"RUN_STATE_{state.name}") == state
 
 
+async def test_a_response_with_too_few_marks_of_what_is_trained_is_refused_by_name(ledger: Ledger) -> None:
+    group = issue()
+    await ledger.group_issued(group)
+    sample = replace(scored(group.sample_ids[0]), trained=np.array([True]))
+    with pytest.raises(InvalidRequest, match=f"{group.sample_ids[0]} has 2 tokens but 1 marks"):
+        await ledger.group_scored([sample])
+
+
 async def test_a_sample_is_stored_byte_for_byte(ledger: Ledger) -> None:
     group = issue()
     await ledger.group_issued(group)
@@ -90,9 +100,13 @@ async def test_a_sample_is_stored_byte_for_byte(ledger: Ledger) -> None:
         reward=0.1 + 0.2,
         reward_terms=(0.1, -1e300),
         greedy_reward=0.1 + 0.7,
+        trained=np.array([False, True]),
     )
     await ledger.group_scored([sample])
     record, other = await ledger.samples(RUN, step=0)
+    assert record.trained is not None and record.trained.tolist() == [False, True] and other.trained is None
+    (kept,) = recorded_samples([record])
+    assert kept.trained is record.trained, "a run that goes on trains the same tokens"
     assert (record.reward_terms, other.reward_terms) == (sample.reward_terms, ())
     assert (record.greedy_reward, other.greedy_reward) == (0.1 + 0.7, None)
     assert (record.sample_id, record.state, record.generator) == (

@@ -29,6 +29,7 @@ RELEASED = {
         "378cb8d16f20c2da",
         "c76361e2830b122a",
         "fcbba4eef96e65aa",
+        "bfbfcbc939eb93d5",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }
@@ -60,7 +61,8 @@ def old_ledger(path: Path, number: int) -> None:
         INSERT INTO samples (key, sample_id, run, grp, step, state, attempt, reward, drop_reason, update_key,
             update_position) VALUES (1, '{RUN}/0/0/0', 1, 1, 0, 4, 0, 1.0, '', 1, 0),
             (2, '{RUN}/0/0/1', 1, 1, 0, 6, 0, NULL, 'run_ended', NULL, NULL);
-        INSERT INTO payloads VALUES (1, x'05000000', x'0000003f', x'', '2');
+        INSERT INTO payloads (sample, token_ids, logprobs, spans, text)
+            VALUES (1, x'05000000', x'0000003f', x'', '2');
         INSERT INTO tallies VALUES (1, 1, '', 0), (1, 4, '', 1), (1, 6, 'run_ended', 1);
         INSERT INTO transitions (run, sample_id, attempt, from_state, to_state, version_step, detail, time) VALUES
             (1, '{RUN}/0/0/0', 0, NULL, 1, NULL, '', 1.0), (1, '{RUN}/0/0/1', 0, NULL, 1, NULL, '', 1.0),

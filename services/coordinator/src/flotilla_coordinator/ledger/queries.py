@@ -114,7 +114,7 @@ def samples(
     rows = db.execute(
         "SELECT s.sample_id, g.group_id, s.state, s.attempt, s.step, s.key, s.generator, s.reward, s.truncated, "
         "s.drop_reason, coalesce(u.update_id, ''), g.prompt_text, g.prompt_token_ids, "
-        "p.text, p.token_ids, p.logprobs, p.spans, s.reward_terms, s.greedy_reward "
+        "p.text, p.token_ids, p.logprobs, p.spans, s.reward_terms, s.greedy_reward, p.trained "
         "FROM samples s JOIN runs r ON r.key = s.run JOIN groups g ON g.key = s.grp "
         "LEFT JOIN updates u ON u.key = s.update_key LEFT JOIN payloads p ON p.sample = s.key "
         f"WHERE {' AND '.join(conditions)} ORDER BY s.key LIMIT ?",
@@ -143,7 +143,7 @@ def _run_record(row: tuple[object, ...]) -> RunRecord:
 def _sample_record(row: tuple[object, ...]) -> SampleRecord:
     (sample_id, group_id, state, attempt, step, key, generator, reward, truncated) = row[:9]
     (drop_reason, update_id, prompt_text, prompt_ids, text, token_ids, logprobs, spans) = row[9:17]
-    terms, greedy = row[17:]
+    terms, greedy, trained = row[17:]
     return SampleRecord(
         sample_id=str(sample_id),
         group_id=str(group_id),
@@ -164,6 +164,7 @@ def _sample_record(row: tuple[object, ...]) -> SampleRecord:
         spans=_spans(spans),
         reward_terms=tuple(np.frombuffer(terms, "<f8").tolist()) if isinstance(terms, bytes) else (),
         greedy_reward=None if greedy is None else float(str(greedy)),
+        trained=_array(trained, "?"),
     )
 
 

@@ -17,6 +17,7 @@ from flotilla_core.version import Version
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 START = Version(0, 0)
 
@@ -149,6 +150,8 @@ class FinishedSample:
     """The value of each term of the reward."""
     greedy_reward: float | None = None
     """The reward of the greedy response to its prompt, where the run compares with it."""
+    trained: BoolArray | None = None
+    """The tokens that are trained, the others being context; None where all are."""
 
     @property
     def oldest_version(self) -> Version | None:
@@ -202,6 +205,7 @@ class SampleRecord:
     spans: tuple[TokenSpan, ...] = ()
     reward_terms: tuple[float, ...] = ()
     greedy_reward: float | None = None
+    trained: BoolArray | None = None
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,11 @@ ALTER TABLE beginnings DROP COLUMN steps_done;
 ALTER TABLE beginnings DROP COLUMN after_coordinator;
 """
 
+# Of a response with context in it, such as what a tool answered, the tokens that the policy wrote are trained.
+_TRAINED_TOKENS = """
+ALTER TABLE payloads ADD COLUMN trained BLOB;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _BEGINNINGS,
@@ -168,6 +173,7 @@ MIGRATIONS: tuple[str, ...] = (
     _GREEDY_REWARD,
     _STALENESS,
     _TAKEOVERS,
+    _TRAINED_TOKENS,
 )
 
 

@@ -176,9 +176,14 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[rows.Known, F
             raise InvalidRequest(
                 f"sample {sample.sample_id} has {len(sample.token_ids)} tokens but {logprobs} logprobs"
             )
+        if sample.trained is not None and len(sample.trained) != len(sample.token_ids):
+            raise InvalidRequest(
+                f"sample {sample.sample_id} has {len(sample.token_ids)} tokens but {len(sample.trained)} marks of "
+                "which are trained"
+            )
     rows.for_all(
         db,
-        "INSERT INTO payloads (sample, token_ids, logprobs, spans, text) VALUES {rows}",
+        "INSERT INTO payloads (sample, token_ids, logprobs, spans, text, trained) VALUES {rows}",
         [
             (
                 known.key,
@@ -186,6 +191,7 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[rows.Known, F
                 np.ascontiguousarray(() if s.logprobs is None else s.logprobs, dtype="<f4").data,
                 spans_to_bytes(s.spans),
                 s.text,
+                None if s.trained is None else np.ascontiguousarray(s.trained, dtype=np.bool_).tobytes(),
             )
             for known, s in fresh
         ],

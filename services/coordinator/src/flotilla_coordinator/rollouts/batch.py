@@ -30,8 +30,6 @@ class RolloutSample(FinishedSample):
     """The generators that wrote it, each from its start to its end; none for a sample that was recorded before."""
     outcome: Outcome | None = None
     """The result of the rewards in this attempt at the step; None for a sample that was scored before, or given."""
-    trained: np.ndarray | None = None
-    """The tokens that are trained, the others being context; None where all are."""
     values: np.ndarray | None = None
     """The critic's values before each token, where the run has a critic."""
     value_after: float | None = None
