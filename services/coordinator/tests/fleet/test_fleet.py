@@ -84,7 +84,7 @@ async def register_another_build(fleet: Fleet, *names: str) -> None:
 
 
 def generators(fleet: Fleet, run_id: str) -> list[str]:
-    return sorted(one.name for one in fleet._runs[run_id].generators.replicas())
+    return sorted(one.name for one in fleet.runs[run_id].generators.replicas())
 
 
 async def test_a_run_has_all_generators_until_another_one_takes_its_share(fleet: Fleet) -> None:
@@ -159,10 +159,10 @@ async def test_a_run_whose_only_generator_is_away_gets_another_one_sooner_than_o
     await fleet.admit("second", ResourceRequest())
     await register(fleet, "generator-1", "generator-2")
     held = {"generator-0": "first", "generator-1": "second", "generator-2": "second"}
-    assert fleet._generators.held == held
+    assert fleet.generators.held == held
     now += 21.0
     await fleet.settle()
-    assert fleet._generators.held == {"generator-1": "second", "generator-2": "first"}
+    assert fleet.generators.held == {"generator-1": "second", "generator-2": "first"}
 
 
 async def test_a_coordinator_that_was_replaced_leaves_what_the_next_one_wrote(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ async def test_a_slot_stays_with_its_run_while_its_process_is_started_again(flee
     await fleet.admit("first", ResourceRequest())
     await fleet.admit("second", ResourceRequest())
     await register(fleet, "generator-0", "generator-1")
-    assert fleet._generators.held["generator-2"] == "second"
+    assert fleet.generators.held["generator-2"] == "second"
     await register(fleet, "generator-0", "generator-1", "generator-2/b")
     assert "generator-2" in generators(fleet, "second") and len(generators(fleet, "first")) == 2
     # One that leaves in order does not come back: the other run's are shared.
@@ -212,7 +212,7 @@ async def test_a_generator_of_another_protocol_is_dealt_to_no_run_and_named_to_w
     ):
         fleet.require_place(ResourceRequest())
     second = await fleet.admit("second", ResourceRequest())
-    assert fleet._generators.held == {"generator-0": "first"}
+    assert fleet.generators.held == {"generator-0": "first"}
     with pytest.raises(Unavailable, match=refused):
         await second.generators.wait_for(1, 0.1, "a generator")
     status = fleet.describe(fleet.registrations["generator-1"])
@@ -282,12 +282,12 @@ async def test_after_a_restart_each_run_has_the_services_that_it_had(new_fleet: 
     await register(before, *names)
     runs = [await before.admit(name, ResourceRequest()) for name in ("first", "second")]
     gangs = [(await run.gang(POLICY, 5.0)).name for run in runs]
-    held = dict(before._generators.held)
+    held = dict(before.generators.held)
 
     after = new_fleet()
     await register(after, *names)
     second, first = await after.admit_again([(name, ResourceRequest()) for name in ("second", "first")])
-    assert after._generators.held == held
+    assert after.generators.held == held
     await register(after, *(name for name in names if name != gangs[1]))
     with pytest.raises(
         Unavailable, match=r"waited 0\.1 s for a trainer"
@@ -295,7 +295,7 @@ async def test_after_a_restart_each_run_has_the_services_that_it_had(new_fleet: 
         await second.gang(POLICY, 0.1)
     await register(after, *names)
     assert [(await run.gang(POLICY, 5.0)).name for run in (first, second)] == gangs
-    assert after._generators.held == held
+    assert after.generators.held == held
 
 
 async def test_a_replica_is_drained_by_name_or_instance_and_the_others_work_on(fleet: Fleet) -> None:

@@ -26,7 +26,7 @@ def said(figure: Any) -> list[Bbox]:
     return [artist.get_window_extent(canvas.get_renderer()) for artist in drawn]
 
 
-def run_of(folder: Path) -> plots._Run:
+def run_of(folder: Path) -> plots.RunFiles:
     directory = folder / NAME
     directory.mkdir()
     steps = [
@@ -47,12 +47,12 @@ def run_of(folder: Path) -> plots._Run:
     evaluations = [{"step": s, "accuracy": s / 50, "eval/reward_mean": s / 60} for s in (0, 25, 50)]
     for name, rows in (("metrics", steps), ("evaluations", evaluations)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return plots._Run(directory)
+    return plots.RunFiles(directory)
 
 
 def test_no_legend_covers_a_name_or_a_figure(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    for figure in (plots._reward(run), plots._agreement(run), plots._time(run)):
+    for figure in (plots.reward_figure(run), plots.agreement_figure(run), plots.time_figure(run)):
         assert figure is not None
         boxes = said(figure)
         assert len(boxes) >= 3
@@ -62,7 +62,7 @@ def test_no_legend_covers_a_name_or_a_figure(tmp_path: Path) -> None:
 
 def test_the_longest_numbers_and_the_names_of_axes_lie_within_the_figure(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    for figure in (plots._training(run), plots._agreement(run)):
+    for figure in (plots.training_figure(run), plots.agreement_figure(run)):
         assert figure is not None
         canvas: Any = FigureCanvasAgg(figure)
         canvas.draw()
@@ -75,7 +75,7 @@ def test_runs_are_compared_over_the_same_steps_and_named_once() -> None:
         {"reward/mean": {step: step / 90 for step in range(1, 91)}, "eval/accuracy": {0: 0.1, 40: 0.5}},
         {"reward/mean": {step: step / 20 for step in range(1, 21)}, "eval/accuracy": {0: 0.1, 20: 0.6}},
     ]
-    figure = plots._comparison(["reward/mean", "eval/accuracy"], curves, [NAME, f"{NAME}-2"])
+    figure = plots.comparison_figure(["reward/mean", "eval/accuracy"], curves, [NAME, f"{NAME}-2"])
     boxes = said(figure)
     first, second = figure.axes
     assert first.get_xlim() == second.get_xlim()

@@ -44,11 +44,11 @@ class Bench:
     """The runs of one coordinator; a run that is launched goes on until it is stopped."""
 
     def __init__(self, runs: Runs) -> None:
-        self.runs, self.ledger = runs, runs._ledger
+        self.runs, self.ledger = runs, runs.ledger
 
     def of_the_next_coordinator(self) -> Bench:
-        host = self.runs._host
-        return Bench(Runs(host, Fleet(host, lambda: True), self.ledger, self.runs._events))
+        host = self.runs.host
+        return Bench(Runs(host, Fleet(host, lambda: True), self.ledger, self.runs.events))
 
     async def stored(self, run: run_pb2.Run) -> RunConfig:
         return load_text(RunConfig, (await self.ledger.get_run(run.run_id)).config_yaml)
@@ -345,7 +345,7 @@ async def test_a_pause_is_not_taken_back_from_a_run_that_is_being_stopped(
 async def test_a_coordinator_that_keeps_runs_leaves_those_that_no_user_has_stopped(
     bench: Bench, stopped: bool
 ) -> None:
-    host: Any = bench.runs._host
+    host: Any = bench.runs.host
     kept = host.stack.coordinator.model_copy(update={"keep_runs": True})
     host.stack = host.stack.model_copy(update={"coordinator": kept})
     active = bench.active(await bench.runs.start(CONFIG, "r1"))

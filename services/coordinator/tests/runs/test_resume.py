@@ -30,7 +30,7 @@ class Bench:
 
     def __init__(self, folder: Path, runs: Runs, launched: list[StartPoint]) -> None:
         self.runs = runs
-        self.ledger = runs._ledger
+        self.ledger = runs.ledger
         self.launched = launched
         self.directory = RunDirectory.create(folder / "runs" / RUN)
 
@@ -153,9 +153,7 @@ async def test_a_run_that_is_refused_now_says_why(bench: Bench, monkeypatch: pyt
 
 async def taken_over(bench: Bench) -> run_pb2.Run:
     """The run, once the coordinator has died and another one is back."""
-    coordinator = Runs(
-        bench.runs._host, Fleet(bench.runs._host, lambda: True), bench.ledger, bench.runs._events
-    )
+    coordinator = Runs(bench.runs.host, Fleet(bench.runs.host, lambda: True), bench.ledger, bench.runs.events)
     await coordinator.recover()
     run = await coordinator.find(RUN)
     going_on = coordinator.active(RUN)
@@ -232,7 +230,7 @@ async def test_a_stored_run_that_asks_for_too_much_is_refused_with_the_key(bench
 
 async def test_nothing_is_answered_before_it_is_known_which_runs_go_on(bench: Bench) -> None:
     await bench.left(RunState.RUNNING)
-    runs = Runs(bench.runs._host, bench.runs._starter._fleet, bench.ledger, bench.runs._events)
+    runs = Runs(bench.runs.host, Fleet(bench.runs.host, lambda: True), bench.ledger, bench.runs.events)
     asked = asyncio.create_task(runs.find(RUN))
     await asyncio.wait({asked}, timeout=0.05)
     assert not asked.done()

@@ -39,7 +39,7 @@ async def test_requests_without_an_id_are_never_taken_for_each_other(runs: Runs)
 async def test_a_run_that_an_earlier_coordinator_left_is_failed_and_listed(
     runs: Runs, tmp_path: Path
 ) -> None:
-    await runs._ledger.save_run(
+    await runs.ledger.save_run(
         RunRecord("old", "old", RunState.RUNNING, "no longer: a configuration", str(tmp_path), 1.0)
     )
     await runs.recover()
@@ -66,10 +66,10 @@ async def test_run_without_checkpoints_goes_back_to_its_start_only_when_told(
 ) -> None:
     (tmp_path / "old").mkdir()
     config = CONFIG + "checkpoint: {every_steps: 0}\n"
-    await runs._ledger.save_run(
+    await runs.ledger.save_run(
         RunRecord("old", "old", RunState.FAILED, config, str(tmp_path / "old"), 1.0, ended_at=2.0)
     )
-    await runs._ledger.update_run("old", step=3)
+    await runs.ledger.update_run("old", step=3)
     with pytest.raises(FailedPrecondition, match=r"its 3 steps can only be made again .* --from start"):
         await runs.resume("old", "", "")
     await runs.resume("old", FROM_START, "")

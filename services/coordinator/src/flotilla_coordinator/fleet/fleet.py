@@ -124,9 +124,9 @@ class Fleet:
     def __init__(self, host: Host, owns_state: Callable[[], bool]) -> None:
         """Take `owns_state`, which is false once another coordinator has taken over."""
         self._host = host
-        self._runs: dict[str, RunFleet] = {}
+        self.runs: dict[str, RunFleet] = {}
         self._slots = GeneratorSlots(host.stack.ready_timeout_s)
-        self._generators = GeneratorLeases()
+        self.generators = GeneratorLeases()
         self._gangs = GangLeases()
         self._file = LeaseFile(host.state_dir / "leases.json", owns_state)
         self._drained: set[str] = set()
@@ -145,16 +145,16 @@ class Fleet:
     @property
     def changes_with_time(self) -> bool:
         """Return whether something may change without a report from a service."""
-        return bool(self._generators.leaving) or self._slots.any_away
+        return bool(self.generators.leaving) or self._slots.any_away
 
     async def close(self) -> None:
         """Close every run's view."""
-        for run in [*self._runs.values()]:
+        for run in [*self.runs.values()]:
             await run.close()
 
     def require_place(self, wanted: ResourceRequest) -> None:
         """Refuse one more run that would find no gang or no generator; a run that is alone waits for them."""
-        if not self._runs:
+        if not self.runs:
             return
         for role in wanted.roles:
             held = self._gangs.of_role(role)
@@ -162,7 +162,7 @@ class Fleet:
             require_gang(role, self._gang_slots(role), held, self._gangs.claimants(role), refused)
         if wanted.generates:
             refused = self._refusals(reg.SERVICE_KIND_GENERATOR)
-            require_generator(self._available_slots(), self._generators.claimants, refused)
+            require_generator(self._available_slots(), self.generators.claimants, refused)
 
     async def admit(self, run_id: str, wanted: ResourceRequest) -> RunFleet:
         """Return the run's own view; it gets generators at once, and gangs when it asks for them."""
@@ -186,9 +186,9 @@ class Fleet:
 
     async def end(self, run_id: str) -> None:
         """Release everything that a run has, and forget it."""
-        self._runs.pop(run_id, None)
+        self.runs.pop(run_id, None)
         self._gangs.end(run_id)
-        self._generators.end(run_id)
+        self.generators.end(run_id)
         await self.settle()
 
     async def take_gang(self, run_id: str, role: str, slot: str) -> bool:
@@ -204,12 +204,12 @@ class Fleet:
 
     def others(self, run_id: str) -> int:
         """Return the number of other runs."""
-        return len(self._runs.keys() - {run_id})
+        return len(self.runs.keys() - {run_id})
 
     def holder(self, registration: reg.Registration) -> str:
         """Return the run that has this gang or generator; empty where none has."""
         if registration.kind == reg.SERVICE_KIND_GENERATOR:
-            return self._generators.held.get(registration.name, "")
+            return self.generators.held.get(registration.name, "")
         return self._gangs.held.get(registration.name, "")
 
     def describe(self, registration: reg.Registration) -> ReplicaStatus | None:
@@ -223,7 +223,7 @@ class Fleet:
             return None
         seen = [
             replica
-            for run in self._runs.values()
+            for run in self.runs.values()
             if (replica := run.replica(registration.instance_id)) is not None
         ]
         return describe(registration, seen, drained=registration.instance_id in self._drained)
@@ -232,7 +232,7 @@ class Fleet:
         """Give no more work to the replica with this instance id or slot; the last one of a run cannot be drained."""
         found = working_replica(self.registrations.values(), reference)
         kind = reg.ServiceKind.Name(found.kind).removeprefix("SERVICE_KIND_").lower()
-        needed_by = [run_id for run_id, run in self._runs.items() if run.is_last(found.instance_id)]
+        needed_by = [run_id for run_id, run in self.runs.items() if run.is_last(found.instance_id)]
         if needed_by:
             raise FailedPrecondition(
                 f"{found.name} is the only {kind} of run {', '.join(needed_by)} that may get work",
@@ -251,30 +251,30 @@ class Fleet:
     async def settle(self) -> None:
         """Assign generators, take back those that are released, and show every run its services as they are now."""
         self._deal()
-        while left := [slot for slot in self._generators.leaving if self._holding(slot).has_left(slot)]:
+        while left := [slot for slot in self.generators.leaving if self._holding(slot).has_left(slot)]:
             for slot in left:
                 self._holding(slot).forget(slot)
-                self._generators.let_go(slot)
+                self.generators.let_go(slot)
             self._deal()
-        for run_id, run in [*self._runs.items()]:
+        for run_id, run in [*self.runs.items()]:
             await run.update(self.registrations, self._why_not(run_id))
-        self._file.write({GENERATORS: self._generators.held, GANGS: self._gangs.held})
+        self._file.write({GENERATORS: self.generators.held, GANGS: self._gangs.held})
 
     def _claim(
         self, run_id: str, wanted: ResourceRequest, *, gangs: Sequence[str], generators: Sequence[str]
     ) -> RunFleet:
         self._gangs.claim(run_id, wanted.roles, gangs)
         if wanted.generates:
-            self._generators.claim(Claim(run_id, wanted.most_generators), generators)
-        run = self._runs[run_id] = RunFleet(run_id, self._connect, self, wanted.roles)
+            self.generators.claim(Claim(run_id, wanted.most_generators), generators)
+        run = self.runs[run_id] = RunFleet(run_id, self._connect, self, wanted.roles)
         return run
 
     def _deal(self) -> None:
-        for slot in self._generators.deal(self._available_slots()):
+        for slot in self.generators.deal(self._available_slots()):
             self._holding(slot).leave(slot, self._why_it_leaves(slot))
 
     def _holding(self, slot: str) -> RunFleet:
-        return self._runs[self._generators.held[slot]]
+        return self.runs[self.generators.held[slot]]
 
     def _why_not(self, run_id: str) -> Callable[[reg.Registration], str]:
         """Return a function that says why a run cannot have a service; its answer is empty where the run can."""
@@ -289,7 +289,7 @@ class Fleet:
                 return DRAINED if one.instance_id in self._drained else ""
             if refusal(one):  # No run can have it: each run names it where it finds no other one.
                 return ""
-            held = self._generators.held if one.kind == reg.SERVICE_KIND_GENERATOR else self._gangs.held
+            held = self.generators.held if one.kind == reg.SERVICE_KIND_GENERATOR else self._gangs.held
             if held.get(one.name) == run_id or one.name in gangs:
                 return ""
             return f"it is for run {held[one.name]}" if one.name in held else "it is for another run"
@@ -304,7 +304,7 @@ class Fleet:
         return "draining" if is_going else "another run is to have it"
 
     def _available_slots(self) -> set[str]:
-        return self._slots.available(self.registrations, self._generators.held, self._drained)
+        return self._slots.available(self.registrations, self.generators.held, self._drained)
 
     def _gang_slots(self, role: str) -> set[str]:
         return {

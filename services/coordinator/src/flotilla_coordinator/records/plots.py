@@ -34,7 +34,7 @@ To work margins out from what is drawn would take as long as to draw it.
 Series = tuple[list[int], list[float]]
 
 
-class _Run:
+class RunFiles:
     """The series of one run directory."""
 
     def __init__(self, path: Path) -> None:
@@ -71,12 +71,12 @@ class _Run:
 
 def write_plots(run_dir: Path) -> list[Path]:
     """Write `plots/*.png`."""
-    run = _Run(run_dir)
+    run = RunFiles(run_dir)
     figures = {
-        "reward": _reward(run),
-        "training": _training(run),
-        "agreement": _agreement(run),
-        "time": _time(run),
+        "reward": reward_figure(run),
+        "training": training_figure(run),
+        "agreement": agreement_figure(run),
+        "time": time_figure(run),
     }
     target = run_dir / "plots"
     target.mkdir(exist_ok=True)
@@ -94,12 +94,13 @@ def write_comparison(
     names: Sequence[str], curves: Sequence[Mapping[str, Mapping[int, float]]], runs: Sequence[str], path: Path
 ) -> None:
     """Write one PNG with a panel for each metric, in which every run has a curve."""
-    _comparison(names, curves, runs).savefig(path)
+    comparison_figure(names, curves, runs).savefig(path)
 
 
-def _comparison(
+def comparison_figure(
     names: Sequence[str], curves: Sequence[Mapping[str, Mapping[int, float]]], runs: Sequence[str]
 ) -> Figure:
+    """Draw metrics of two runs over the same steps."""
     figure, panels = _figure("Runs compared", "", len(names))
     for axes, name in zip(panels, names, strict=True):
         for run, color, series in zip(runs, (BLUE, ORANGE), curves, strict=True):
@@ -111,7 +112,8 @@ def _comparison(
     return figure
 
 
-def _reward(run: _Run) -> Figure | None:
+def reward_figure(run: RunFiles) -> Figure | None:
+    """Draw rewards and held-out accuracy by step; None where there are none, as of every figure."""
     reward = run.series("reward/mean")
     if not reward[0] and not run.evaluations[0]:
         return None
@@ -136,12 +138,14 @@ def _reward(run: _Run) -> Figure | None:
     return figure
 
 
-def _training(run: _Run) -> Figure | None:
+def training_figure(run: RunFiles) -> Figure | None:
+    """Draw what the optimizer saw."""
     panels = [("loss", BLUE), ("grad_norm", ORANGE), ("entropy", GREEN), ("learning_rate", GREY)]
     return _stacked(run, "Training", panels)
 
 
-def _agreement(run: _Run) -> Figure | None:
+def agreement_figure(run: RunFiles) -> Figure | None:
+    """Draw how far trainer and generators were apart."""
     names = [
         ("probs_diff/mean", BLUE),
         ("probs_diff/max", ORANGE),
@@ -164,7 +168,8 @@ def _agreement(run: _Run) -> Figure | None:
     return figure
 
 
-def _time(run: _Run) -> Figure | None:
+def time_figure(run: RunFiles) -> Figure | None:
+    """Draw where the seconds of each step went."""
     if not run.steps:
         return None
     figure, (axes,) = _figure("Where a step's time goes", run.name, 1)
@@ -183,7 +188,7 @@ def _time(run: _Run) -> Figure | None:
     return figure
 
 
-def _stacked(run: _Run, title: str, panels: list[tuple[str, str]]) -> Figure | None:
+def _stacked(run: RunFiles, title: str, panels: list[tuple[str, str]]) -> Figure | None:
     present = [(name, color) for name, color in panels if run.series(name)[0]]
     if not present:
         return None

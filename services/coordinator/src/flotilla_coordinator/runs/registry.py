@@ -45,9 +45,9 @@ class Runs:
     """Starts runs, and finds every run in the ledger."""
 
     def __init__(self, host: Host, fleet: Fleet, ledger: Ledger, events: EventStream) -> None:
-        self._host = host
-        self._ledger = ledger
-        self._events = events
+        self.host = host
+        self.ledger = ledger
+        self.events = events
         self._starter = RunStarter(host, fleet, ledger, events)
         self._active: dict[str, RunHandle] = {}
         """The active runs by id."""
@@ -60,16 +60,16 @@ class Runs:
 
     async def recover(self) -> None:
         """Continue or close the runs that an earlier coordinator left unfinished, before any call is answered."""
-        self._ledger.watch_disk(self._disk_changed)
+        self.ledger.watch_disk(self._disk_changed)
         async with self.change_lock:
             # The earlier of two runs comes first.
-            for active in await self._starter.take_over(await self._ledger.unfinished_runs()):
+            for active in await self._starter.take_over(await self.ledger.unfinished_runs()):
                 self._register(active)
         self._recovered.set()
 
     def plan(self, config_yaml: str) -> run_pb2.Plan:
         """Return the plan of a run: its figures, its warnings and the reasons against it."""
-        return plan_run(load_text(RunConfig, config_yaml, source="run"), self._host.stack)
+        return plan_run(load_text(RunConfig, config_yaml, source="run"), self.host.stack)
 
     async def start(self, config_yaml: str, request_id: str) -> run_pb2.Run:
         """Admit a run, or raise the reason against it; a repeated request gets the run that it started."""
@@ -99,7 +99,7 @@ class Runs:
             async with self.change_lock:
                 if request_id and request_id in self._started:
                     return await self.find(self._started[request_id])
-                record = await self._ledger.get_run(run_id)
+                record = await self.ledger.get_run(run_id)
                 active = self._active.get(record.run_id)
                 held = active is not None and (active.control.paused or active.status.waits_for_disk)
                 if active is not None and held and not checkpoint:
@@ -127,7 +127,7 @@ class Runs:
 
         async def act() -> run_pb2.Run:
             async with self.change_lock:
-                record = await self._ledger.get_run(run_id)
+                record = await self.ledger.get_run(run_id)
                 active = self._active.get(record.run_id)
                 await self._pause(changeable(record, active))
                 return await self.find(record.run_id)
@@ -140,7 +140,7 @@ class Runs:
 
         async def act() -> run_pb2.Run:
             async with self.change_lock:
-                record = await self._ledger.get_run(run_id)
+                record = await self.ledger.get_run(run_id)
                 active = self._active.get(record.run_id)
                 await self._configure(record, active, assignments)
                 return await self.find(record.run_id)
@@ -163,7 +163,7 @@ class Runs:
             active.request_stop(reason)
             active.status.set_state(run_pb2.RUN_STATE_STOPPING, reason)
             asyncio.get_running_loop().call_later(STOP_GRACE_S, active.cancel)
-            await self._ledger.stopping(found.run_id, reason)
+            await self.ledger.stopping(found.run_id, reason)
             return active.status.run
 
         return await self._calls.shielded(act())
@@ -180,8 +180,8 @@ class Runs:
         """Raise where a run that should be resumed has not ended, or its end is not recorded yet."""
         if active is None:
             return
-        if active.status.ended and self._ledger.full is not None:
-            raise self._ledger.full
+        if active.status.ended and self.ledger.full is not None:
+            raise self.ledger.full
         raise FailedPrecondition(
             f"run {active.run_id} has not ended",
             why="there is nothing to continue",
@@ -194,7 +194,7 @@ class Runs:
             return
         active.control.pause()
         try:
-            await self._ledger.update_run(active.run_id, state=RunState.PAUSED, stays=False)
+            await self.ledger.update_run(active.run_id, state=RunState.PAUSED, stays=False)
         except FlotillaError:
             active.control.unpause()
             raise
@@ -207,7 +207,7 @@ class Runs:
                 f"run {active.run_id} is being stopped, or ends by itself",
                 next_step=f"resume it once it has ended: flotilla run resume {active.run_id}",
             )
-        await self._ledger.update_run(active.run_id, state=RunState.RUNNING, stays=False)
+        await self.ledger.update_run(active.run_id, state=RunState.RUNNING, stays=False)
         active.control.unpause()
 
     async def _configure(
@@ -228,7 +228,7 @@ class Runs:
         if active is not None:
             active.control.configure(config)
         try:
-            await self._ledger.update_run(record.run_id, config_yaml=text, stays=False)
+            await self.ledger.update_run(record.run_id, config_yaml=text, stays=False)
         except FlotillaError:
             if active is not None:
                 active.control.configure(before)
@@ -241,9 +241,9 @@ class Runs:
     async def _try_disk(self, active: RunHandle) -> None:
         """Let a run that waits for room on a disk check at once."""
         active.control.try_again()
-        if self._ledger.full is not None:
+        if self.ledger.full is not None:
             with contextlib.suppress(DiskFull):
-                await self._ledger.beat()
+                await self.ledger.beat()
 
     def _disk_changed(self, full: DiskFull | None) -> None:
         for active in list(self._active.values()):
@@ -252,17 +252,17 @@ class Runs:
     async def find(self, run_id: str) -> run_pb2.Run:
         """Return a run by its id, a unique prefix of it, or `latest`."""
         await self._recovered.wait()
-        return self._message(await self._ledger.get_run(run_id))
+        return self._message(await self.ledger.get_run(run_id))
 
     async def configuration(self, run_id: str) -> str:
         """Return the resolved configuration of a run."""
-        record = await self._ledger.get_run(run_id)
+        record = await self.ledger.get_run(run_id)
         return record.config_yaml
 
     async def list(self, limit: int) -> list[run_pb2.Run]:
         """Return the runs, newest first."""
         await self._recovered.wait()
-        return [self._message(record) for record in await self._ledger.list_runs(limit or LIST_LIMIT)]
+        return [self._message(record) for record in await self.ledger.list_runs(limit or LIST_LIMIT)]
 
     def version_on(self, run_id: str, instance_id: str) -> Version | None:
         """Return the version of an active run that one of its services holds; None where it holds none."""
@@ -291,12 +291,12 @@ class Runs:
 
     async def close(self) -> None:
         """End every run now, because the coordinator stops: recorded, or left to the next coordinator."""
-        self._ledger.give_up_waiting()
+        self.ledger.give_up_waiting()
         await self._calls.settle()  # runs that are being started or resumed are then active
         tasks = []
         for active in self._active.values():
             if active.task is not None and not active.task.done():
-                if self._host.stack.coordinator.keep_runs and not active.control.stop_requested:
+                if self.host.stack.coordinator.keep_runs and not active.control.stop_requested:
                     active.left = True
                 else:
                     active.control.stop_requested, active.stop_reason = True, "the coordinator was stopped"
@@ -306,7 +306,7 @@ class Runs:
         if tasks:
             await asyncio.wait(tasks)  # unlike gather, a limit that ends this wait does not cut the records
         await self._starter.trackers.close()
-        await self._events.close()
+        await self.events.close()
 
     def _message(self, record: RunRecord) -> run_pb2.Run:
         active = self._active.get(record.run_id)
