@@ -24,7 +24,7 @@ class ApplyingWorker(WeightWorker):
 
 
 def _remember(weights: Any) -> None:
-    live = weights._live
+    live = weights.live
     prepare = live.prepare
 
     def remembering(staged: Any, seed: int) -> Any:
@@ -36,7 +36,7 @@ def _remember(weights: Any) -> None:
 
 
 def _apply_alone(weights: Any) -> dict[str, Any]:
-    live = weights._live
+    live = weights.live
     for name, tensor in live.remembered.tensors(weights._worker.device):
         if name not in live.copies:
             live.copies[name] = torch.zeros_like(tensor)

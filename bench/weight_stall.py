@@ -93,8 +93,8 @@ class TimedEngine(VllmEngine):
     def __init__(self, config: GeneratorConfig, checkpoint: Checkpoint, worker_extension: str) -> None:
         super().__init__(config, checkpoint, worker_extension)
         self.parts: Parts = {}
-        self.workers = TimedCalls(lambda: self._llm, self.parts)
-        self.commits = TimedCommits(lambda: self._llm, self.workers, self._decoding, self.parts)
+        self.workers = TimedCalls(lambda: self.llm, self.parts)
+        self.commits = TimedCommits(lambda: self.llm, self.workers, self.decoding, self.parts)
 
     async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
         self.parts.clear()
@@ -144,7 +144,7 @@ class Streams:
             )
             params.output_kind = RequestOutputKind.DELTA
             prompt = {"prompt_token_ids": list(range(16))}
-            async for _ in self.engine._llm.generate(prompt, params, f"stream-{index}-{number}"):
+            async for _ in self.engine.llm.generate(prompt, params, f"stream-{index}-{number}"):
                 self.arrivals[index].append(time.perf_counter())
                 self._arrived.set()
 

@@ -203,7 +203,7 @@ async def _judged(engine: Any, name: str, prompt: list[int], tokens: list[int]) 
     params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = [
         output
-        async for output in engine._llm.generate(
+        async for output in engine.llm.generate(
             {"prompt_token_ids": [*prompt, *tokens]}, params, f"judge-{name}"
         )
     ]

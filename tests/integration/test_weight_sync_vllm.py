@@ -336,7 +336,7 @@ async def test_aborted_and_cancelled_requests_leave_the_engine(bench: Bench) -> 
     first.cancel()
     await asyncio.wait([first])
     await stream.aclose()
-    assert bench.engine._decoding.running == []
+    assert bench.engine.decoding.running == []
     assert bench.in_engine() == 0
 
 
@@ -384,7 +384,7 @@ async def test_logprobs_are_those_that_vllm_computed_bit_for_bit(bench: Bench) -
     params.output_kind = RequestOutputKind.DELTA
     tokens, logprobs = [], []
     streamed = {"prompt_token_ids": prompt, "cache_salt": "streamed"}
-    async for output in bench.engine._llm.generate(streamed, params, "streamed"):
+    async for output in bench.engine.llm.generate(streamed, params, "streamed"):
         (completion,) = output.outputs
         tokens += completion.token_ids
         logprobs += [

@@ -138,20 +138,20 @@ class Bench:
         return self._names
 
     def in_engine(self) -> int:
-        return int(self.engine._llm.output_processor.get_num_unfinished_requests())
+        return int(self.engine.llm.output_processor.get_num_unfinished_requests())
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
         """Inside the block vLLM takes requests and decodes nothing, as during a commit."""
-        await self.engine._llm.pause_generation(mode="keep", clear_cache=False)
+        await self.engine.llm.pause_generation(mode="keep", clear_cache=False)
         try:
             yield
         finally:
-            await self.engine._llm.resume_generation()
+            await self.engine.llm.resume_generation()
 
     async def wait_paused(self) -> None:
         async with asyncio.timeout(60):
-            while not await self.engine._llm.is_paused():
+            while not await self.engine.llm.is_paused():
                 await asyncio.sleep(0.002)
 
     async def wait_in_engine(self, count: int) -> None:

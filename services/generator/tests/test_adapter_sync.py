@@ -132,7 +132,7 @@ def sessions(tmp_path: Path) -> list[WeightSession]:
 
 
 def assert_holds(session: WeightSession, expected: Tensors) -> None:
-    live = session._engine._weights
+    live = session._engine.weights
     assert live.keys() == expected.keys()
     for name, tensor in live.items():
         torch.testing.assert_close(tensor.double(), expected[name].double(), atol=1e-6, rtol=1e-6)

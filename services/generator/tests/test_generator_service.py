@@ -277,7 +277,7 @@ async def test_other_weights_under_the_live_version_are_never_taken_for_it(repli
     other = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
     _, sent = await replica.stage(1, Version(0, 1), other)
     await replica.commit(1, Version(0, 1), sent)
-    live = replica.engine._weights
+    live = replica.engine.weights
     assert all(torch.equal(live[name], tensor) for name, tensor in other.items())
 
 
@@ -513,5 +513,5 @@ async def until(replica: Replica, phase: int) -> None:
 
 async def running(replica: Replica, samples: int) -> None:
     async with asyncio.timeout(5):
-        while sum(map(len, replica.engine._requests.values())) != samples:
+        while sum(map(len, replica.engine.requests.values())) != samples:
             await asyncio.sleep(0.01)

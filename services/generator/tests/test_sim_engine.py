@@ -52,7 +52,7 @@ def generating(engine: SimEngine, name: str) -> asyncio.Task[list[Sample]]:
 
 async def begun(engine: SimEngine, name: str) -> None:
     async with asyncio.timeout(WAIT_S):
-        while not all(one.starts for one in engine._requests.get(name, ())) or name not in engine._requests:
+        while not all(one.starts for one in engine.requests.get(name, ())) or name not in engine.requests:
             await asyncio.sleep(0)
 
 
@@ -65,7 +65,7 @@ async def test_between_samples_each_one_ends_as_it_began_and_new_ones_wait_for_t
     await asyncio.sleep(0)
     new, given_up = generating(engine, "new"), generating(engine, "given up")
     done, _ = await asyncio.wait({committing, new}, timeout=0.05)
-    assert not done and sum(map(len, engine._requests.values())) == 9
+    assert not done and sum(map(len, engine.requests.values())) == 9
     await engine.abort(["given up"])
     assert len(await given_up) == 3
 
@@ -93,7 +93,7 @@ async def test_in_flight_a_sample_goes_on_under_the_new_version(engine: SimEngin
     old = generating(engine, "old")
     await begun(engine, "old")
     await asyncio.wait_for(engine.apply(V2, KvPolicy.RECOMPUTE), WAIT_S)
-    (one, *_) = engine._requests["old"]
+    (one, *_) = engine.requests["old"]
     assert one.starts == [(V1, 0), (V2, 1)]
     await engine.abort(["old"])
     assert [[span.version for span in sample.spans] for sample in await old] == [[V1]] * 3
@@ -120,12 +120,12 @@ async def test_samples_beyond_the_places_of_the_engine_wait_for_one(tmp_path: Pa
     await begun(engine, "third")
     third.cancel()
     await asyncio.gather(first, third, return_exceptions=True)
-    await asyncio.wait_for(engine._schedule.wait_idle(), WAIT_S)
+    await asyncio.wait_for(engine.schedule.wait_idle(), WAIT_S)
     assert not engine.waiting_samples
 
 
 def started(engine: SimEngine) -> dict[str, int]:
-    return {name: sum(bool(one.starts) for one in samples) for name, samples in engine._requests.items()}
+    return {name: sum(bool(one.starts) for one in samples) for name, samples in engine.requests.items()}
 
 
 async def test_thousands_of_samples_share_a_few_threads(tmp_path: Path) -> None:

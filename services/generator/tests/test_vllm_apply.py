@@ -64,7 +64,7 @@ class Workers:
 
 def engine_on(workers: Workers, tmp_path: Any) -> VllmEngine:
     engine = VllmEngine(GeneratorConfig(), Checkpoint(tmp_path, {}))
-    engine._llm = workers
+    engine.llm = workers
     return engine
 
 
@@ -128,7 +128,7 @@ STAGED = {"error": "", "busy": False, "buckets": 3, "proved": True, "digests": [
 
 def in_place_on(workers: Workers, tmp_path: Any) -> VllmEngine:
     engine = VllmEngine(GeneratorConfig(apply_weights="direct"), Checkpoint(tmp_path, {}))
-    engine._llm = workers
+    engine.llm = workers
     return engine
 
 

@@ -94,9 +94,9 @@ async def test_a_workers_own_fault_is_no_failure_of_the_group(
     answering = worker.WeightWorker()
     monkeypatch.setattr(answering, "_flotilla_weights", weights, raising=False)
     if on_a_thread:
-        weights._run(lambda: fails(None), b"")
-        assert weights._thread is not None
-        weights._thread.join(LIMIT_S)
+        weights.run_aside(lambda: fails(None), b"")
+        assert weights.thread is not None
+        weights.thread.join(LIMIT_S)
         fault = answering.flotilla_status()
     else:
         fault = answering._flotilla_guarded(fails)
@@ -199,14 +199,14 @@ async def test_a_worker_tells_how_a_transfer_ended() -> None:
         assert going_on.wait(LIMIT_S)
 
     with EndNotices() as notices:
-        weights._run(transfer, notices.ticket)
+        weights.run_aside(transfer, notices.ticket)
         assert weights.status()["busy"]
         going_on.set()
         (told,) = await notices.of_all(1, LIMIT_S) or [{}]
     assert told == {"error": "", **weights.status()} and not told["busy"]
-    weights._run(lambda: None, notices.ticket)  # nobody listens: the worker goes on
-    assert weights._thread is not None
-    weights._thread.join(LIMIT_S)
+    weights.run_aside(lambda: None, notices.ticket)  # nobody listens: the worker goes on
+    assert weights.thread is not None
+    weights.thread.join(LIMIT_S)
     assert not weights.status()["busy"]
 
 

@@ -53,12 +53,12 @@ class SimEngine(Engine):
         self._checkpoint = checkpoint
         self._tokens = np.empty(0, np.int32)
         self._logprobs = np.empty(0, np.float32)
-        self._requests: dict[str, list[Decoding]] = {}
+        self.requests: dict[str, list[Decoding]] = {}
         self._live: Version | None = None
-        self._schedule = Schedule(config.max_running_samples, lambda one: one.begin(self._live))
+        self.schedule = Schedule(config.max_running_samples, lambda one: one.begin(self._live))
         self._receiver: Receiver | None = None
         self._inbox: Inbox | None = None
-        self._weights: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, torch.Tensor] = {}
 
     @property
     def info(self) -> EngineInfo:
@@ -85,8 +85,8 @@ class SimEngine(Engine):
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Sample]]:
         decoding = [self._decoding(slot, request) for slot in request.samples]
-        self._requests[request.request_id] = decoding
-        schedule = self._schedule
+        self.requests[request.request_id] = decoding
+        schedule = self.schedule
         try:
             if schedule.beginning and schedule.ending and not any(one.seconds for one in decoding):
                 for one in decoding:
@@ -109,18 +109,18 @@ class SimEngine(Engine):
                 left -= len(together)
                 yield together
         finally:
-            self._requests.pop(request.request_id, None)
+            self.requests.pop(request.request_id, None)
             schedule.forget(decoding)
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        return self._schedule.cut(one for name in request_ids for one in self._requests.get(name, ()))
+        return self.schedule.cut(one for name in request_ids for one in self.requests.get(name, ()))
 
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
         return []
 
     @property
     def waiting_samples(self) -> int:
-        return self._schedule.waiting
+        return self.schedule.waiting
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
         self._receiver = receiver = Receiver(group, rank_offset, manifest)
@@ -140,9 +140,9 @@ class SimEngine(Engine):
             if self._latency.commit_s:
                 await asyncio.sleep(self._latency.commit_s)
             staged = self._inbox.take() if self._inbox is not None else None
-            self._weights = dict(staged.tensors(torch.device("cpu"))) if staged is not None else {}
+            self.weights = dict(staged.tensors(torch.device("cpu"))) if staged is not None else {}
             self._live = version
-            for group in self._requests.values():
+            for group in self.requests.values():
                 for one in group:
                     one.go_on_under(version)
         elapsed = time.perf_counter() - started
@@ -169,7 +169,7 @@ class SimEngine(Engine):
     @asynccontextmanager
     async def _standing_still(self, kv_policy: KvPolicy) -> AsyncIterator[None]:
         """Let no sample end inside the block; before it, wait for the end of those that must not see the commit."""
-        schedule = self._schedule
+        schedule = self.schedule
         try:
             if kv_policy is KvPolicy.DRAIN:
                 schedule.beginning = False

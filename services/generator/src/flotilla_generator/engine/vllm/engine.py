@@ -70,12 +70,12 @@ class VllmEngine(Engine):
         self._checkpoint = checkpoint
         self._worker_extension = worker_extension
         self._cache = cache
-        self._llm: Any = None
+        self.llm: Any = None
         self._info: EngineInfo | None = None
         self._gpus = 0
-        self.workers = WorkerCalls(lambda: self._llm)
-        self._decoding = Decoding(lambda: self._llm, checkpoint.end_of_sequence, self.workers.explained)
-        self.commits = Commits(lambda: self._llm, self.workers, self._decoding)
+        self.workers = WorkerCalls(lambda: self.llm)
+        self.decoding = Decoding(lambda: self.llm, checkpoint.end_of_sequence, self.workers.explained)
+        self.commits = Commits(lambda: self.llm, self.workers, self.decoding)
 
     @property
     def info(self) -> EngineInfo:
@@ -85,9 +85,9 @@ class VllmEngine(Engine):
 
     async def start(self) -> None:
         # Importing and booting take seconds: on a thread, so that the service answers meanwhile.
-        self._llm, versions = await asyncio.to_thread(self._boot)
+        self.llm, versions = await asyncio.to_thread(self._boot)
         self._info = EngineInfo(
-            max_model_tokens=int(self._llm.model_config.max_model_len),
+            max_model_tokens=int(self.llm.model_config.max_model_len),
             vocabulary_size=self._checkpoint.vocabulary_size,
             weight_workers=self._config.tensor_parallel_size,
             gpus=self._gpus,
@@ -101,7 +101,7 @@ class VllmEngine(Engine):
         await self._warm_up()
 
     async def stop(self) -> None:
-        llm, self._llm = self._llm, None
+        llm, self.llm = self.llm, None
         if llm is None:
             return
         outputs = getattr(llm, "output_handler", None)
@@ -112,15 +112,15 @@ class VllmEngine(Engine):
 
     async def wait_failed(self) -> str:
         # vLLM reports it to no caller: its own server polls as well.
-        while self._llm is None or not self._llm.errored:  # noqa: ASYNC110
+        while self.llm is None or not self.llm.errored:  # noqa: ASYNC110
             await asyncio.sleep(HEALTH_POLL_S)
         return "vLLM's engine process died"
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Sample]]:
-        return self._decoding.generate(request)
+        return self.decoding.generate(request)
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        return await self._decoding.abort(request_ids)
+        return await self.decoding.abort(request_ids)
 
     async def worker_stacks(self) -> list[tuple[str, int, str]]:
         asking = asyncio.ensure_future(self.workers.ask("flotilla_stacks"))
@@ -134,7 +134,7 @@ class VllmEngine(Engine):
 
     @property
     def waiting_samples(self) -> int:
-        return self._decoding.waiting
+        return self.decoding.waiting
 
     async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
         arguments = (group.SerializeToString(), rank_offset, manifest.to_proto().SerializeToString())

@@ -48,9 +48,9 @@ class WorkerWeights:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._live = LiveModel(worker)
+        self.live = LiveModel(worker)
         self._receiver: Receiver | None = None
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._busy = False
         self._fault: Answer = NO_FAULT
         self._inbox: Inbox | None = None
@@ -68,9 +68,9 @@ class WorkerWeights:
             described,
             self._worker.device,
         )
-        self._live.expect(described)
+        self.live.expect(described)
         self._receiver, self._inbox = receiver, Inbox(receiver, described)
-        self._run(receiver.connect, ticket)
+        self.run_aside(receiver.connect, ticket)
 
     def stage(self, ticket: bytes, in_place: bool) -> None:
         """Start to receive one publication, and to prepare what can be done before decoding is paused.
@@ -80,22 +80,22 @@ class WorkerWeights:
         inbox = self._inbox
         if inbox is None:
             raise RuntimeError("no weight group was joined")
-        self._live.expect_in_place(in_place)
+        self.live.expect_in_place(in_place)
 
         def receive() -> None:
-            filling = self._live.begin()
+            filling = self.live.begin()
             inbox.receive(keep=None if filling is None else filling.put)
             staged = inbox.take()
             if filling is not None:
-                prepared: Following = self._live.fill(filling, staged, inbox.told)
+                prepared: Following = self.live.fill(filling, staged, inbox.told)
             else:
                 assert staged is not None, "just received"
-                prepared = self._live.prepare(staged, seed=sum(inbox.digests) % SEEDS)
+                prepared = self.live.prepare(staged, seed=sum(inbox.digests) % SEEDS)
             if self._inbox is inbox:
                 self._next = prepared
 
         self._next = None
-        self._run(receive, ticket)
+        self.run_aside(receive, ticket)
 
     def status(self) -> Answer:
         """Return whether a transfer runs, how far it is, how it ended."""
@@ -112,23 +112,23 @@ class WorkerWeights:
 
     def prove(self) -> Answer:
         """Go on with the proof of what was staged, for a little while."""
-        return {"proved": self._next is None or self._live.prove(self._next, PROOF_SLICE_S)}
+        return {"proved": self._next is None or self.live.prove(self._next, PROOF_SLICE_S)}
 
     def apply(self) -> Answer:
         """Make what was staged live."""
         following, self._next = self._next, None
         if following is None:
             return {"error": "nothing is staged", "broken": False}
-        return self._live.replace(following)
+        return self.live.replace(following)
 
     def check(self, ticket: bytes) -> None:
         """Start to compare the memory that decodes with what was committed; decoding goes on."""
 
         def compare() -> None:
-            self._checked = self._live.check()
+            self._checked = self.live.check()
 
         self._checked = {"tensors": 0, "unchecked": GIVEN_UP, "faults": [], "copies_s": 0.0}
-        self._run(compare, ticket)
+        self.run_aside(compare, ticket)
 
     def stacks(self) -> Answer:
         """Return the stack of every thread of this process."""
@@ -141,14 +141,14 @@ class WorkerWeights:
     def drop(self, why: str) -> None:
         """Leave the group; the thread of a transfer in progress ends by itself."""
         busy, self._busy = self._busy, False
-        receiver, self._receiver, self._thread = self._receiver, None, None
+        receiver, self._receiver, self.thread = self._receiver, None, None
         self._inbox, self._next, self._fault = None, None, NO_FAULT
         if receiver is not None:
             # On a thread: telling the others asks the sender's store, which may hang with its process.
             leave = partial(receiver.abort, why) if busy else receiver.close
             threading.Thread(target=leave, name="weights-leave", daemon=True).start()
 
-    def _run(self, work: Callable[[], None], ticket: bytes) -> None:
+    def run_aside(self, work: Callable[[], None], ticket: bytes) -> None:
         self._fault, self._busy = NO_FAULT, True
         receiver = self._receiver
 
@@ -167,8 +167,8 @@ class WorkerWeights:
                 self._busy = False
                 tell(ticket, {"error": "", **self.status()})
 
-        self._thread = threading.Thread(target=guarded, name="weight-transfer", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=guarded, name="weight-transfer", daemon=True)
+        self.thread.start()
 
 
 class WeightWorker:
