@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from flotilla_coordinator.ledger import schema
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_core.errors import DiskFull
@@ -17,32 +19,49 @@ LIMIT_S = 20.0
 LARGE = "x" * (4 << 20)
 
 
+class Disk:
+    """The writer's connection, whose file may be kept from growing: SQLite refuses that like a write to a full disk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._db: sqlite3.Connection
+        connect = schema.connect
+
+        def connected(path: Path) -> sqlite3.Connection:
+            self._db = connect(path)
+            return self._db
+
+        monkeypatch.setattr(schema, "connect", connected)
+
+    def fills(self) -> None:
+        """Let the file grow no further than a mebibyte."""
+        self._db.execute(f"PRAGMA max_page_count = {(1 << 20) // schema.PAGE_BYTES}")
+
+    def empties(self) -> None:
+        """Lift the limit."""
+        self._db.execute("PRAGMA max_page_count = 1000000")
+
+
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def ledger(disk: Disk, tmp_path: Path) -> Iterator[Ledger]:
     opened = Ledger.open(tmp_path / "ledger.sqlite")
     yield opened
     opened.close()
-
-
-async def limited(ledger: Ledger, mib: int | None) -> None:
-    """Let the file grow no further than `mib`; None lifts the limit. Refused like a write to a full disk."""
-
-    def limit(db: object) -> None:
-        pages = 1_000_000 if mib is None else (mib << 20) // 16384
-        db.execute(f"PRAGMA max_page_count = {pages}")  # type: ignore[attr-defined]
-
-    await ledger._writer.submit(limit)
 
 
 async def begun(ledger: Ledger) -> None:
     await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", "/tmp", 0.0))
 
 
-async def test_operations_wait_for_room_and_are_made_in_their_order(ledger: Ledger) -> None:
+async def test_operations_wait_for_room_and_are_made_in_their_order(ledger: Ledger, disk: Disk) -> None:
     await begun(ledger)
     told: list[bool] = []
     ledger.watch_disk(lambda full: told.append(full is not None))
-    await limited(ledger, 1)
+    disk.fills()
     waiting = [
         asyncio.ensure_future(ledger.update_run(RUN, reason=reason)) for reason in (LARGE, "second", "third")
     ]
@@ -55,7 +74,7 @@ async def test_operations_wait_for_room_and_are_made_in_their_order(ledger: Ledg
     assert not any(task.done() for task in waiting)
     assert (await ledger.get_run(RUN)).reason == ""
 
-    ledger._writer._db.execute("PRAGMA max_page_count = 1000000")
+    disk.empties()
     async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*waiting)
     assert (await ledger.get_run(RUN)).reason == "third"
@@ -66,11 +85,11 @@ async def test_operations_wait_for_room_and_are_made_in_their_order(ledger: Ledg
 
 
 async def test_a_wish_of_a_user_is_handed_in_and_a_new_run_is_refused_while_the_disk_is_full(
-    ledger: Ledger,
+    ledger: Ledger, disk: Disk
 ) -> None:
     await begun(ledger)
     ledger.watch_disk(lambda full: None)
-    await limited(ledger, 1)
+    disk.fills()
     held = asyncio.ensure_future(ledger.update_run(RUN, reason=LARGE))
     await asyncio.sleep(0)  # it is the first in the queue
     async with asyncio.timeout(LIMIT_S):
@@ -79,16 +98,16 @@ async def test_a_wish_of_a_user_is_handed_in_and_a_new_run_is_refused_while_the_
         with pytest.raises(DiskFull):
             await ledger.save_run(RunRecord("other", "run", RunState.RUNNING, "", "/tmp", 0.0))
     assert (await ledger.get_run(RUN)).state is RunState.RUNNING
-    ledger._writer._db.execute("PRAGMA max_page_count = 1000000")
+    disk.empties()
     async with asyncio.timeout(LIMIT_S):
         await held
         await ledger.beat()
     assert (await ledger.get_run(RUN)).state is RunState.STOPPING
 
 
-async def test_a_coordinator_that_goes_waits_for_no_room(ledger: Ledger) -> None:
+async def test_a_coordinator_that_goes_waits_for_no_room(ledger: Ledger, disk: Disk) -> None:
     await begun(ledger)
-    await limited(ledger, 1)
+    disk.fills()
     held = asyncio.ensure_future(ledger.update_run(RUN, reason=LARGE))
     await asyncio.sleep(0)
     ledger.give_up_waiting()
@@ -98,13 +117,15 @@ async def test_a_coordinator_that_goes_waits_for_no_room(ledger: Ledger) -> None
     ledger.close()
 
 
-async def test_what_fails_for_another_reason_is_refused_beside_those_that_wait(ledger: Ledger) -> None:
+async def test_what_fails_for_another_reason_is_refused_beside_those_that_wait(
+    ledger: Ledger, disk: Disk
+) -> None:
     await begun(ledger)
-    await limited(ledger, 1)
+    disk.fills()
     held = asyncio.ensure_future(ledger.update_run(RUN, reason=LARGE))
     unknown = asyncio.ensure_future(ledger.update_run("nobody", reason="x"))
     await asyncio.sleep(0)
-    ledger._writer._db.execute("PRAGMA max_page_count = 1000000")
+    disk.empties()
     async with asyncio.timeout(LIMIT_S):
         await held
         with pytest.raises(Exception, match="nobody"):
