@@ -62,7 +62,7 @@ def texts(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Call):
             match node:
                 case ast.Call(
-                    func=ast.Attribute(attr="phase" | "turn"), args=[ast.Constant(value=str(phase))]
+                    func=ast.Attribute(attr="phase" | "exclusive"), args=[ast.Constant(value=str(phase))]
                 ):
                     yield f"time/{phase.replace(' ', '_')}_s"
 
