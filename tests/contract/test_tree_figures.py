@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL_WITH_ONE_IMPORTER = 6
+SMALL_WITH_ONE_IMPORTER = 4
 FRAGMENTS = 0
 LARGEST_SHARE_OF_ATTRIBUTE_FRAGMENTS = 0.05
 CIRCLES_OF_MODULES = [["flotilla_coordinator.cli.options", "flotilla_coordinator.cli.stack"]]
@@ -43,7 +43,7 @@ def test_a_small_module_with_one_importer_belongs_to_its_importer(
 ) -> None:
     small = tree_figures.small_with_one_importer(modules)
     names = "\n".join(str(module.path) for module in small)
-    assert len(small) <= SMALL_WITH_ONE_IMPORTER, f"put one into its importer:\n{names}"
+    assert len(small) == SMALL_WITH_ONE_IMPORTER, f"put it into its importer, or lower the number:\n{names}"
 
 
 def test_docstrings_become_sentences(modules: list[Any]) -> None:

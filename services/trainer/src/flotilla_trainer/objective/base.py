@@ -11,12 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from flotilla_algorithms import counted_units
 from flotilla_core.config.advantages import AdvantageConfig, GaeAdvantage
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import sample_place
 from flotilla_trainer.batch.update_batch import UpdateBatch
 
+TOKEN_MEAN = "token_mean"
 WHOLE_UPDATES = "updates"
 """The unit of an objective that sums: all calls of a step are one update, however many there are."""
 
@@ -102,6 +104,31 @@ class WithoutAdvantages:
 
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
         """Ignore the step: nothing adapts."""
+
+
+class OverTokens(WithoutAdvantages):
+    """An objective whose loss is a mean over all trained tokens, and which compares them with no policy."""
+
+    unit = "tokens"
+    """The unit over which its losses are averaged."""
+    temperature = 1.0
+    """Tokens are judged by the unchanged distribution of the model."""
+
+    def scores_reference(self, batch: UpdateBatch) -> bool:
+        """Return False: tokens are compared with no reference that the ranks would have to score."""
+        return False
+
+    def scores_policy(self, *, several_steps: bool) -> bool:
+        """Return False: what the policy makes of the tokens before an update plays no part."""
+        return False
+
+    def units(self, batch: UpdateBatch) -> float:
+        """Count the trained tokens of a batch."""
+        return counted_units(TOKEN_MEAN, batch.response_lengths, batch.trained)
+
+    def metric_weight(self, batch: UpdateBatch) -> float:
+        """Return the number of trained tokens, over which the metrics of a batch are averaged."""
+        return float(batch.trained.sum())
 
 
 def check_logprobs(batch: UpdateBatch, what: str) -> None:

@@ -21,6 +21,7 @@ from flotilla_trainer.batch.tokens import sample_place
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.base import (
+    TOKEN_MEAN,
     WHOLE_UPDATES,
     check_advantage,
     check_logprobs,
@@ -103,7 +104,7 @@ class PolicyObjective:
     def unit(self) -> str:
         """The unit over which its losses are averaged."""
         aggregation = self._policy.aggregation.type
-        return {columns.TOKEN_MEAN: "tokens", TOKEN_SUM: WHOLE_UPDATES}.get(aggregation, "sequences")
+        return {TOKEN_MEAN: "tokens", TOKEN_SUM: WHOLE_UPDATES}.get(aggregation, "sequences")
 
     def units(self, batch: UpdateBatch) -> float:
         """Count the units of a batch."""

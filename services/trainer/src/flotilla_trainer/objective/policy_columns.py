@@ -44,7 +44,6 @@ from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.wire.user_functions import guarded, is_user_function, load_user_function
 
 Floats = NDArray[np.float64]
-TOKEN_MEAN = "token_mean"
 
 
 def advantage_function(name: str) -> AdvantageFunction:

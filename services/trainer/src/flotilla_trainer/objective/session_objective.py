@@ -6,7 +6,11 @@ advantages, corrections and means are made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.config import ConfigModel, DpoConfig, PolicyConfig, RewardModelConfig
@@ -14,10 +18,12 @@ from flotilla_core.config.advantages import GrpoAdvantage
 from flotilla_core.config.losses import LossSection
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.structs import to_json
-from flotilla_trainer.objective.base import SessionObjective
+from flotilla_trainer.batch.packing import Sequences
+from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.objective.base import TOKEN_MEAN, OverTokens, SessionObjective
 from flotilla_trainer.objective.pairs import PairObjective, RewardUpdate
 from flotilla_trainer.objective.policy import PolicyObjective
-from flotilla_trainer.objective.supervised import SupervisedObjective
+from flotilla_trainer.objective.policy_columns import part_weights
 from flotilla_trainer.objective.value import ValueUpdate
 from flotilla_trainer.wire.objective import (
     REWARD_MODEL,
@@ -37,6 +43,23 @@ class CallSection(ConfigModel):
 
     loss: LossSection
     """The loss that the call descends on."""
+
+
+class SupervisedObjective(OverTokens):
+    """Raises the log-probabilities of given answers; every trained token counts the same."""
+
+    writes_samples = True
+    """The versions of their tokens are versions of the model that learns."""
+
+    def sequences(
+        self,
+        batch: UpdateBatch,
+        seed: int,
+        policy: NDArray[np.float32] | None = None,
+        parts: Sequence[NDArray[np.bool_]] = (),
+    ) -> tuple[Sequences, dict[str, float]]:
+        """Make sequences with the weights of their tokens, each part with its own denominator; there are no metrics."""
+        return batch.sequences({"weights": part_weights(TOKEN_MEAN, batch, batch.trained, parts)}), {}
 
 
 def session_objective(settings: ObjectiveSettings) -> SessionObjective:

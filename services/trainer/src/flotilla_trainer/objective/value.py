@@ -12,37 +12,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flotilla_algorithms import counted_units, gae
+from flotilla_algorithms import gae
 from flotilla_core.config.advantages import GaeAdvantage
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective import policy_columns as columns
-from flotilla_trainer.objective.base import WithoutAdvantages, check_logprobs, check_reference, check_values
+from flotilla_trainer.objective.base import (
+    TOKEN_MEAN,
+    OverTokens,
+    check_logprobs,
+    check_reference,
+    check_values,
+)
 from flotilla_trainer.wire.objective import ObjectiveSettings
 
 
-class ValueUpdate(WithoutAdvantages):
+class ValueUpdate(OverTokens):
     """Trains a critic on the returns of rollouts."""
 
-    unit = "tokens"
-    """The unit over which its losses are averaged."""
     writes_samples = False
     """The versions of their tokens are the policy's, which may have moved when the critic could not."""
-    temperature = 1.0
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         policy = settings.policy
         assert policy is not None and isinstance(policy.advantage, GaeAdvantage), "checked: it has a critic"
         self._policy, self._advantage = policy, policy.advantage
         self._limit = settings.max_response_tokens
-
-    def scores_reference(self, batch: UpdateBatch) -> bool:
-        """Return False: a critic holds no policy, so what it needs of one comes with the samples."""
-        return False
-
-    def scores_policy(self, *, several_steps: bool) -> bool:
-        """Return False: a critic holds no policy."""
-        return False
 
     def sequences(
         self,
@@ -62,17 +57,9 @@ class ValueUpdate(WithoutAdvantages):
         made: dict[str, NDArray[Any]] = {
             "old_values": batch.values,
             "returns": returns,
-            "weights": columns.part_weights(columns.TOKEN_MEAN, batch, batch.trained, parts),
+            "weights": columns.part_weights(TOKEN_MEAN, batch, batch.trained, parts),
         }
         return batch.sequences(made), _metrics(batch.values[batch.trained], returns[batch.trained])
-
-    def units(self, batch: UpdateBatch) -> float:
-        """Count the tokens over which its losses are averaged."""
-        return counted_units(columns.TOKEN_MEAN, batch.response_lengths, batch.trained)
-
-    def metric_weight(self, batch: UpdateBatch) -> float:
-        """Return the number of trained tokens, over which the metrics of a batch are averaged."""
-        return float(batch.trained.sum())
 
     def _penalties(self, batch: UpdateBatch) -> NDArray[np.float64] | None:
         """Return what the divergence from the reference subtracts from the reward of each token."""
