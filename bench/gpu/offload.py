@@ -38,8 +38,9 @@ from flotilla_core.config import BatchingConfig
 from flotilla_trainer.batch.packing import MicroBatch
 from flotilla_trainer.rank import update as rank_update
 from flotilla_trainer.rank.compilation import Compilation
+from flotilla_trainer.rank.cut import local
 from flotilla_trainer.rank.kept_whole import Kept, kept_by
-from flotilla_trainer.rank.sharded_model import ShardedModel, local
+from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_weights.digest import tensor_digests
 
 GIB = 1 << 30

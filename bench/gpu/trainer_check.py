@@ -12,7 +12,8 @@ from trainer_work import OPTIMIZER, Line, Record, Trainer, given_answers, micro_
 from transformers import AutoModelForCausalLM
 
 from flotilla_trainer.rank.compilation import Compilation
-from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
+from flotilla_trainer.rank.cut import gathered
+from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.update import finish
 
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")

@@ -17,9 +17,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.compilation import COMPILING, Compilation
+from flotilla_trainer.rank.cut import gathered
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.packed_rows import PackedRow
-from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
+from flotilla_trainer.rank.sharded_model import ShardedModel
 
 pytestmark = pytest.mark.timeout(300)
 CPU = torch.device("cpu")

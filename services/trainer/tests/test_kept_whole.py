@@ -15,11 +15,12 @@ from flotilla_core.config import BatchingConfig, OptimizerConfig
 from flotilla_core.errors import Exhausted, UserCodeError
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.rank import update as update_module
+from flotilla_trainer.rank.cut import gathered, local
 from flotilla_trainer.rank.kept_whole import Kept
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.objective import LossTerms, Objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
-from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
+from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.update import Update, finish
 from flotilla_trainer.wire.frames import Array, Frame
 from flotilla_trainer.wire.objective import ObjectiveSettings

@@ -30,6 +30,7 @@ from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compilation import CompilerWatch
+from flotilla_trainer.rank.cut import gathered, local
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.model_checks import check_sequence_parallel
 from flotilla_trainer.rank.objective import Objective, rank_objective
@@ -37,7 +38,7 @@ from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.reference_weights import ReferenceDistribution, ReferenceWeights
 from flotilla_trainer.rank.scoring import score, values_of
-from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
+from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.update import Update, finish
 from flotilla_trainer.rank.value_model import RewardModel, ValueModel
 from flotilla_trainer.wire.frames import Frame

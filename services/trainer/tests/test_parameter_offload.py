@@ -17,13 +17,14 @@ from flotilla_core.errors import FlotillaError
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.rank import update as update_module
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
+from flotilla_trainer.rank.cut import gathered, local
 from flotilla_trainer.rank.kept_whole import Kept
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.objective import rank_objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.reference_weights import ReferenceWeights
-from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
+from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.update import Update, finish
 from flotilla_trainer.rank.value_model import ValueModel
 from flotilla_trainer.wire.frames import Array, Frame

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.pretend_gpus import PretendGpus
+from flotilla_trainer.rank.cut import gathered
 from flotilla_trainer.rank.gather import rows_of
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.publisher import Publisher
-from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
+from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_weights.digest import tensor_digests
 from flotilla_weights.group import Receiver
 from flotilla_weights.manifest import Manifest

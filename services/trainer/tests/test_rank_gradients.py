@@ -13,8 +13,8 @@ from transformers import AutoModel, BertConfig
 
 from flotilla_core.config import BatchingConfig, CriticConfig, OptimizerConfig, PolicyConfig
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
+from flotilla_trainer.rank.cut import local
 from flotilla_trainer.rank.meeting import Meeting
-from flotilla_trainer.rank.sharded_model import local
 from flotilla_trainer.rank.worker import RankWorker
 from flotilla_trainer.wire.frames import Array, Frame
 from flotilla_trainer.wire.objective import VALUE, ObjectiveSettings

@@ -21,12 +21,13 @@ from flotilla_core import telemetry
 from flotilla_core.disk import disk_full
 from flotilla_core.errors import FlotillaError, Internal, Mismatch
 from flotilla_core.telemetry import names
+from flotilla_trainer.rank.cut import Cut, local
 from flotilla_trainer.rank.export import WholeModel
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
 from flotilla_trainer.rank.peft_folder import FOLDER as ADAPTERS
 from flotilla_trainer.rank.peft_folder import AdapterFolder
-from flotilla_trainer.rank.sharded_model import ShardedModel, local
+from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.shards import Piece, ShardReader, write_shard
 from flotilla_trainer.wire.frames import Frame
 
@@ -49,7 +50,6 @@ class RankCheckpoints:
     def __init__(self, model: ShardedModel, link: FrontLink) -> None:
         self._model = model
         self._link = link
-        self._rank = dist.get_rank()
         self._mesh = model.mesh
 
     def snapshot(self, fields: dict[str, Any], optimizer: PolicyOptimizer, source: Path) -> None:
@@ -87,27 +87,21 @@ class RankCheckpoints:
         for name, parameter in self._model.trainable().items():
             self._link.progress(f"copying {name}")
             steps[name] = optimizer.steps(parameter)
-            if not self._writes_pieces:
+            cut = Cut.of(name, parameter)
+            if not cut.counts:
                 continue
-            first, _ = self._rows(parameter)
             for kind, tensor in {PARAMETER: parameter, **optimizer.moments(parameter)}.items():
-                rows = local(tensor.detach()).to("cpu", copy=True)
-                pieces[f"{kind}/{name}"] = Piece(first, tuple(parameter.shape), rows)
+                pieces[f"{kind}/{name}"] = cut, local(tensor.detach()).to("cpu", copy=True)
         adapters = self._model.adapters
         whole = AdapterFolder(adapters, source) if adapters else WholeModel(source, self._model, self._link)
         return _Snapshot(pieces, steps, whole)
 
-    @property
-    def _writes_pieces(self) -> bool:
-        """Return whether this rank writes its numbers; adapters, which are whole on every rank, are written once."""
-        return self._rank == 0 if self._model.frozen else self._mesh.counts_shard
-
     def _write(self, folder: Path, taken: _Snapshot, report: Frame) -> None:
         try:
-            if self._mesh.counts_shard:
+            if self._mesh.copy == 0:
                 facts = {"steps": taken.steps, "base": self._model.base}
                 write_shard(folder, self._mesh.shard, self._mesh.shards, taken.pieces, facts)
-            if self._rank == 0:
+            if dist.get_rank() == 0:
                 taken.model.write(folder / (ADAPTERS if self._model.frozen else MODEL))
         except FlotillaError as error:
             self._link.refuse(report, error)
@@ -135,8 +129,8 @@ class RankCheckpoints:
             self._check_base(folder, shards.facts)
             for name, kinds in wanted.items():
                 self._link.progress(f"reading {name}")
-                first, count = self._rows(parameters[name])
-                tensors = {kind: shards.rows(f"{kind}/{name}", first, count) for kind in kinds}
+                cut = Cut.of(name, parameters[name])
+                tensors = {kind: shards.part(f"{kind}/{name}", cut) for kind in kinds}
                 found[name] = tensors, shards.facts["steps"][name]
         return found
 
@@ -149,16 +143,3 @@ class RankCheckpoints:
                 why="the model, or the folder of initial_weights, has changed since",
                 next_step="put the model back as it was when the run was started",
             )
-
-    def _rows(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """Return the first row and the number of rows that this rank holds.
-
-        FSDP cuts rows evenly, with the last part short; adapters are whole on every rank.
-        """
-        if self._model.frozen:
-            return 0, parameter.shape[0]
-        most = -(-parameter.shape[0] // self._mesh.shards)
-        first = min(self._mesh.shard * most, parameter.shape[0])
-        count = min(most, parameter.shape[0] - first)
-        assert count == local(parameter).shape[0], "FSDP cut a parameter in another way than along its rows"
-        return first, count

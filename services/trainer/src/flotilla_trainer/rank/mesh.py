@@ -1,7 +1,7 @@
 """Arrange the ranks of a gang: the shard of the weights that each holds, its copy, and the lane that it works in.
 
 Invariants: rank = copy x shards + shard, and rank = lane x width + place, so that the ranks that communicate most are
-neighbours; a sum over the gang counts each shard in the first copy only, and each lane at its first place only.
+neighbours; a sum over the gang counts each lane at its first place only.
 """
 
 from __future__ import annotations
@@ -51,11 +51,6 @@ class RankMesh:
             width=sequence_parallel,
             lane=lanes.get_group("place"),
         )
-
-    @property
-    def counts_shard(self) -> bool:
-        """Return whether sums over the gang include this rank's shards; the other copies hold the same numbers."""
-        return self.copy == 0
 
     @property
     def counts_tokens(self) -> bool:

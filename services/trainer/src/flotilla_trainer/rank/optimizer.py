@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from flotilla_core.config import OptimizerConfig
-from flotilla_trainer.rank.sharded_model import ShardedModel, local
+from flotilla_trainer.rank.cut import Cut, local
+from flotilla_trainer.rank.sharded_model import ShardedModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state that AdamW keeps of a parameter, by torch's names."""
@@ -30,10 +31,10 @@ class PolicyOptimizer:
     """AdamW over the sharded parameters."""
 
     def __init__(self, model: ShardedModel, settings: OptimizerConfig) -> None:
-        self._counts_shard = model.mesh.counts_shard
         self._parameters = list(model.trainable().values())
         # Sharded gradients arrive reduced, each element on one rank; adapters are whole on every rank.
         self._replicated = model.frozen
+        self._counted = [p for n, p in model.trainable().items() if model.frozen or Cut.of(n, p).counts]
         self._on_host = model.cpu_offload and not model.frozen
         self._device = model.device
         self._max_grad_norm = settings.max_grad_norm
@@ -80,10 +81,10 @@ class PolicyOptimizer:
 
     def squared_norm(self) -> torch.Tensor:
         """Return this rank's share of the squared norm of the gradient, in float64."""
+        if not self._counted:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
         share = torch.stack(self._norms()).double().square().sum()
-        if self._replicated:
-            return share / dist.get_world_size()
-        return share if self._counts_shard else torch.zeros_like(share)
+        return share / dist.get_world_size() if self._replicated else share
 
     def step(self, learning_rate: float, norm: float) -> None:
         """Update the weights; `norm` is the norm of the whole gradient."""
@@ -128,7 +129,7 @@ class PolicyOptimizer:
             state[name] = torch.zeros_like(parameter)
 
     def _norms(self) -> list[torch.Tensor]:
-        gradients = self._local_gradients()
+        gradients = [local(p.grad) for p in self._counted if p.grad is not None]
         if not self._on_host:
             return list(torch._foreach_norm(gradients))
         # One after the other, because the device has no room for all. On the host a norm of 60 million float32 numbers

@@ -16,7 +16,8 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import DTensor
+
+from flotilla_trainer.rank.cut import local
 
 HOST = torch.device("cpu")
 AHEAD = 2
@@ -37,19 +38,6 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
         if isinstance(module, FSDPModule):
             module.set_all_reduce_hook(partial(earlier.add, module))
-
-
-def visiting(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sharded tensor on the device that its ranks compute on: a copy, if it rests elsewhere."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    part, mesh = tensor.to_local(), tensor.device_mesh
-    if part.device.type == mesh.device_type:
-        return tensor
-    part = part.detach().to(mesh.device_type, non_blocking=True)
-    return DTensor.from_local(
-        part, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 def finish_transfers(device: torch.device) -> None:
@@ -81,8 +69,7 @@ class EarlierGradients:
         for parameter, new in zip(group.fsdp_params, reduced.split(sizes), strict=True):
             earlier, parameter.sharded_param.grad = parameter.sharded_param.grad, None
             if earlier is not None:
-                assert isinstance(earlier, DTensor), "it is cut like its parameter"
-                part = earlier.to_local().reshape(-1)
+                part = local(earlier).reshape(-1)
                 new[: part.numel()].add_(part.to(reduced.device, non_blocking=True))
         if reduced.is_cuda:
             self._queued.append(torch.cuda.current_stream().record_event())

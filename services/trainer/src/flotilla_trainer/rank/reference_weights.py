@@ -13,10 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
+from flotilla_trainer.rank.cut import gathered, local
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.parameter_offload import finish_transfers
 from flotilla_trainer.rank.policy_model import PolicyModel, ReferenceStates
-from flotilla_trainer.rank.sharded_model import ShardedModel, gathered, local
+from flotilla_trainer.rank.sharded_model import ShardedModel
 
 
 class ReferenceWeights:

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from flotilla_core.config import LoraConfig
@@ -34,11 +33,12 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
 from flotilla_trainer.rank.activation_offload import RecomputedLayers, SelectiveLayers
 from flotilla_trainer.rank.body_model import ValueBody
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
+from flotilla_trainer.rank.cut import scatter, visiting
 from flotilla_trainer.rank.gather import rows_of
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.model_checks import packing_refusal
-from flotilla_trainer.rank.parameter_offload import materialize, resting_on_host, visiting
+from flotilla_trainer.rank.parameter_offload import materialize, resting_on_host
 from flotilla_trainer.rank.peft_folder import read_adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.sequence_parallel import SequenceParallel
@@ -174,9 +174,7 @@ class ShardedModel:
                 )
                 if self.frozen and source:
                     base.add(whole)
-                assert isinstance(parameter, DTensor), "all of them are cut into shards"
-                shards = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-                local(parameter).copy_(local(shards))
+                scatter(name, whole, parameter)
             for name, buffer in self.causal_lm.named_buffers():
                 if source:
                     buffer.copy_(source[name])
@@ -321,19 +319,3 @@ def repeated_layers(causal_lm: PreTrainedModel | ValueBody) -> list[nn.Module]:
     """Return the repeated blocks of a model that is not sharded yet."""
     blocks = set(causal_lm._no_split_modules or ())
     return [module for module in causal_lm.modules() if type(module).__name__ in blocks]
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sharded tensor in full on the device; a collective.
-
-    Where one rank holds all of it there, it is the model's own.
-    """
-    tensor = visiting(tensor)
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -20,28 +19,21 @@ from safetensors.torch import save_file
 
 from flotilla_core.checkpoint import not_written
 from flotilla_core.errors import Damaged, Mismatch
+from flotilla_trainer.rank.cut import Cut
 from flotilla_trainer.wire.settings import SHARDS
 
-FOLDER = SHARDS
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows [first, first + len(rows)) of a whole tensor."""
-
-    first: int
-    whole: tuple[int, ...]
-    rows: torch.Tensor
+Piece = tuple[Cut, torch.Tensor]
+"""The rows of a whole tensor that a rank holds, and which they are."""
 
 
 def write_shard(folder: Path, rank: int, ranks: int, pieces: dict[str, Piece], facts: dict[str, Any]) -> None:
     """Write this rank's file; `facts` are small and the same on all ranks."""
-    path = folder / FOLDER / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
-    places = {name: [piece.first, list(piece.whole)] for name, piece in pieces.items()}
+    path = folder / SHARDS / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+    places = {name: [cut.offset, list(cut.whole)] for name, (cut, _) in pieces.items()}
     try:
         path.parent.mkdir(exist_ok=True)
         save_file(
-            {name: piece.rows.contiguous() for name, piece in pieces.items()},
+            {name: rows.contiguous() for name, (_, rows) in pieces.items()},
             path,
             {"places": json.dumps(places), "facts": json.dumps(facts)},
         )
@@ -61,7 +53,7 @@ class ShardReader:
     """All shard files of a checkpoint, open for reading."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / FOLDER
+        self._folder = folder / SHARDS
         self._open = ExitStack()
         self._sources: dict[str, list[_Source]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -95,18 +87,18 @@ class ShardReader:
                 next_step="start the stack with the model that the run was started with",
             )
 
-    def rows(self, name: str, first: int, count: int) -> torch.Tensor:
-        """Read the rows [first, first + count), from the files that hold them."""
-        parts, at = [], first
+    def part(self, name: str, cut: Cut) -> torch.Tensor:
+        """Read the rows of a part, from the files that hold them."""
+        parts, at, end = [], cut.offset, cut.offset + cut.size
         try:
             for source in sorted(self._sources[name], key=lambda source: source.first):
-                if source.first <= at < min(source.last, first + count):
-                    last = min(source.last, first + count)
+                last = min(source.last, end)
+                if source.first <= at < last:
                     parts.append(source.file.get_slice(name)[at - source.first : last - source.first])
                     at = last
         except SafetensorError as error:
             raise Damaged(f"{name} cannot be read", where=str(self._folder), why=str(error)) from error
-        if at < first + count:
+        if at < end:
             raise Damaged(f"{name} is not whole", where=str(self._folder), why=f"no file holds its row {at}")
         return torch.cat(parts) if parts else torch.empty((0, *self._shapes[name][1:]))
 

@@ -24,6 +24,7 @@ from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError
 from flotilla_core.telemetry import names
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compilation import Compilation, one_pass
+from flotilla_trainer.rank.cut import gathered
 from flotilla_trainer.rank.device_memory import PROBE_SEQUENCE, MicroBatchMemory
 from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.link import FrontLink
@@ -36,7 +37,7 @@ from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.publisher import Publisher
 from flotilla_trainer.rank.reference_weights import ReferenceDistribution, ReferenceWeights
 from flotilla_trainer.rank.scoring import score, values_of
-from flotilla_trainer.rank.sharded_model import ShardedModel, gathered
+from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.update import Update, UpdateSteps, finish
 from flotilla_trainer.rank.value_model import RewardModel, ValueModel
 from flotilla_trainer.wire.frames import Array, Frame
