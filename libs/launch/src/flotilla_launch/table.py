@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_core.config import StackConfig
-from flotilla_core.config.stack import SecretReference
+from flotilla_core.config.model import SecretReference
 from flotilla_core.gangs import agent_of, section_of_process
 from flotilla_launch.environment import shown
 from flotilla_launch.gpus import VISIBLE, Gpus

@@ -22,7 +22,7 @@ from flotilla_core.config.data import (
     TrainingSet,
 )
 from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
-from flotilla_core.config.model import ConfigModel
+from flotilla_core.config.model import ConfigModel, SecretReference
 from flotilla_core.config.run import (
     DIRECT,
     HostedTrackerConfig,
@@ -42,7 +42,6 @@ from flotilla_core.config.stack import (
     NatsConfig,
     RayConfig,
     RewardServiceConfig,
-    SecretReference,
     SimConfig,
     SlurmConfig,
     StackConfig,

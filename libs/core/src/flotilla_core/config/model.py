@@ -24,9 +24,12 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from flotilla_core.addresses import canonical
@@ -283,3 +286,65 @@ def kind_of(section: Any) -> Any:
     """Return the member of a union that a section is: `user` for a function of the user, else its type."""
     kind = section.get("type") if isinstance(section, dict) else getattr(section, "type", None)
     return "user" if isinstance(kind, str) and ":" in kind else kind
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+
+
+class SecretReference(ConfigModel):
+    """The place of a secret, which is read where the process starts: one of the three."""
+
+    file: Path | None = None
+    """File with the secret, for its owner alone (mode 0600)."""
+    environment: str | None = None
+    """Variable of the process that starts the service."""
+    command: tuple[str, ...] | None = Field(default=None, min_length=1, max_length=64)
+    """Program with its arguments, which prints the secret; no shell reads it."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> SecretReference:
+        if sum(place is not None for place in (self.file, self.environment, self.command)) != 1:
+            raise ValueError("name one of file, environment and command")
+        if self.environment is not None and not _VARIABLE.fullmatch(self.environment):
+            # Not shown: it may be the secret itself, in the wrong place.
+            raise ValueError("environment takes the name of a variable")
+        return self
+
+
+_OWN_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "FLOTILLA_PROCESS")
+
+
+def _fit_an_environment(values: dict[str, Any]) -> dict[str, Any]:
+    """Check the names; no value is in any message, because it may be a secret."""
+    for name in values:
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"{name[:80]!r} is no name of a variable")
+        if name in _OWN_VARIABLES:
+            raise ValueError(f"{name} is set by the launcher, from the GPUs of the stack")
+    return values
+
+
+def _texts_or_references(values: object) -> object:
+    if not isinstance(values, dict):
+        raise ValueError("expected a mapping of variables to texts or references to secrets")
+    for name, value in values.items():
+        if not isinstance(value, str | dict | SecretReference):
+            raise ValueError(f"{str(name)[:80]}: expected a text (in quotes) or a reference to a secret")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"{str(name)[:80]}: a variable holds no NUL")
+    return values
+
+
+def _kind_of_value(value: object) -> str:
+    return "text" if isinstance(value, str) else "reference"
+
+
+EnvironmentValue = Annotated[
+    Annotated[str, Tag("text")] | Annotated[SecretReference, Tag("reference")], Discriminator(_kind_of_value)
+]
+Environment = Annotated[
+    dict[str, EnvironmentValue],
+    BeforeValidator(_texts_or_references),
+    AfterValidator(_fit_an_environment),
+    Field(max_length=256),
+]

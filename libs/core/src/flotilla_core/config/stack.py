@@ -6,14 +6,13 @@ A run's own settings are in `run.py`.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from flotilla_core.addresses import loopback
-from flotilla_core.config.model import ConfigModel, HostName, ModelName
+from flotilla_core.config.model import ConfigModel, Environment, HostName, ModelName
 from flotilla_core.config.training import TeacherName
 from flotilla_core.roles import MOST_TEACHERS
 
@@ -52,68 +51,6 @@ class AutoscaleConfig(ConfigModel):
                 "set max_generators to at least as many"
             )
         return self
-
-
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-
-
-class SecretReference(ConfigModel):
-    """The place of a secret, which is read where the process starts: one of the three."""
-
-    file: Path | None = None
-    """File with the secret, for its owner alone (mode 0600)."""
-    environment: str | None = None
-    """Variable of the process that starts the service."""
-    command: tuple[str, ...] | None = Field(default=None, min_length=1, max_length=64)
-    """Program with its arguments, which prints the secret; no shell reads it."""
-
-    @model_validator(mode="after")
-    def _has_one_place(self) -> SecretReference:
-        if sum(place is not None for place in (self.file, self.environment, self.command)) != 1:
-            raise ValueError("name one of file, environment and command")
-        if self.environment is not None and not _VARIABLE.fullmatch(self.environment):
-            # Not shown: it may be the secret itself, in the wrong place.
-            raise ValueError("environment takes the name of a variable")
-        return self
-
-
-_OWN_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "FLOTILLA_PROCESS")
-
-
-def _fit_an_environment(values: dict[str, Any]) -> dict[str, Any]:
-    """Check the names; no value is in any message, because it may be a secret."""
-    for name in values:
-        if not _VARIABLE.fullmatch(name):
-            raise ValueError(f"{name[:80]!r} is no name of a variable")
-        if name in _OWN_VARIABLES:
-            raise ValueError(f"{name} is set by the launcher, from the GPUs of the stack")
-    return values
-
-
-def _texts_or_references(values: object) -> object:
-    if not isinstance(values, dict):
-        raise ValueError("expected a mapping of variables to texts or references to secrets")
-    for name, value in values.items():
-        if not isinstance(value, str | dict | SecretReference):
-            raise ValueError(f"{str(name)[:80]}: expected a text (in quotes) or a reference to a secret")
-        if isinstance(value, str) and "\0" in value:
-            raise ValueError(f"{str(name)[:80]}: a variable holds no NUL")
-    return values
-
-
-def _kind_of_value(value: object) -> str:
-    return "text" if isinstance(value, str) else "reference"
-
-
-EnvironmentValue = Annotated[
-    Annotated[str, Tag("text")] | Annotated[SecretReference, Tag("reference")], Discriminator(_kind_of_value)
-]
-Environment = Annotated[
-    dict[str, EnvironmentValue],
-    BeforeValidator(_texts_or_references),
-    AfterValidator(_fit_an_environment),
-    Field(max_length=256),
-]
 
 
 class TlsConfig(ConfigModel):

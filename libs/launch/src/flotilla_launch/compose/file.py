@@ -19,7 +19,7 @@ import yaml
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
-from flotilla_core.config.stack import SecretReference
+from flotilla_core.config.model import SecretReference
 from flotilla_core.gangs import gang_of, roles_of
 from flotilla_core.log_files import KEPT_BYTES, MOST_BYTES
 from flotilla_core.roles import role_of_process

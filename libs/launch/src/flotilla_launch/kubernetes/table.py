@@ -15,7 +15,7 @@ from typing import Any
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
-from flotilla_core.config.stack import Environment
+from flotilla_core.config.model import Environment
 from flotilla_core.gangs import gang_of, roles_of
 from flotilla_core.roles import process_name
 from flotilla_launch.kubernetes.values import Values, chart_values, full_name, in_pods, merged

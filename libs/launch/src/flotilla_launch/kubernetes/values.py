@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from flotilla_core.config import StackConfig, read_values
-from flotilla_core.config.stack import Environment
+from flotilla_core.config.model import Environment
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.gangs import gang_of, model_of, roles_of
 from flotilla_core.roles import section_of
