@@ -18,6 +18,7 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,15 +30,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "images"
-SERVICES = ("coordinator", "reward", "trainer", "generator")
+DOCKERFILES = {file.parent.name: file for file in sorted(ROOT.glob("services/*/Dockerfile"))}
+SERVICES = tuple(DOCKERFILES)
 LOCKS = {
-    "coordinator": ("coordinator-report",),
-    "reward": ("reward",),
-    "trainer": ("trainer",),
-    "generator": ("trainer", "generator"),
+    service: dict(re.findall(r"^ARG (LOCK|ENGINE)=(\S+)$", file.read_text("utf-8"), re.MULTILINE))
+    for service, file in DOCKERFILES.items()
 }
-GPU = ("trainer", "generator")
-"""The services that have a second flavour."""
+"""The locks of each image, by the arguments of its Dockerfile."""
 COMPILER = "gcc libc6-dev python3-dev"
 """Packages with which Triton and torch compile on a GPU's host."""
 TO_BUILD_OURS = ("hatchling", "packaging", "pathspec", "pluggy", "trove-classifiers")
@@ -48,7 +47,7 @@ MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("services", nargs="*", default=SERVICES, metavar="SERVICE", help="(all four)")
+    parser.add_argument("services", nargs="*", default=SERVICES, metavar="SERVICE", help="(all)")
     parser.add_argument("--flavour", choices=("cpu", "gpu"), default="cpu", help="(%(default)s)")
     parser.add_argument("--base", help="base image, with Python 3.11 (that of deploy/docker/Dockerfile)")
     parser.add_argument("--tag", default=_version(), help="(the version, with -gpu for the GPU flavour)")
@@ -75,16 +74,16 @@ def build_common(base: str | None, tag: str) -> str:
 
 def build(service: str, flavour: str, common: str, tag: str) -> str:
     """Build one image, keep its bill of materials beside the wheels, and return its name."""
-    gpu = flavour == "gpu" and service in GPU
+    gpu = flavour == "gpu" and (ROOT / "requirements" / f"{service}-gpu.txt").exists()
     image = f"flotilla-{service}:{tag}{'-gpu' if gpu else ''}"
     arguments = {"COMMON": common, "VERSION": _version(), "REVISION": _revision()}
     if gpu:
-        arguments |= {"LOCK": "trainer-gpu", "ENGINE": "generator-gpu"}
+        arguments |= {name: f"{lock}-gpu" for name, lock in LOCKS[service].items()}
         arguments["PACKAGES"] = f"libnuma1 {COMPILER}"
-    names = [f"{lock}-gpu" if gpu else lock for lock in LOCKS[service]]
+    names = [f"{lock}-gpu" if gpu else lock for lock in LOCKS[service].values()]
     with served(wheelhouse(service + ("-gpu" if gpu else ""), names)) as pip_conf:
         secret = ["--secret", f"id=pip,src={pip_conf}"]
-        docker_build(ROOT / "services" / service / "Dockerfile", image, arguments, *secret)
+        docker_build(DOCKERFILES[service], image, arguments, *secret)
     bill = output(
         "run", "--rm", "--network", "none", "--entrypoint", "cat", image, "/opt/flotilla/sbom.cdx.json"
     )
@@ -131,7 +130,7 @@ def resolve(machine: str, services: Sequence[str]) -> int:
     """Report for each service whether the index has all wheels of its locks; nothing is downloaded or installed."""
     missing = 0
     for service in services:
-        locks = [str(ROOT / "requirements" / f"{lock}.txt") for lock in LOCKS[service]]
+        locks = [str(ROOT / "requirements" / f"{lock}.txt") for lock in LOCKS[service].values()]
         with tempfile.TemporaryDirectory() as temporary:
             requirements = [word for lock in locks for word in ("--requirement", lock)]
             done = pip(

@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
-CPU_SUBSETS = ("coordinator", "coordinator-report", "reward", "trainer", "generator", "light")
+SERVICES = sorted(file.parent.name for file in ROOT.glob("services/*/pyproject.toml"))
+CPU_SUBSETS = (*SERVICES, "coordinator-report", "light")
 GPU_SUBSETS = ("trainer-gpu", "generator-gpu")
 CUDA_LIBRARIES = re.compile(r"cuda-|nvidia-|triton$")
 # vLLM names these for images and sound, which no service uses; a wheel of another build breaks its import.

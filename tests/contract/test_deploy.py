@@ -65,7 +65,8 @@ def test_an_image_has_every_package_of_ours_that_its_service_needs(service: str)
     images = module("scripts/build_images.py")
     assert service in images.SERVICES
     assert installed == {f"services/{service}", *_libraries_of(f"services/{service}")}
-    for lock in images.LOCKS[service]:
+    assert images.LOCKS[service]
+    for lock in images.LOCKS[service].values():
         assert (ROOT / "requirements" / f"{lock}.txt").is_file()
         assert f"={lock}\n" in dockerfile(service), "the Dockerfile and `make images` take the same locks"
 
