@@ -19,6 +19,7 @@ import pytest
 
 from flotilla_core import config as config_package
 from flotilla_core.config import ConfigModel, RunConfig, StackConfig
+from flotilla_core.kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "libs/core/src/flotilla_core/config"
@@ -30,7 +31,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPE = (*FUNCTION, ast.Lambda, ast.ClassDef)
 LEARNED_FROM = (
     *FUNCTION,
-    *(ast.arg, ast.AnnAssign, ast.Assign, ast.NamedExpr, ast.For, ast.comprehension, ast.Attribute),
+    *(ast.arg, ast.AnnAssign, ast.Assign, ast.NamedExpr, ast.For, ast.comprehension, ast.Attribute, ast.Call),
 )
 
 
@@ -57,6 +58,11 @@ BY_NAME = {
     for name, value in vars(module).items()
     if [*models_in(value)]
 }
+BY_KIND = {
+    "section": {kind.section for kind in KINDS if kind.section},
+    "node": {kind.node for kind in KINDS},
+}
+"""The sections that the table of service kinds names: `getattr(stack, kind.section)` reads each of them."""
 OWN_FIELDS = "arguments"
 """A section's property that holds what it has beyond its base, to be handed to a function by name."""
 
@@ -128,7 +134,9 @@ class Reads:
             self._bind(node.target, self._of(node.iter, names), names)
         elif isinstance(node, FUNCTION):
             self._attributes[node.name] |= named(node.returns)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        elif isinstance(node, ast.Call) or (
+            isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        ):
             self._of(node, names)
 
     def _assign(self, target: ast.expr, value: ast.expr, names: Names) -> None:
@@ -153,6 +161,13 @@ class Reads:
         if isinstance(value, ast.Call):
             called = value.func
             name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if (
+                name == "getattr"
+                and isinstance(field := value.args[1], ast.Attribute)
+                and field.attr in BY_KIND
+            ):
+                holder = self._of(value.args[0], names)
+                return frozenset().union(*(self._read(holder, one) for one in BY_KIND[field.attr]))
             # A class, a function whose annotation names one, or one that is told the class: `load(RunConfig, ...)`.
             told = (named(argument) for argument in value.args if isinstance(argument, ast.Name))
             return named(called).union(self._attributes.get(name, NONE), *told)

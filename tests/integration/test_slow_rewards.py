@@ -74,7 +74,6 @@ class Fleet:
             reg.SERVICE_KIND_REWARD,
             reward_pb2_grpc.RewardServiceStub,
             partial(rpc.connect, token="secret"),
-            size="workers",
         )
         stack.push_async_callback(self.replicas.close)
 

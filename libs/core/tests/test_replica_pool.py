@@ -119,9 +119,7 @@ async def test_work_goes_to_the_least_loaded_and_equals_take_turns(pool: Pool) -
 
 
 async def test_work_follows_what_each_replica_carries() -> None:
-    pool: Pool = ReplicaPool(
-        reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect, size="running_samples"
-    )
+    pool: Pool = ReplicaPool(reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect)
     large = registration("large", capacity={"running_samples": 300})
     small = registration("small", capacity={"running_samples": 100})
     await pool.update(snapshot(large, small))
@@ -133,13 +131,7 @@ async def test_work_follows_what_each_replica_carries() -> None:
 @pytest.fixture
 async def bounded() -> AsyncIterator[Pool]:
     """Replicas take one and a quarter of what they run side by side."""
-    one: Pool = ReplicaPool(
-        reg.SERVICE_KIND_GENERATOR,
-        health_pb2_grpc.HealthStub,
-        rpc.connect,
-        size="running_samples",
-        overcommit=1.25,
-    )
+    one: Pool = ReplicaPool(reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect)
     yield one
     await one.close()
 

@@ -30,13 +30,14 @@ from flotilla_core.bus import Bus, Login
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Unavailable
 from flotilla_core.files import make_private_folder
+from flotilla_core.kinds import END_STAGES, SCALABLE, kind_of
 from flotilla_core.log_files import keep_bounded
 from flotilla_core.logger import get_logger
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.trust import TokenFile
 from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.paths import StackPaths
-from flotilla_launch.placement import SCALABLE, reserve_port
+from flotilla_launch.placement import reserve_port
 from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.state import PlacedFile, read_json, write_json
 from flotilla_launch.table import NATS, Endpoints, Nodes, Row, table_of
@@ -45,9 +46,6 @@ log = get_logger()
 
 _LOOK_EVERY_S = 1.0
 _DEAD = (ProcessState.PROCESS_STATE_FAILED, ProcessState.PROCESS_STATE_STOPPED)
-_LAST = (ServiceKind.SERVICE_KIND_RANKS, ServiceKind.SERVICE_KIND_COORDINATOR)
-"""The kinds that are ended after all others, in this order: a front needs its ranks until it ends, and all send their
-last spans to the coordinator."""
 
 
 def read_endpoints(paths: StackPaths, mark: str) -> Endpoints | None:
@@ -267,9 +265,10 @@ class Agent:
             self._begin(row)
 
     async def _stop(self) -> None:
-        """End all in stages: those of `_LAST` after the others, and NATS last."""
-        for stage in range(len(_LAST) + 1):
-            stops = (s.stop(told=self._told) for s in self._services.values() if _stage(s.slot.kind) == stage)
+        """End all in the stages of their kinds, and NATS last."""
+        for stage in END_STAGES:
+            own = [s for s in self._services.values() if kind_of(s.slot.kind).ends == stage]
+            stops = (service.stop(told=self._told) for service in own)
             for error in await asyncio.gather(*stops, return_exceptions=True):
                 if isinstance(error, Exception):
                     log.error("a service was not stopped in order", error=str(error))
@@ -302,10 +301,6 @@ class Agent:
             write_json(self._paths.node_file(self._node), values)
         except OSError as error:
             log.warning("the processes were not recorded", error=str(error))
-
-
-def _stage(kind: ServiceKind.ValueType) -> int:
-    return _LAST.index(kind) + 1 if kind in _LAST else 0
 
 
 def run_agent(

@@ -33,6 +33,7 @@ from flotilla_core.errors import (
 )
 from flotilla_core.files import make_private_folder, write_atomically
 from flotilla_core.gangs import spread_gangs
+from flotilla_core.kinds import kind_name
 from flotilla_core.trust import make_token
 from flotilla_launch import local
 from flotilla_launch.agent import read_endpoints
@@ -41,7 +42,6 @@ from flotilla_launch.placement import (
     changed_replicas,
     check_scalable,
     difference,
-    kind_name,
     slots_of,
     wanted_replicas,
 )

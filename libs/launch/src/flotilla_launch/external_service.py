@@ -10,10 +10,11 @@ import time
 
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.errors import Unavailable
+from flotilla_core.kinds import kind_name
 from flotilla_core.logger import get_logger
 from flotilla_core.trust import Token
 from flotilla_launch.health import is_serving
-from flotilla_launch.placement import Slot, kind_name
+from flotilla_launch.placement import Slot
 
 log = get_logger()
 

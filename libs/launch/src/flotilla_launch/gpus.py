@@ -21,8 +21,9 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.gangs import gang_of, roles_of, section_of_process, slots_of_role
+from flotilla_core.kinds import OF_GANGS
 from flotilla_core.roles import POLICY, role_of_process, section_of
-from flotilla_launch.placement import OF_GANGS, Slot, processes_of, slots_of
+from flotilla_launch.placement import Slot, processes_of, slots_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROC = Path("/proc/driver/nvidia/gpus")

@@ -17,12 +17,9 @@ from flotilla_core.addresses import is_free
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import Exhausted, InvalidConfig, InvalidRequest
 from flotilla_core.gangs import gang_of, ranks_beside, roles_of, slots_of_role, spread_gangs
+from flotilla_core.kinds import KINDS, OF_GANGS, SCALABLE, Kind, kind_name, kind_of
 from flotilla_core.rpc.interface import ports_of
 from flotilla_launch.environment import shown
-
-SCALABLE = (ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD)
-OF_GANGS = (ServiceKind.SERVICE_KIND_TRAINER, ServiceKind.SERVICE_KIND_RANKS)
-"""Kinds that have ranks."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,6 @@ class Slot:
     """Address of the process that someone else started."""
     index: int = 0
     """The number of a replica among its kind."""
-
-
-def kind_name(kind: ServiceKind.ValueType) -> str:
-    """`generator` for SERVICE_KIND_GENERATOR."""
-    return ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower()
 
 
 def check_scalable(kind: ServiceKind.ValueType) -> None:
@@ -62,8 +54,7 @@ def replica(kind: ServiceKind.ValueType, index: int) -> Slot:
 
 def replicas_of(stack: StackConfig, kind: ServiceKind.ValueType) -> int:
     """Return the number of processes of a scalable kind that the stack file asks for."""
-    is_generator = kind == ServiceKind.SERVICE_KIND_GENERATOR
-    return stack.generator.replicas if is_generator else stack.reward.replicas
+    return int(getattr(stack, kind_of(kind).section).replicas)
 
 
 def wanted_replicas(stack: StackConfig) -> dict[str, int]:
@@ -87,16 +78,10 @@ def processes_of(slot: Slot, stack: StackConfig) -> int:
 
 
 def slots_of(stack: StackConfig) -> list[Slot]:
-    """In start order: what boots longest comes first."""
-    generator, reward = ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD
-    return [
-        *(replica(generator, index) for index in range(stack.generator.replicas)),
-        *_gangs(stack),
-        _single(ServiceKind.SERVICE_KIND_COORDINATOR, stack.coordinator.attach),
-        *(replica(reward, index) for index in range(stack.reward.replicas)),
-        *_attached(generator, stack.generator.attach),
-        *_attached(reward, stack.reward.attach),
-    ]
+    """In start order, and last the replicas that someone else runs."""
+    kinds = [kind for kind in KINDS if kind.section]
+    attached = (slot for kind in kinds if kind.scales for slot in _attached(stack, kind))
+    return [*(slot for kind in kinds for slot in _own(stack, kind)), *attached]
 
 
 def agent_slots(stack: StackConfig) -> list[Slot]:
@@ -140,6 +125,14 @@ def reserve_port(host: str, among: str | None = None) -> int:
     )
 
 
+def _own(stack: StackConfig, kind: Kind) -> Iterable[Slot]:
+    if kind.is_gang:
+        return _gangs(stack)
+    if kind.scales:
+        return [replica(kind.number, index) for index in range(replicas_of(stack, kind.number))]
+    return [Slot(kind.name, kind.number, getattr(stack, kind.section).attach)]
+
+
 def _gangs(stack: StackConfig) -> Iterator[Slot]:
     """The trainers and the other gangs; none for one that is started elsewhere and registers itself."""
     for role in roles_of(stack):
@@ -147,13 +140,9 @@ def _gangs(stack: StackConfig) -> Iterator[Slot]:
             yield Slot(name, ServiceKind.SERVICE_KIND_TRAINER, gang_of(stack, role).attach)
 
 
-def _single(kind: ServiceKind.ValueType, attached: str | None) -> Slot:
-    return Slot(kind_name(kind), kind, attached)
-
-
-def _attached(kind: ServiceKind.ValueType, addresses: tuple[str, ...]) -> Iterator[Slot]:
-    for address in addresses:
-        yield Slot(f"{kind_name(kind)}@{address}", kind, address)
+def _attached(stack: StackConfig, kind: Kind) -> Iterator[Slot]:
+    for address in getattr(stack, kind.section).attach:
+        yield Slot(f"{kind.name}@{address}", kind.number, address)
 
 
 def _seen(key: str, value: object) -> str:

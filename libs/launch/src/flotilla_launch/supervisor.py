@@ -23,6 +23,7 @@ from flotilla_core.config.stack import MOST_REPLICAS
 from flotilla_core.disk import why_full
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.files import write_atomically
+from flotilla_core.kinds import END_STAGES, SCALABLE, kind_name, kind_of
 from flotilla_core.log_files import keep_bounded
 from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
@@ -35,10 +36,8 @@ from flotilla_launch.nats_process import NAME as NATS
 from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.placement import (
-    SCALABLE,
     Slot,
     difference,
-    kind_name,
     replica,
     replicas_of,
     reserve_port,
@@ -339,10 +338,8 @@ class Supervisor:
         self._record()
         for watch in self._watches:
             watch.cancel()
-        # The coordinator goes after the others, because they send it their last spans.
-        coordinator = ServiceKind.SERVICE_KIND_COORDINATOR
-        for last in (False, True):
-            stops = (s.stop() for s in self._services.values() if (s.slot.kind == coordinator) is last)
+        for stage in END_STAGES:
+            stops = (s.stop() for s in self._services.values() if kind_of(s.slot.kind).ends == stage)
             await asyncio.gather(*stops)
         if self._nats is not None:
             await self._nats.stop()

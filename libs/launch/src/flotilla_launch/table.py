@@ -14,11 +14,12 @@ from typing import Any, Protocol
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_core.config import StackConfig
-from flotilla_core.config.model import SecretReference
+from flotilla_core.config.model import Environment, SecretReference
 from flotilla_core.gangs import agent_of, section_of_process
+from flotilla_core.kinds import OF_GANGS, kind_name, kind_of
 from flotilla_launch.environment import shown
 from flotilla_launch.gpus import VISIBLE, Gpus
-from flotilla_launch.placement import OF_GANGS, Slot, agent_slots, kind_name, slots_of
+from flotilla_launch.placement import Slot, agent_slots, slots_of
 
 NATS = "nats"
 NATS_SLOT = Slot(NATS, ServiceKind.SERVICE_KIND_UNSPECIFIED)
@@ -199,10 +200,9 @@ def _command(slot: Slot, directory: Path, executables: Path, port: int) -> list[
 
 def _variables(slot: Slot, stack: StackConfig) -> Mapping[str, str | SecretReference]:
     """Return what the stack file gives to a service, by its kind and role."""
-    if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
-        return stack.generator.environment
+    if not slot.kind:
+        return {}
     if slot.kind in OF_GANGS:
         return section_of_process(stack, slot.name).environment
-    if slot.kind == ServiceKind.SERVICE_KIND_REWARD:
-        return stack.reward.environment
-    return stack.coordinator.environment if slot.kind else {}
+    own: Environment = getattr(stack, kind_of(slot.kind).section).environment
+    return own

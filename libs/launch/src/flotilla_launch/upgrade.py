@@ -19,11 +19,10 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Unimplemented
+from flotilla_core.kinds import SCALABLE, SHARED, kind_name
 from flotilla_launch.launcher import KUBERNETES, Launcher, LocalLauncher
-from flotilla_launch.placement import SCALABLE, kind_name
 
 LOOK_EVERY_S = 0.5
-GENERATOR = ServiceKind.SERVICE_KIND_GENERATOR
 _READY = ProcessState.PROCESS_STATE_READY
 
 
@@ -95,8 +94,8 @@ class Upgrade:
         return [one.name for one in own]
 
     async def _runs(self) -> int:
-        """Return for how many runs there must be a spare: each has generators of its own, and rewards serve all."""
-        if self.kind != GENERATOR:
+        """Return for how many runs there must be a spare: each has replicas of its own, unless they serve all runs."""
+        if self.kind in SHARED:
             return 1
         return max(1, len({one.run_id for one in await self._services() if one.run_id}))
 
@@ -145,7 +144,7 @@ def _why_not_yet(own: pb.Service, services: Sequence[pb.Service]) -> str:
     """Say what a new replica waits for; empty where it gets work like the others."""
     if own.work_state != pb.WORK_STATE_READY:
         return own.work_state_reason or "it is not ready"
-    if own.registration.kind != GENERATOR or own.HasField("live_version"):
+    if own.registration.kind in SHARED or own.HasField("live_version"):
         return ""
     if own.run_id:
         return f"run {own.run_id} has not sent it weights yet"

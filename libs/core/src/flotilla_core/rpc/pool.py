@@ -25,6 +25,7 @@ import grpc
 
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core.errors import Unavailable
+from flotilla_core.kinds import kind_of
 from flotilla_core.logger import get_logger
 from flotilla_core.rpc.replica_set import Load, Replica, ReplicaSet
 
@@ -53,17 +54,10 @@ class ReplicaPool(Generic[StubT]):
         connect: Callable[[str], grpc.aio.Channel],
         *,
         role: str = "",
-        size: str = "",
-        overcommit: float = math.inf,
         on_wait: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`size` names what of `Registration.capacity` says how much work an instance carries relative to the others.
-
-        An instance takes `overcommit` times what it runs at once; the rest waits here, for the first free one.
-        `on_wait` is called for a wait that has become long.
-        """
-        self._size = size
-        self._overcommit = overcommit
+        """`on_wait` is called for a wait that has become long."""
+        self._kind = kind_of(kind)
         self._replicas = ReplicaSet(kind, role, stub, connect, changed=self._look)
         self._waiters = Waiters(self._replicas.describe, self._room, on_wait)
         self._routing = Routing()
@@ -168,10 +162,10 @@ class ReplicaPool(Generic[StubT]):
 
     def _measure(self, replica: Replica[StubT]) -> None:
         """Measure a replica by its registration; without a capacity all count alike and take any work."""
-        size = int(replica.registration.capacity.get(self._size, 0))
+        size = int(replica.registration.capacity.get(self._kind.capacity, 0))
         if size != replica.size:
             replica.size = replica.runs = size or 1
-        replica.overcommit = self._overcommit if size else math.inf
+        replica.overcommit = self._kind.overcommit if size else math.inf
 
 
 class Routing:

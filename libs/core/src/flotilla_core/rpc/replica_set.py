@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core.errors import FlotillaError
+from flotilla_core.kinds import kind_name
 from flotilla_core.logger import get_logger
 from flotilla_core.protocol import limits, refusal
 from flotilla_core.roles import POLICY, process_name
@@ -304,8 +305,7 @@ class ReplicaSet(Generic[StubT]):
 
     def _kind_name(self) -> str:
         """Return the name of the kind for messages."""
-        kind = reg.ServiceKind.Name(self._kind).removeprefix("SERVICE_KIND_").lower()
-        return process_name(self._role) if self._role else kind
+        return process_name(self._role) if self._role else kind_name(self._kind)
 
 
 def _superseded(registration: reg.Registration, ours: dict[str, reg.Registration]) -> bool:

@@ -19,6 +19,7 @@ from flotilla_core.config import StackConfig
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FlotillaError, NotFound, Unavailable
 from flotilla_core.gangs import model_of, roles_of, with_model
+from flotilla_core.kinds import WITH_MODEL
 from flotilla_core.logger import get_logger
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import POLICY, role_of_process
@@ -26,7 +27,6 @@ from flotilla_core.service.host import Host
 from flotilla_core.transfer import Files
 
 _ALIVE = (reg.INSTANCE_STATE_STARTING, reg.INSTANCE_STATE_READY)
-_NEED_A_MODEL = (reg.SERVICE_KIND_GENERATOR, reg.SERVICE_KIND_TRAINER)
 
 logger = get_logger()
 
@@ -50,7 +50,7 @@ async def bring_model(host: Host) -> None:
     """Replace models by copies on this host, where the service needs one and has none."""
     if host.kind == reg.SERVICE_KIND_COORDINATOR:
         host.stack = await with_copies(host.stack, host.files)
-    if host.kind not in _NEED_A_MODEL:
+    if host.kind not in WITH_MODEL:
         return
     role = role_of_process(host.name) if host.kind == reg.SERVICE_KIND_TRAINER else POLICY
     model = model_of(host.stack, role)

@@ -43,6 +43,7 @@ from flotilla_core.bus.connection import COORDINATOR, SERVICE
 from flotilla_core.disk import check_state_directory, names_full_disk
 from flotilla_core.errors import FlotillaError, Internal
 from flotilla_core.files import keep_private, speak_utf8, write_atomically
+from flotilla_core.kinds import kind_name
 from flotilla_core.logger import get_logger
 from flotilla_core.logs import configure_logs, name_instance, tolerate_lost_lines
 from flotilla_core.protocol import PROTOCOL_VERSION
@@ -391,13 +392,13 @@ def run_service(
     faulthandler.enable()
     # A loop that hangs cannot answer DumpStacks: SIGUSR1 writes the stacks of all threads to stderr.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    kind_name = ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower()
+    name = kind_name(kind)
     try:
-        given = parse_arguments(kind_name, arguments)
+        given = parse_arguments(name, arguments)
         tolerate_lost_lines()
         configure_logs(given.name)
         with names_full_disk("the service cannot write its files", given.state_dir):
-            return asyncio.run(ServiceProcess(kind, kind_name, given, build).run())
+            return asyncio.run(ServiceProcess(kind, name, given, build).run())
     except FlotillaError as error:
         return _say(error)
     except KeyboardInterrupt:
@@ -405,7 +406,7 @@ def run_service(
     # No caller above could handle it.
     except Exception as error:  # noqa: BLE001
         get_logger().exception("the service failed unexpectedly")
-        return _say(Internal("the service failed", where=kind_name, why=f"{type(error).__name__}: {error}"))
+        return _say(Internal("the service failed", where=name, why=f"{type(error).__name__}: {error}"))
 
 
 def _say(error: FlotillaError) -> int:

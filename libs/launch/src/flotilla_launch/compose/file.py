@@ -21,6 +21,7 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
 from flotilla_core.config.model import SecretReference
 from flotilla_core.gangs import gang_of, roles_of
+from flotilla_core.kinds import WITH_MODEL
 from flotilla_core.log_files import KEPT_BYTES, MOST_BYTES
 from flotilla_core.roles import role_of_process
 from flotilla_launch.gpus import VISIBLE, Gpus
@@ -201,7 +202,7 @@ def _container(row: Row, stack: StackConfig, project: Project, endpoints: Endpoi
         described["depends_on"] = [NATS] if row.name == COORDINATOR else [NATS, COORDINATOR]
     if row.name == COORDINATOR:
         described["tmpfs"].append(_literal(f"{project.directory / CONTAINERS}:mode=700"))
-    if row.slot.kind in (ServiceKind.SERVICE_KIND_TRAINER, ServiceKind.SERVICE_KIND_GENERATOR):
+    if row.slot.kind in WITH_MODEL:
         described["shm_size"] = "1gb"
     if row.resources.gpus:
         numbers = [gpu.partition(":")[2] for gpu in row.resources.gpus]

@@ -27,6 +27,7 @@ from flotilla_core.bus.server import MAY_PUBLISH, server_config
 from flotilla_core.config import StackConfig, dump_yaml, load
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from flotilla_core.files import make_private_folder, write_atomically
+from flotilla_core.kinds import kind_name
 from flotilla_core.subprocess_group import outputs
 from flotilla_core.trust import TokenFile, make_token
 from flotilla_launch import local
@@ -51,7 +52,6 @@ from flotilla_launch.placement import (
     changed_replicas,
     check_scalable,
     difference,
-    kind_name,
     wanted_replicas,
 )
 from flotilla_launch.state import PlacedFile

@@ -32,6 +32,7 @@ from flotilla_core.errors import (
     FlotillaError,
 )
 from flotilla_core.files import write_atomically
+from flotilla_core.kinds import kind_name
 from flotilla_core.trust import make_token
 from flotilla_launch import local
 from flotilla_launch.kubernetes.commands import Cluster, current_context
@@ -49,7 +50,6 @@ from flotilla_launch.paths import StackPaths
 from flotilla_launch.placement import (
     changed_replicas,
     check_scalable,
-    kind_name,
     wanted_replicas,
 )
 from flotilla_launch.state import PlacedFile

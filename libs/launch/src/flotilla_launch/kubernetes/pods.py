@@ -14,6 +14,7 @@ from typing import Any
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1 import launcher_pb2 as pb
+from flotilla_core.kinds import KINDS, SCALABLE
 from flotilla_launch.kubernetes.table import Release
 from flotilla_launch.table import NATS, Row
 
@@ -172,12 +173,11 @@ def _missing(
     """Give a state for each row that has no pod, with what keeps Kubernetes from making it."""
     stays = [pod for pod in pods if not pod["metadata"].get("deletionTimestamp")]
     names = {name_of(pod) for pod in stays}
-    alike = (ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD)
     warnings = _newest_warnings(events)
     for kind in dict.fromkeys(row.slot.kind for row in rows):
         of_kind = [row for row in rows if row.slot.kind == kind]
         there = sum(_kind(pod) == kind for pod in stays)
-        lacking = of_kind[there:] if kind in alike else [row for row in of_kind if row.name not in names]
+        lacking = of_kind[there:] if kind in SCALABLE else [row for row in of_kind if row.name not in names]
         for row in lacking:
             workload = row.node.partition("/")[2]
             why = next((text for name, text in warnings.items() if _makes(workload, name)), "")
@@ -249,6 +249,5 @@ def _is_ready(pod: Object) -> bool:
 
 def _order(kind: ServiceKind.ValueType, name: str) -> tuple[int, str]:
     """Sort as the table does."""
-    order = ("", "GENERATOR", "TRAINER", "COORDINATOR", "REWARD")
-    word = ServiceKind.Name(kind).removeprefix("SERVICE_KIND_") if kind else ""
-    return (order.index(word) if word in order else len(order)), name
+    order = (ServiceKind.SERVICE_KIND_UNSPECIFIED, *(one.number for one in KINDS))
+    return order.index(kind), name

@@ -17,6 +17,7 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
 from flotilla_core.config.model import Environment
 from flotilla_core.gangs import gang_of, roles_of
+from flotilla_core.kinds import KINDS, Kind, kind_name
 from flotilla_core.roles import process_name
 from flotilla_launch.kubernetes.values import Values, chart_values, full_name, in_pods, merged
 from flotilla_launch.placement import Slot, replica
@@ -59,8 +60,7 @@ class Release:
 
     def workload(self, kind: ServiceKind.ValueType) -> str:
         """Return the workload of a kind with replicas, as kubectl takes it."""
-        component = ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower()
-        return f"{'statefulset' if self.has_tls else 'deployment'}/{self.full_name}-{component}"
+        return f"{'statefulset' if self.has_tls else 'deployment'}/{self.full_name}-{kind_name(kind)}"
 
     @property
     def has_tls(self) -> bool:
@@ -76,54 +76,35 @@ class Release:
 def rows_of(stack: StackConfig, release: Release) -> list[Row]:
     """Return a row for each pod, NATS first; where something else scales generators, for the least number of them."""
     stack = in_pods(stack)
-    values, full = release.values, release.full_name
+    values = release.values
     rows = [
         _nats(index, release)
         for index in range(values["nats"]["replicas"] if values["nats"]["enabled"] else 0)
     ]
-    generators = (
-        values["generator"]["autoscaling"]["minReplicas"] if release.scaled_by else stack.generator.replicas
-    )
-    generator, reward = ServiceKind.SERVICE_KIND_GENERATOR, ServiceKind.SERVICE_KIND_REWARD
-    gpus = stack.generator.tensor_parallel_size
-    rows += [
-        _row(
-            stack,
-            release,
-            replica(generator, index),
-            release.workload(generator),
-            "$(POD_NAME)",
-            gpus,
-            stack.generator.environment,
-        )
-        for index in range(generators)
-    ]
-    rows += _gangs(stack, release)
-    coordinator = Slot("coordinator", ServiceKind.SERVICE_KIND_COORDINATOR)
-    rows.append(
-        _row(
-            stack,
-            release,
-            coordinator,
-            f"statefulset/{full}-coordinator",
-            "coordinator",
-            0,
-            stack.coordinator.environment,
-        )
-    )
-    rows += [
-        _row(
-            stack,
-            release,
-            replica(reward, index),
-            release.workload(reward),
-            "$(POD_NAME)",
-            0,
-            stack.reward.environment,
-        )
-        for index in range(stack.reward.replicas)
-    ]
+    for kind in KINDS:
+        if kind.is_gang:
+            rows += _gangs(stack, release) if kind.section else ()
+        elif kind.scales:
+            rows += _replicas(stack, release, kind)
+        else:
+            workload = f"statefulset/{release.full_name}-{kind.name}"
+            environment = getattr(stack, kind.section).environment
+            rows.append(
+                _row(stack, release, Slot(kind.name, kind.number), workload, kind.name, 0, environment)
+            )
     return rows
+
+
+def _replicas(stack: StackConfig, release: Release, kind: Kind) -> Iterator[Row]:
+    """Give the replicas of a kind; of generators that something else scales, the least number of them."""
+    section = getattr(stack, kind.section)
+    is_generator = kind.number == ServiceKind.SERVICE_KIND_GENERATOR
+    gpus = stack.generator.tensor_parallel_size if is_generator else 0
+    scaled = is_generator and release.scaled_by
+    count = release.values["generator"]["autoscaling"]["minReplicas"] if scaled else section.replicas
+    for index in range(count):
+        slot, workload = replica(kind.number, index), release.workload(kind.number)
+        yield _row(stack, release, slot, workload, "$(POD_NAME)", gpus, section.environment)
 
 
 def _gangs(stack: StackConfig, release: Release) -> Iterator[Row]:
@@ -152,7 +133,7 @@ def _row(
     gpus: int,
     environment: Environment,
 ) -> Row:
-    component = ServiceKind.Name(slot.kind).removeprefix("SERVICE_KIND_").lower()
+    component = kind_name(slot.kind)
     section = release.values[component]
     has_gpus = gpus if release.values["gpu"]["enabled"] else 0
     port = stack.bind.port

@@ -18,6 +18,7 @@ from flotilla_core.config import StackConfig, read_values
 from flotilla_core.config.model import Environment
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.gangs import gang_of, model_of, roles_of
+from flotilla_core.kinds import KINDS
 from flotilla_core.roles import section_of
 from flotilla_launch.cluster import check_several_hosts
 from flotilla_launch.placement import refuse
@@ -28,7 +29,7 @@ PORT = 7070
 _MODELS = "/models/"
 """The folder of pods that has `model.volume`."""
 _NOT_IN_PODS = {"state_dir", "placement", "launcher", "compose", "slurm", "ray", "kubernetes"}
-_COMPONENTS = ("coordinator", "generator", "trainer", "reward")
+_COMPONENTS = tuple(kind.section for kind in KINDS if kind.section)
 _LONGEST_NAME = 40
 
 Values = dict[str, Any]
@@ -203,8 +204,9 @@ def _environments(stack: StackConfig) -> Iterator[tuple[str, Environment]]:
     for role in roles_of(stack):
         if gang_of(stack, role).replicas:
             yield section_of(role), gang_of(stack, role).environment
-    for section in ("coordinator", "generator", "reward"):
-        yield section, getattr(stack, section).environment
+    for kind in KINDS:
+        if kind.section and not kind.is_gang:
+            yield kind.section, getattr(stack, kind.section).environment
 
 
 def _variables(stack: StackConfig) -> dict[str, Environment]:

@@ -13,9 +13,10 @@ from flotilla_core.config import StackConfig
 from flotilla_core.config.stack import HEAD, RayNodeConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.gangs import spread_gangs
+from flotilla_core.kinds import kind_of
 from flotilla_launch.cluster import check_several_hosts
 from flotilla_launch.gpus import taken_by
-from flotilla_launch.placement import OF_GANGS, Slot, agent_slots, processes_of, slots_of
+from flotilla_launch.placement import Slot, agent_slots, processes_of, slots_of
 from flotilla_launch.table import Resources, Row, ports_of
 
 _MIB = 1 << 20
@@ -32,8 +33,7 @@ class RayNodes:
         return [*slots_of(stack), *agent_slots(stack)]
 
     def node(self, slot: Slot) -> str:
-        on_head = not slot.kind or slot.kind == ServiceKind.SERVICE_KIND_COORDINATOR
-        return HEAD if on_head else slot.name
+        return HEAD if not slot.kind or kind_of(slot.kind).node == HEAD else slot.name
 
     def resources(self, slot: Slot, stack: StackConfig) -> Resources:
         """Return what a service takes; NATS shares what the coordinator is given."""
@@ -72,20 +72,17 @@ class RayNodes:
         return next((gang for gang in spread_gangs(self.stack) if node in gang), [node])
 
     def _section(self, slot: Slot) -> RayNodeConfig | None:
-        ray = self.stack.ray
-        return {
-            ServiceKind.SERVICE_KIND_COORDINATOR: ray.head,
-            **dict.fromkeys(OF_GANGS, ray.trainer),
-            ServiceKind.SERVICE_KIND_GENERATOR: ray.generator,
-            ServiceKind.SERVICE_KIND_REWARD: ray.reward,
-        }.get(slot.kind)
+        if not slot.kind:
+            return None
+        found: RayNodeConfig | None = getattr(self.stack.ray, kind_of(slot.kind).node, None)
+        return found
 
 
 def check(stack: StackConfig) -> None:
     """Raise InvalidConfig for a stack that cannot run on several machines, or not on Ray."""
     check_several_hosts(stack, "Ray")
-    for section in ("head", "trainer", "generator", "reward"):
-        for name in getattr(stack.ray, section).resources:
+    for section, node in stack.ray:
+        for name in node.resources if isinstance(node, RayNodeConfig) else ():
             if name in _OWN_KEYS:
                 raise InvalidConfig(
                     f"{name} has a key of its own",

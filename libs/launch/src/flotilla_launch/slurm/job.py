@@ -19,8 +19,9 @@ from flotilla_core.config import StackConfig
 from flotilla_core.config.stack import HEAD, SlurmNodeConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.gangs import spread_gangs
+from flotilla_core.kinds import kind_of
 from flotilla_launch.cluster import check_several_hosts
-from flotilla_launch.placement import OF_GANGS, Slot, agent_slots, processes_of, slots_of
+from flotilla_launch.placement import Slot, agent_slots, processes_of, slots_of
 from flotilla_launch.table import Resources, Row, ports_of
 
 AGENT_STARTS = 3
@@ -59,11 +60,8 @@ class SlurmNodes:
         return [*slots_of(stack), *agent_slots(stack)]
 
     def node(self, slot: Slot) -> str:
-        given = self.stack.slurm.nodes.get(slot.name)
-        if given is not None:
-            return given
-        apart = (*OF_GANGS, ServiceKind.SERVICE_KIND_GENERATOR)
-        return slot.name if slot.kind in apart else HEAD
+        shares = self.section(slot) is None or kind_of(slot.kind).node == HEAD
+        return self.stack.slurm.nodes.get(slot.name, HEAD if shares else slot.name)
 
     def resources(self, slot: Slot, stack: StackConfig) -> Resources:
         """Return what a service takes; NATS and rewards share what the coordinator is given."""
@@ -87,12 +85,10 @@ class SlurmNodes:
 
     def section(self, slot: Slot) -> SlurmNodeConfig | None:
         """Return what the stack file says of a service; None of NATS and rewards, which share the coordinator's."""
-        slurm = self.stack.slurm
-        return {
-            ServiceKind.SERVICE_KIND_COORDINATOR: slurm.head,
-            **dict.fromkeys(OF_GANGS, slurm.trainer),
-            ServiceKind.SERVICE_KIND_GENERATOR: slurm.generator,
-        }.get(slot.kind)
+        if not slot.kind:
+            return None
+        found: SlurmNodeConfig | None = getattr(self.stack.slurm, kind_of(slot.kind).node, None)
+        return found
 
 
 @dataclass(frozen=True)

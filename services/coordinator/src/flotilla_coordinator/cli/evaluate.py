@@ -311,10 +311,8 @@ async def _pools(fleet: StackConfig) -> _Pools:
         return rpc.connect(address, token=token)
 
     pools = _Pools(
-        rpc.ReplicaPool(
-            reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, connect, size="running_samples", overcommit=1.25
-        ),
-        rpc.ReplicaPool(reg.SERVICE_KIND_REWARD, RewardServiceStub, connect, size="workers"),
+        rpc.ReplicaPool(reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, connect),
+        rpc.ReplicaPool(reg.SERVICE_KIND_REWARD, RewardServiceStub, connect),
     )
     for pool in pools:
         await pool.update(known)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
     from flotilla_client import Client
     from flotilla_core.config import StackConfig
+    from flotilla_core.kinds import Kind
     from flotilla_launch.launcher import Launcher
     from flotilla_launch.paths import StackPaths
 
@@ -134,7 +135,7 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
 
 
 def scale(
-    kind: Annotated[str, typer.Argument(help="generator or reward.")],
+    kind: Annotated[str, typer.Argument(help="A kind with replicas, such as generator or reward.")],
     replicas: Annotated[int, typer.Argument(min=0, max=256, help="Wanted number of replicas.")],
     yes: Annotated[
         bool,
@@ -151,9 +152,9 @@ def scale(
     from flotilla_coordinator.cli.processes import process_json, state_of
     from flotilla_coordinator.cli.stack import load_stack, stack_paths
     from flotilla_core.errors import InvalidRequest
-    from flotilla_launch.placement import SCALABLE, kind_name
+    from flotilla_core.kinds import KINDS
 
-    kinds = {kind_name(scalable): scalable for scalable in SCALABLE}
+    kinds = {one.name: one for one in KINDS if one.scales}
     if kind not in kinds:
         raise InvalidRequest(f"{kind!r} cannot be scaled", next_step=f"use one of: {', '.join(kinds)}")
     paths, config = stack_paths(stack), load_stack(stack)
@@ -162,8 +163,8 @@ def scale(
 
     async def ask() -> list[ProcessStatus]:
         if not yes:
-            await _refuse_to_starve(paths, kind, replicas)
-        return await launcher.scale(kinds[kind], replicas, timeout_s=timeout_s)
+            await _refuse_to_starve(paths, kinds[kind], replicas)
+        return await launcher.scale(kinds[kind].number, replicas, timeout_s=timeout_s)
 
     say(f"scaling {kind} to {replicas}")
     processes = wait(ask(), interrupted="interrupted; the launcher finishes the change: flotilla ps")
@@ -176,7 +177,9 @@ def scale(
 
 
 def upgrade(
-    kind: Annotated[str, typer.Argument(help="generator or reward.")] = "generator",
+    kind: Annotated[
+        str, typer.Argument(help="A kind with replicas, such as generator or reward.")
+    ] = "generator",
     grace: Annotated[
         float,
         typer.Option("--grace", min=0, max=86400, help="Seconds that a replica may finish what it has."),
@@ -334,17 +337,16 @@ async def _state_of(
     return state.nats_url, processes, services, waiting
 
 
-async def _refuse_to_starve(paths: StackPaths, kind: str, replicas: int) -> None:
-    """Refuse to remove an active run's last generator or reward without --yes: the run would wait, and then fail."""
+async def _refuse_to_starve(paths: StackPaths, kind: Kind, replicas: int) -> None:
+    """Refuse to remove an active run's last replica of a kind without --yes: the run would wait, and then fail."""
     from flotilla_core.errors import InvalidRequest
 
     busy = [run.run_id for run in await _going_on(paths)]
-    # A generator serves one run, and a reward serves all runs together.
-    wanted = len(busy) if kind == "generator" else min(len(busy), 1)
+    wanted = min(len(busy), 1) if kind.shared else len(busy)
     if wanted > replicas:
-        each = "each needs a generator" if kind == "generator" else "and need a reward service"
+        each = f"and need a {kind.name} service" if kind.shared else f"each needs a {kind.name}"
         raise InvalidRequest(
-            f"run {busy[0]} needs a {kind}"
+            f"run {busy[0]} needs a {kind.name}"
             if len(busy) == 1
             else f"{len(busy)} runs are active, {each}: {', '.join(busy)}",
             why="a run that has none waits for one, and fails after ready_timeout_s",

@@ -26,14 +26,6 @@ COLUMNS = ("NAME", "KIND", "STATE", "PID", "ADDRESS", "RESTARTS", "SINCE", "VERS
 
 Show = Callable[[list["ProcessStatus"]], None]
 REMIND_S = 10.0
-_WORK = {
-    "nats": "opens its store",
-    "generator": "loads the model into its engine",
-    "trainer": "starts its ranks, which load the model",
-    "ranks": "opens its port",
-    "reward": "starts its workers",
-    "coordinator": "opens the ledger and the timeline",
-}
 _ENGINE_PHASES = {
     "Model loading took": "compiles its model",
     "torch.compile and initial profiling": "measures the memory for its KV cache",
@@ -127,7 +119,7 @@ def as_the_coordinator_sees(
 
 def kind_of(process: ProcessStatus) -> str:
     """Return the kind of a process: `generator`, `trainer`, ..., or `nats`."""
-    from flotilla_launch.placement import kind_name
+    from flotilla_core.kinds import kind_name
     from flotilla_launch.table import NATS
 
     # Of all processes, only servers of NATS are no services of Flotilla.
@@ -165,6 +157,7 @@ def boot_progress() -> Iterator[Show]:
 def doing(process: ProcessStatus) -> str:
     """Describe the present activity of a process for a person."""
     from flotilla.launcher.v1.launcher_pb2 import ProcessState
+    from flotilla_core import kinds
 
     if process.state == ProcessState.PROCESS_STATE_STARTING:
         if process.error:
@@ -172,7 +165,9 @@ def doing(process: ProcessStatus) -> str:
         # The address is known as soon as the port is open; the slow work comes after that.
         if process.kind and not process.address:
             return "its process starts"
-        return _engine_phase(process) or _WORK[kind_of(process)]
+        return _engine_phase(process) or (
+            kinds.kind_of(process.kind).boots if process.kind else "opens its store"
+        )
     why = process.error.splitlines()[0] if process.error else ""
     return f"{state_of(process)}: {why}" if why else state_of(process)
 

@@ -64,7 +64,7 @@ def replica_json(service: Service) -> dict[str, Any]:
     """Describe one replica in the output of these commands."""
     from flotilla.coordinator.v1.coordinator_pb2 import WorkState
     from flotilla_coordinator.cli.output import version_text
-    from flotilla_launch.placement import kind_name
+    from flotilla_core.kinds import kind_name
 
     return {
         "name": service.registration.name,

@@ -32,6 +32,7 @@ from flotilla_coordinator.fleet.leases import (
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_core.errors import FailedPrecondition, NotFound
+from flotilla_core.kinds import SCALABLE, SHARED, kind_name
 from flotilla_core.protocol import limits, refusal
 from flotilla_core.roles import POLICY, process_name, section_of
 from flotilla_core.rpc import Fence, Replica
@@ -45,7 +46,6 @@ LOOK_EVERY_S = 0.1
 DRAINED = "drained by a user"
 
 _WORKING = (reg.INSTANCE_STATE_READY, reg.INSTANCE_STATE_DRAINING)
-_REPLICAS = (reg.SERVICE_KIND_GENERATOR, reg.SERVICE_KIND_REWARD)
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Fleet:
     async def drain(self, reference: str) -> reg.Registration:
         """Give no more work to the replica with this instance id or slot; the last one of a run cannot be drained."""
         found = working_replica(self.registrations.values(), reference)
-        kind = reg.ServiceKind.Name(found.kind).removeprefix("SERVICE_KIND_").lower()
+        kind = kind_name(found.kind)
         needed_by = [run_id for run_id, run in self.runs.items() if run.is_last(found.instance_id)]
         if needed_by:
             raise FailedPrecondition(
@@ -285,7 +285,7 @@ class Fleet:
         }
 
         def why_not(one: reg.Registration) -> str:
-            if one.kind == reg.SERVICE_KIND_REWARD:
+            if one.kind in SHARED:
                 return DRAINED if one.instance_id in self._drained else ""
             if refusal(one):  # No run can have it: each run names it where it finds no other one.
                 return ""
@@ -360,7 +360,7 @@ class ReplicaStatus:
 
 def is_working_replica(registration: reg.Registration) -> bool:
     """Return whether this is a generator or a reward replica that has started."""
-    return registration.kind in _REPLICAS and registration.state in _WORKING
+    return registration.kind in SCALABLE and registration.state in _WORKING
 
 
 def describe(registration: reg.Registration, seen: Sequence[Replica[Any]], *, drained: bool) -> ReplicaStatus:

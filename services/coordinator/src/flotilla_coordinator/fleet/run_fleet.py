@@ -94,19 +94,14 @@ class RunFleet:
         self.weight_mover: WeightMover | None = None
         """The weight mover since the latest start."""
         self.generators: ReplicaPool[GeneratorServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_GENERATOR,
-            GeneratorServiceStub,
-            channel,
-            size="running_samples",
-            overcommit=1.25,
-            on_wait=waits,
+            reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, channel, on_wait=waits
         )
         self.gangs: dict[str, ReplicaPool[TrainerServiceAsyncStub]] = {
             role: ReplicaPool(reg.SERVICE_KIND_TRAINER, TrainerServiceStub, channel, role=role, on_wait=waits)
             for role in roles
         }
         self.rewards: ReplicaPool[RewardServiceAsyncStub] = ReplicaPool(
-            reg.SERVICE_KIND_REWARD, RewardServiceStub, channel, size="workers", on_wait=waits
+            reg.SERVICE_KIND_REWARD, RewardServiceStub, channel, on_wait=waits
         )
 
     @property
