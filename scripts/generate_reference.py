@@ -4,8 +4,9 @@
 
 `docs/reference/config.md` comes from the models of `flotilla_core.config`, `cli.md` from the commands of `flotilla`,
 and `metrics.md` from the table in `flotilla_core.telemetry.metrics`. The values of the chart are described in
-`deploy/helm/chart.schema.json`; what is below their key `stack` is the stack file. A contract test,
-`test_reference.py`, keeps all of them fresh.
+`deploy/helm/chart.schema.json`; what is below their key `stack` is the stack file, and the kinds of services, also for
+the templates in `kinds.json`, are those of `flotilla_core.kinds`. A contract test, `test_reference.py`, keeps all of
+them fresh.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from flotilla_coordinator.cli import options
 from flotilla_coordinator.cli.main import app
 from flotilla_core.config import ConfigModel, RunConfig, StackConfig, json_schema
 from flotilla_core.config.presets import PRESETS
+from flotilla_core.kinds import KINDS
 from flotilla_core.telemetry.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,7 +76,8 @@ def files() -> dict[Path, str]:
     """Return the text of everything that is generated."""
     schema = json.dumps(chart_schema(), indent=1) + "\n"
     return {FOLDER / name: text for name, text in pages().items()} | {
-        CHART / "flotilla" / "values.schema.json": schema
+        CHART / "flotilla" / "values.schema.json": schema,
+        CHART / "flotilla" / "kinds.json": json.dumps(chart_kinds(), indent=1) + "\n",
     }
 
 
@@ -86,8 +89,17 @@ def chart_schema() -> dict[str, Any]:
     shared = stack.pop("$defs")
     assert not schema["$defs"].keys() & shared.keys(), "a definition of the chart has the name of a section"
     schema["$defs"] |= shared
+    for section in (kind.section for kind in KINDS if kind.section):
+        schema["properties"]["images"]["properties"][section] = {"$ref": "#/$defs/Image"}
+        schema["properties"].setdefault(section, {"$ref": "#/$defs/Component"})
     schema["properties"] = {"stack": stack, **schema["properties"]}
     return schema
+
+
+def chart_kinds() -> list[dict[str, Any]]:
+    """Return what the templates of the chart read of each kind of service, those without replicas first."""
+    kinds = sorted((kind for kind in KINDS if kind.section), key=lambda kind: kind.scales or kind.is_gang)
+    return [{"name": kind.name, "scales": kind.scales, "loadsModel": kind.loads_model} for kind in kinds]
 
 
 class ConfigPage:

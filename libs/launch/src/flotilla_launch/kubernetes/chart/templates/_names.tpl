@@ -1,5 +1,14 @@
 {{/* Names, labels and images. Every helper takes a dict with `root`, and `component` where it is about one. */}}
 
+{{/* The names of the kinds of services as JSON: all, or those that are as `which` says (scales, loadsModel). */}}
+{{- define "flotilla.kinds" -}}
+{{- $names := list -}}
+{{- range $kind := .root.Files.Get "kinds.json" | fromJsonArray -}}
+{{- if or (not $.which) (index $kind $.which) }}{{- $names = append $names $kind.name -}}{{- end -}}
+{{- end -}}
+{{- $names | toJson -}}
+{{- end -}}
+
 {{- define "flotilla.fullname" -}}
 {{- $name := .root.Release.Name -}}
 {{- if not (contains "flotilla" $name) -}}{{- $name = printf "%s-flotilla" $name -}}{{- end -}}
@@ -32,7 +41,7 @@ labels:
 {{- $image := index .root.Values.images .component -}}
 {{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
 {{- $image.repository -}}
-{{- $flavour := ternary "-gpu" "" (and .root.Values.gpu.enabled (has .component (list "generator" "trainer"))) -}}
+{{- $flavour := ternary "-gpu" "" (and .root.Values.gpu.enabled (has .component (include "flotilla.kinds" (dict "root" .root "which" "loadsModel") | fromJsonArray))) -}}
 {{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default (printf "%s%s" .root.Chart.AppVersion $flavour) }}{{ end -}}
 {{- end -}}
 

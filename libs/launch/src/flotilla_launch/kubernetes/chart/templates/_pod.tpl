@@ -38,7 +38,7 @@ affinity:
 topologySpreadConstraints:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if and .root.Values.gpu.enabled .root.Values.gpu.runtimeClassName (has .component (list "generator" "trainer")) }}
+{{- if and .root.Values.gpu.enabled .root.Values.gpu.runtimeClassName (has .component (include "flotilla.kinds" (dict "root" .root "which" "loadsModel") | fromJsonArray)) }}
 runtimeClassName: {{ .root.Values.gpu.runtimeClassName }}
 {{- end }}
 securityContext:

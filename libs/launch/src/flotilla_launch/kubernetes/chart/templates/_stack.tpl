@@ -75,7 +75,7 @@ A key of .Values.stack wins over the one that the chart would write.
 {{/* The stack file without the numbers of replicas that scale: another one of these replaces no pod. */}}
 {{- define "flotilla.stackThatPodsKeep" -}}
 {{- $stack := include "flotilla.stack" . | fromYaml -}}
-{{- range $kind := list "generator" "reward" -}}
+{{- range $kind := include "flotilla.kinds" (dict "root" .root "which" "scales") | fromJsonArray -}}
 {{- with index $stack $kind -}}{{- $_ := unset . "replicas" -}}{{- end -}}
 {{- end -}}
 {{- $stack | toYaml -}}
