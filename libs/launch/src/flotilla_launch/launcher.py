@@ -16,7 +16,7 @@ from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.trust import Token
 from flotilla_launch import local
-from flotilla_launch.client import LauncherClient, find, require
+from flotilla_launch.client import LauncherClient, is_up, require
 from flotilla_launch.cluster import ClusterLauncher, Engine
 from flotilla_launch.compose.file import check as check_compose
 from flotilla_launch.compose.file import contained, container_table
@@ -131,11 +131,6 @@ def launcher_of(paths: StackPaths) -> Launcher:
     """Return the launcher that has the stack; the local one where none has it."""
     placed = PlacedFile.read(paths.placed_file)
     return _launcher(placed.launcher if placed is not None else LOCAL, paths)
-
-
-def is_up(paths: StackPaths) -> bool:
-    """Return whether some launcher has the stack."""
-    return PlacedFile.read(paths.placed_file) is not None or find(paths) is not None
 
 
 def launcher_for(name: str | None, paths: StackPaths) -> Launcher:

@@ -25,6 +25,7 @@ from flotilla_coordinator.cli.processes import (
 )
 from flotilla_coordinator.cli.replicas import replica_json
 from flotilla_core.errors import NotFound
+from flotilla_launch import client as launcher_client
 from flotilla_launch import launcher as launchers
 from flotilla_launch.client import LauncherClient
 from flotilla_testing.session_specs import as_struct
@@ -186,8 +187,8 @@ def test_drain_ends_no_service_that_a_launcher_would_start_again(
     async def list_processes(self: LauncherClient) -> ListResponse:
         return ListResponse(processes=[process])
 
-    for name in ("find", "require"):
-        monkeypatch.setattr(launchers, name, lambda paths: SimpleNamespace(socket="/nowhere"))
+    for module, name in ((launcher_client, "find"), (launchers, "require")):
+        monkeypatch.setattr(module, name, lambda paths: SimpleNamespace(socket="/nowhere"))
     monkeypatch.setattr(LauncherClient, "state", list_processes)
     ended, _, err = flotilla("drain", "reward-7")
     assert (ended, operated.grace_s) == ((code, -1.0) if code else (0, 60.0))
