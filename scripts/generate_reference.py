@@ -23,13 +23,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import typer
 import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from flotilla_coordinator.cli import options
-from flotilla_coordinator.cli.main import app
+from flotilla_coordinator.cli.main import load_commands
 from flotilla_core.config import ConfigModel, RunConfig, StackConfig, json_schema
 from flotilla_core.config.presets import PRESETS
 from flotilla_core.kinds import KINDS
@@ -334,7 +333,7 @@ def cell(text: str | None) -> str:
 
 def cli_lines() -> list[str]:
     """Return the page of all commands."""
-    lines = ["# Commands", "", HEAD, *commands(typer.main.get_command(app), "flotilla"), "## Exit codes", ""]
+    lines = ["# Commands", "", HEAD, *commands(load_commands(), "flotilla"), "## Exit codes", ""]
     return lines + table(("code", "name", "meaning"), exit_codes())
 
 

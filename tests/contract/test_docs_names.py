@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-import typer
 import yaml
 from doc_pages import FENCED
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from flotilla_coordinator.cli.main import app
+from flotilla_coordinator.cli.main import load_commands
 from flotilla_core.config import ConfigModel, PolicyConfig, RunConfig, StackConfig, load_text
 from flotilla_core.config.other_programs import OURS
 from flotilla_core.errors import InvalidConfig
@@ -48,7 +47,7 @@ NO_KEY = re.compile(r"telemetry\.start|.*\.(py|proto|yaml|md|jsonl?|log|txt|sqli
 RECIPES = ROOT / "docs" / "contributing.md"
 """Its recipes add keys and commands that do not exist yet."""
 FILES = {"run.yaml", "stack.yaml", "metrics.jsonl"}
-COMMANDS: Any = typer.main.get_command(app)
+COMMANDS: Any = load_commands()
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(flotilla(?: .*)?)")
 REST_OF_A_RUN: dict[str, Any] = {"name": "page", "steps": 100, "data": {"train": "train.jsonl"}}
 WITH_REWARDS: dict[str, Any] = {

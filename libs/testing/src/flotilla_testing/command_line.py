@@ -19,21 +19,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-IMPORTED = (
-    "flotilla_coordinator.cli.main",
-    "flotilla_client",
-    "flotilla_core.config",
-    "flotilla_launch.local",
-    # What most commands import when they run.
-    "flotilla_client.synchronous_loop",
-    "flotilla_coordinator.ledger.queries",
-    "flotilla_coordinator.plan.plan",
-    "flotilla_coordinator.records.directory",
-    "flotilla_core.bus",
-    "flotilla_core.telemetry",
-    "flotilla_launch.kubernetes.launcher",
-    "flotilla_launch.launcher",
-)
+MAIN = "flotilla_coordinator.cli.main"
+RUNS_ON_DISK = "flotilla_coordinator.runs.status"
+"""The module that commands import in a function, where no fleet answers."""
 _REQUEST_BYTES = 1 << 18
 
 
@@ -79,9 +67,8 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 def serve() -> None:
     """Fork for each request that comes; the forks return from here, and the server does when nobody can ask it."""
-    for name in IMPORTED:
-        import_module(name)
-    import_module(IMPORTED[0]).all_commands()
+    import_module(MAIN).load_commands()
+    import_module(RUNS_ON_DISK)
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # Nobody waits for the forks: each tells its own end.
@@ -111,7 +98,7 @@ def _obey(asked: dict[str, Any], out: int, err: int, line: int) -> None:
     os.write(line, f"{os.getpid()}\n".encode())
     code: object = 1  # An error that nobody caught ends Python with it, after its traceback.
     try:
-        import_module(IMPORTED[0]).main()
+        import_module(MAIN).main()
         code = 0
     except SystemExit as ended:
         code = ended.code or 0

@@ -204,9 +204,9 @@ def test_bash_takes_a_setting_for_three_words_and_gets_the_last_one(
 
 def test_the_completion_of_a_setting_loads_configuration_alone() -> None:
     heavy = ["grpc", "numpy", "torch", "rich.console", "opentelemetry"]
-    code = f"""import sys, flotilla_coordinator.cli.main
+    code = f"""import sys, flotilla_coordinator.cli.main, flotilla_coordinator.cli.run
 from types import SimpleNamespace
-from flotilla_coordinator.cli.options import complete_setting
+from flotilla_coordinator.cli.completion import complete_setting
 assert complete_setting(SimpleNamespace(params={{"arguments": ["run.yaml"]}}), "algo")
 print([m for m in {heavy!r} if m in sys.modules])"""
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

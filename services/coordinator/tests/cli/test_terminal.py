@@ -19,6 +19,7 @@ import zstandard
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
+from flotilla_coordinator.cli import failures
 from flotilla_coordinator.cli import main as command_line
 from flotilla_core.errors import InvalidRequest
 from flotilla_testing.hostile_text import HALF, HOSTILE, MARKUP, SEQUENCES, obeyed
@@ -220,9 +221,16 @@ def test_an_argument_that_is_quoted_is_shown(
 
 
 def test_the_traceback_of_a_defect_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = shown(monkeypatch, lambda: command_line._fail(ValueError(TEXT + HALF)))
+    text = shown(monkeypatch, lambda: failures.fail(ValueError(TEXT + HALF)))
     assert_shown(text)
     assert "ValueError" in text and MARKUP in text
+
+
+def test_the_list_of_all_commands_says_what_each_says_of_itself() -> None:
+    own = {
+        name: command.help.split("\n\n")[0] for name, command in command_line.load_commands().commands.items()
+    }
+    assert own == {entry.name: entry.help for entry in command_line.ENTRIES}
 
 
 def test_only_one_module_prints() -> None:

@@ -17,6 +17,8 @@ from flotilla_coordinator.evaluation.evaluate import (
     Evaluator,
     HeldOutPrompts,
     HeldOutResult,
+)
+from flotilla_coordinator.evaluation.figures import (
     before,
     before_and_after,
     figures_of,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from flotilla_coordinator.cli.options import Json, RunId, Stack
-
-if TYPE_CHECKING:
-    from flotilla_coordinator.records.directory import RunDirectory
-    from flotilla_core.checkpoint import CheckpointShelf
-    from flotilla_core.version import Version
+from flotilla_coordinator.cli.completion import RunId
+from flotilla_coordinator.cli.options import RUN_FAILED, Json, Stack
+from flotilla_coordinator.cli.output import print_json, print_line, print_table, say
+from flotilla_coordinator.cli.stack import stack_paths
+from flotilla_coordinator.ledger import queries, schema
+from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.runs.checkpoints import BEST, Progress, best_checkpoint, named_best
+from flotilla_core.checkpoint import CheckpointShelf, Manifest
+from flotilla_core.config import read_values
+from flotilla_core.errors import AlreadyExists, Damaged, NotFound
+from flotilla_core.version import Version
 
 app = typer.Typer(help="List, check, export and remove checkpoints of a run.", no_args_is_help=True)
 
@@ -25,9 +31,6 @@ Name = Annotated[
 @app.command("list")
 def list_(run: RunId, stack: Stack = None, as_json: Json = False) -> None:
     """List the checkpoints of a run, the oldest first."""
-    from flotilla_coordinator.cli.output import print_json, print_table
-    from flotilla_coordinator.runs.checkpoints import best_checkpoint
-
     saved = saved_of(stack, run)
     best = best_checkpoint(saved.directory, saved.best_by)
     values = saved.directory.evaluated(saved.best_by or "eval/accuracy")
@@ -56,11 +59,6 @@ def list_(run: RunId, stack: Stack = None, as_json: Json = False) -> None:
 @app.command()
 def verify(run: RunId, checkpoint: Name = None, stack: Stack = None, as_json: Json = False) -> None:
     """Compare every byte with what was written; exit code 1 if a checkpoint is damaged."""
-    from flotilla_coordinator.cli.options import RUN_FAILED
-    from flotilla_coordinator.cli.output import print_json, print_line
-    from flotilla_core.checkpoint import Manifest
-    from flotilla_core.errors import Damaged
-
     saved = saved_of(stack, run)
     findings: list[dict[str, str]] = []
     for name in chosen(saved, checkpoint):
@@ -90,12 +88,6 @@ def export(
 
     If adapters were trained, they are copied instead, in the layout of peft.
     """
-    import shutil
-
-    from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_core.checkpoint import Manifest
-    from flotilla_core.errors import AlreadyExists
-
     saved = saved_of(stack, run)
     run_id, shelf = saved.run_id, saved.shelf
     name = chosen(saved, checkpoint)[-1]
@@ -125,9 +117,6 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Remove all but the newest checkpoints, and the best one where the run keeps it."""
-    from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.runs.checkpoints import best_checkpoint
-
     saved = saved_of(stack, run)
     shelf, best = saved.shelf, best_checkpoint(saved.directory, saved.best_by)
     gone = shelf.prune(keep, [shelf.step_of(best)] if best else [])
@@ -150,13 +139,6 @@ class Saved(NamedTuple):
 
 def saved_of(stack: str | None, run: str) -> Saved:
     """Find the run in the ledger's file."""
-    from flotilla_coordinator.cli.stack import stack_paths
-    from flotilla_coordinator.ledger import queries, schema
-    from flotilla_coordinator.records.directory import RunDirectory
-    from flotilla_core.checkpoint import CheckpointShelf
-    from flotilla_core.config import read_values
-    from flotilla_core.errors import NotFound
-
     ledger = stack_paths(stack).directory / "ledger.sqlite"
     if not ledger.exists():
         raise NotFound("the stack has no runs on disk", where=str(ledger.parent), next_step="see --stack")
@@ -174,9 +156,6 @@ def saved_of(stack: str | None, run: str) -> Saved:
 
 def chosen(saved: Saved, name: str | None) -> list[str]:
     """Return all checkpoints, or the one that was named."""
-    from flotilla_coordinator.runs.checkpoints import BEST, named_best
-    from flotilla_core.errors import NotFound
-
     shelf = saved.shelf
     if name == BEST:
         return [named_best(saved.directory, saved.best_by)]
@@ -193,9 +172,6 @@ def chosen(saved: Saved, name: str | None) -> list[str]:
 
 def _described(shelf: CheckpointShelf, name: str) -> dict[str, Any]:
     """Describe a checkpoint by its own files; only `verify` finds damage."""
-    from flotilla_coordinator.runs.checkpoints import Progress
-    from flotilla_core.checkpoint import Manifest
-
     folder = shelf.folder(name)
     progress = Progress.of(folder)
     return {

@@ -13,14 +13,22 @@ from collections.abc import Iterator
 from enum import StrEnum
 from glob import has_magic, iglob
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from flotilla_coordinator.cli.options import Json, Stack, settings_that_begin
-
-if TYPE_CHECKING:
-    from flotilla_core.config import RunConfig, StackConfig
+from flotilla_coordinator.cli.completion import settings_that_begin
+from flotilla_coordinator.cli.options import Json, Stack, make_folder_of, split_arguments
+from flotilla_coordinator.cli.output import print_json, print_line, say
+from flotilla_coordinator.cli.stack import load_stack
+from flotilla_core.config import PolicyConfig, RunConfig, StackConfig, dump_yaml, json_schema, load
+from flotilla_core.config.document import read_text_file
+from flotilla_core.config.model import HUB, is_url
+from flotilla_core.config.other_programs import OURS
+from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
+from flotilla_core.trust import Claims, certificates, make_role_token, read_token, rotate_token, write_secret
+from flotilla_launch.environment import presentable
+from flotilla_launch.paths import StackPaths
 
 app = typer.Typer(help="Check configuration files; print their JSON Schema.", no_args_is_help=True)
 
@@ -48,8 +56,6 @@ KindOption = Annotated[Kind | None, typer.Option(help="What the file describes; 
 
 def complete_any_setting(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return the settings of the kind of the files that begin with `incomplete`."""
-    from flotilla_core.errors import FlotillaError
-
     files = [Path(text) for text in context.params.get("arguments") or []]
     try:
         kind = context.params.get("kind") or _kind_of(files)
@@ -68,11 +74,6 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Merge files left to right, apply overrides, check what needs no fleet, print the resolved configuration."""
-    from flotilla_coordinator.cli.options import split_arguments
-    from flotilla_coordinator.cli.output import print_json, print_line, say
-    from flotilla_core.config import dump_yaml, load
-    from flotilla_launch.environment import presentable
-
     files, overrides = split_arguments(arguments)
     chosen = kind or _kind_of(files)
     config = load(_model(chosen), files, overrides, resolve_paths=True)
@@ -94,9 +95,6 @@ def validate(
 
 def check(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
     """List what was checked beyond keys and values, and the warnings; raises where something is wrong."""
-    from flotilla_core.config import RunConfig
-    from flotilla_core.errors import InvalidConfig
-
     checked = ["keys, types and bounds"]
     warnings: list[str] = []
     if isinstance(config, RunConfig):
@@ -127,23 +125,15 @@ def check(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
 @app.command()
 def schema(kind: Annotated[Kind, typer.Argument(help="stack or run")], as_json: Json = True) -> None:
     """Print the JSON Schema, for editors (it is JSON with or without --json)."""
-    from flotilla_coordinator.cli.output import print_json
-    from flotilla_core.config import json_schema
-
     print_json(json_schema(_model(kind)))
 
 
 def _model(kind: Kind) -> type[StackConfig] | type[RunConfig]:
-    from flotilla_core.config import RunConfig, StackConfig
-
     return StackConfig if kind is Kind.stack else RunConfig
 
 
 def _kind_of(files: list[Path]) -> Kind:
     """Detect the kind by the top-level keys that only one of the two has; of other programs' keys, by ours for them."""
-    from flotilla_core.config.document import read_text_file
-    from flotilla_core.config.other_programs import OURS
-
     keys: set[str] = set()
     for file in files:
         if os.path.exists(file):
@@ -167,8 +157,6 @@ def paths_of_stack(config: StackConfig) -> list[Found]:
 
 
 def _of_run(config: RunConfig) -> Iterator[Found]:
-    from flotilla_core.config import PolicyConfig
-
     train = config.data.train
     if isinstance(train, Path):
         yield _data("data.train", train)
@@ -190,8 +178,6 @@ def _of_run(config: RunConfig) -> Iterator[Found]:
 
 
 def _of_stack(config: StackConfig) -> Iterator[Found]:
-    from flotilla_core.config.model import is_url
-
     models = {"model": config.model, "critic.model": config.critic.model}
     models |= {"reference.model": config.reference.model, "teacher.model": config.teacher.model}
     models |= {f"teachers.{name}.model": gang.model for name, gang in config.teachers.items()}
@@ -217,8 +203,6 @@ def _of_stack(config: StackConfig) -> Iterator[Found]:
 
 def _data(key: str, path: Path) -> Found:
     """Check that a data set is there, without its rows and without asking the hub."""
-    from flotilla_core.config.model import HUB
-
     if str(path).startswith(HUB) or os.path.isdir(path):
         return key, path, ""
     if has_magic(str(path)) and not os.path.isfile(path):
@@ -265,12 +249,6 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Make a token with a role from the stack's own; no service has to be told of it."""
-    from flotilla_coordinator.cli.options import make_folder_of
-    from flotilla_coordinator.cli.output import print_json, print_line, say
-    from flotilla_coordinator.cli.stack import load_stack
-    from flotilla_core.trust import Claims, make_role_token, read_token, write_secret
-    from flotilla_launch.paths import StackPaths
-
     config = load_stack(stack)
     ends_s = None if expires is None else int(time.time() + _seconds(expires))
     secret = read_token(config.bind, StackPaths.of(config.state_dir, config.name).directory)
@@ -289,11 +267,6 @@ def create(
 @token_app.command()
 def rotate(stack: Stack = None, as_json: Json = False) -> None:
     """Replace the stack's own token while everything runs; the previous one is accepted for a while."""
-    from flotilla_coordinator.cli.output import print_json, print_line
-    from flotilla_coordinator.cli.stack import load_stack
-    from flotilla_core.trust import rotate_token
-    from flotilla_launch.paths import StackPaths
-
     config = load_stack(stack)
     file = rotate_token(config.bind, StackPaths.of(config.state_dir, config.name).directory)
     overlap_s = config.bind.token_overlap_s
@@ -318,10 +291,6 @@ def init_certificates(
     as_json: Json = False,
 ) -> None:
     """Make an authority, and a certificate for each host; again: renew them by the same authority."""
-    from flotilla_coordinator.cli.output import print_json, print_line
-    from flotilla_core.errors import InvalidRequest
-    from flotilla_core.trust import certificates
-
     names = [name for name in hosts.split(",") if name]
     wrong = [name for name in names if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}", name) is None]
     if wrong or not names:
@@ -348,8 +317,6 @@ def init_certificates(
 
 def _seconds(text: str) -> float:
     """Read a length of time."""
-    from flotilla_core.errors import InvalidRequest
-
     match = re.fullmatch(r"(\d{1,6})([mhd])", text)
     if match is None or int(match[1]) == 0:
         raise InvalidRequest(

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import typer
 
-from flotilla_coordinator.cli.options import Json, Stack
+import flotilla_core
+from flotilla_coordinator.cli.options import PREFLIGHT, Json, Stack, wait
+from flotilla_coordinator.cli.output import print_json, print_line
 from flotilla_coordinator.cli.stack_checks import (
     Finding,
     failed,
@@ -26,6 +28,10 @@ from flotilla_coordinator.cli.stack_checks import (
     stack_checks,
     warning,
 )
+from flotilla_coordinator.plan.size_limits import processor_computes_bfloat16
+from flotilla_core.addresses import listening, loopback
+from flotilla_core.bus.server import find_binary
+from flotilla_core.errors import FlotillaError
 
 _GIB = 1 << 30
 _LEAST_SHARED_MEMORY_GIB = 1
@@ -35,9 +41,6 @@ _SIGNS = {"passed": "ok  ", "warning": "warn", "failed": "FAIL"}
 
 def doctor(stack: Stack = None, as_json: Json = False) -> None:
     """Check everything a stack needs; each line says what was found and what to do about it."""
-    from flotilla_coordinator.cli.options import PREFLIGHT, wait
-    from flotilla_coordinator.cli.output import print_json, print_line
-
     findings = machine_checks()
     config, of_stack = stack_checks(stack)
     findings += of_stack
@@ -79,8 +82,6 @@ def _python() -> Finding:
 
 
 def _source() -> Finding:
-    import flotilla_core
-
     folder = Path(flotilla_core.__file__).parent
     asked = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
@@ -136,8 +137,6 @@ def _driver() -> Finding:
 
 
 def _cpus() -> Finding:
-    from flotilla_coordinator.plan.size_limits import processor_computes_bfloat16
-
     cores = os.cpu_count() or 1
     allowed = min(len(os.sched_getaffinity(0)), math.ceil(_cgroup_cpus() or cores))
     dtype = (
@@ -174,9 +173,6 @@ def _shared_memory() -> Finding:
 
 
 def _nats() -> Finding:
-    from flotilla_core.bus.server import find_binary
-    from flotilla_core.errors import FlotillaError
-
     try:
         binary = find_binary()
         answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
@@ -189,8 +185,6 @@ def _nats() -> Finding:
 
 def _ports() -> Finding:
     """Bind a port and connect to it, which shows firewalls and a missing loopback interface."""
-    from flotilla_core.addresses import listening, loopback
-
     try:
         with (
             listening(loopback(), 0, 1) as server,

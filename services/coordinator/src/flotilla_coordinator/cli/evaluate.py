@@ -8,20 +8,53 @@ of the run is written.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from flotilla_coordinator.cli.options import Json, Stack, complete_setting
-
-if TYPE_CHECKING:
-    from flotilla_coordinator.evaluation.evaluate import Evaluation
-    from flotilla_core.config import RunConfig, StackConfig
-    from flotilla_core.errors import FlotillaError
-    from flotilla_core.version import Version
+from flotilla.common.v1 import registration_pb2 as reg
+from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
+from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
+from flotilla_client import Client
+from flotilla_client.discovery import token_of_caller
+from flotilla_coordinator.cli.checkpoint import chosen, saved_of
+from flotilla_coordinator.cli.completion import complete_setting
+from flotilla_coordinator.cli.options import Json, Stack, make_folder_of, wait
+from flotilla_coordinator.cli.output import print_json, print_table, say
+from flotilla_coordinator.cli.processes import boot_progress
+from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.data.training_sets import copies_folder, read_held_out
+from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, held_out_prompts
+from flotilla_coordinator.evaluation.figures import held_out_text
+from flotilla_coordinator.plan.functions import loading_problems
+from flotilla_coordinator.plan.placement import placed
+from flotilla_coordinator.rollouts.generation import Generation
+from flotilla_coordinator.rollouts.scoring import Scorer
+from flotilla_coordinator.runs.checkpoints import Progress
+from flotilla_core import rpc
+from flotilla_core.checkpoint import Manifest
+from flotilla_core.config import (
+    BindConfig,
+    CoordinatorConfig,
+    GangConfig,
+    NatsConfig,
+    RunConfig,
+    StackConfig,
+    TrainerConfig,
+    load,
+    load_text,
+)
+from flotilla_core.config.model import function_path
+from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig, InvalidRequest
+from flotilla_core.version import Version
+from flotilla_launch import local
+from flotilla_launch.client import find
+from flotilla_launch.paths import StackPaths
 
 _MODEL = "model"
 _NAME_LENGTH = 26
@@ -70,11 +103,6 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate a model, a checkpoint or a run on held-out data, by a fleet of its own without a trainer."""
-    from flotilla_coordinator.cli.options import make_folder_of, wait
-    from flotilla_coordinator.cli.output import print_json, print_table, say
-    from flotilla_coordinator.cli.stack import load_stack, make_example, stack_file
-    from flotilla_coordinator.evaluation.evaluate import held_out_text
-
     if output is not None:
         make_folder_of(output)
     make_example(stack_file(stack))
@@ -101,9 +129,6 @@ def evaluate(
 
 def _subject(target: str, checkpoint: str | None, stack: str | None) -> Subject:
     """Find the model that the user means."""
-    from flotilla_core.errors import InvalidRequest
-    from flotilla_core.version import Version
-
     folder = Path(target).absolute()
     if not os.path.isdir(folder):
         return _of_run(target, checkpoint, stack)
@@ -127,8 +152,6 @@ def _subject(target: str, checkpoint: str | None, stack: str | None) -> Subject:
 
 def _of_run(reference: str, checkpoint: str | None, stack: str | None) -> Subject:
     """Return a checkpoint of a run: the one that is named, else the newest, else the exported model."""
-    from flotilla_coordinator.cli.checkpoint import chosen, saved_of
-
     saved = saved_of(stack, reference)
     exported = saved.directory.model_path
     if checkpoint is None and not saved.shelf.names() and (exported / "config.json").is_file():
@@ -139,10 +162,6 @@ def _of_run(reference: str, checkpoint: str | None, stack: str | None) -> Subjec
 
 def _of_checkpoint(folder: Path, config_yaml: str) -> Subject:
     """Return the model of a checkpoint, after every byte was compared with what was written."""
-    from flotilla_coordinator.runs.checkpoints import Progress
-    from flotilla_core.checkpoint import Manifest
-    from flotilla_core.errors import FailedPrecondition
-
     Manifest.verified(folder)
     progress, model = Progress.of(folder), folder / "model"
     if not model.is_dir():
@@ -160,9 +179,6 @@ def _of_checkpoint(folder: Path, config_yaml: str) -> Subject:
 
 def _config(subject: Subject, arguments: list[str], data: list[Path], rewards: list[str]) -> RunConfig:
     """Return the run that says how to evaluate: of the files, else the model's own, else of data and rewards alone."""
-    from flotilla_core.config import RunConfig, load, load_text
-    from flotilla_core.config.model import function_path
-
     overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
     files = [Path(text) for text in arguments if text not in overrides]
     given = [str(file.absolute()) for file in data]
@@ -189,8 +205,6 @@ def _config(subject: Subject, arguments: list[str], data: list[Path], rewards: l
 
 
 def _nothing_to_evaluate_with(why: str) -> FlotillaError:
-    from flotilla_core.errors import InvalidConfig
-
     return InvalidConfig(
         "there is nothing to evaluate with",
         why=why,
@@ -200,12 +214,6 @@ def _nothing_to_evaluate_with(why: str) -> FlotillaError:
 
 def _fleet(stack: StackConfig, subject: Subject) -> StackConfig:
     """Return the stack of the evaluation: generators and rewards as in the user's, and none of its trainers."""
-    from flotilla_coordinator.plan.placement import placed
-    from flotilla_core.config import BindConfig, CoordinatorConfig, GangConfig, NatsConfig, TrainerConfig
-    from flotilla_core.errors import FailedPrecondition
-    from flotilla_launch.client import find
-    from flotilla_launch.paths import StackPaths
-
     name = f"{stack.name[:_NAME_LENGTH]}-eval"
     if find(StackPaths.of(stack.state_dir, name)) is not None:
         raise FailedPrecondition(
@@ -238,20 +246,6 @@ def _fleet(stack: StackConfig, subject: Subject) -> StackConfig:
 
 async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) -> Evaluation:
     """Start the fleet, evaluate, and stop the fleet; mistakes in the files are found before it starts."""
-    import asyncio
-
-    from flotilla_coordinator.cli.output import say
-    from flotilla_coordinator.cli.processes import boot_progress
-    from flotilla_coordinator.data.tokenizer import Tokenizer
-    from flotilla_coordinator.data.training_sets import copies_folder, read_held_out
-    from flotilla_coordinator.evaluation.evaluate import Evaluator, held_out_prompts
-    from flotilla_coordinator.plan.functions import loading_problems
-    from flotilla_coordinator.rollouts.generation import Generation
-    from flotilla_coordinator.rollouts.scoring import Scorer
-    from flotilla_core.errors import InvalidConfig
-    from flotilla_launch import local
-    from flotilla_launch.paths import StackPaths
-
     errors, _ = loading_problems(config)
     if errors:
         raise InvalidConfig("the rewards would not work", where=f"run {config.name}", why="; ".join(errors))
@@ -292,14 +286,6 @@ class _Pools(NamedTuple):
 
 async def _pools(fleet: StackConfig) -> _Pools:
     """Return the generators and the rewards of the fleet."""
-    from flotilla.common.v1 import registration_pb2 as reg
-    from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
-    from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
-    from flotilla_client import Client
-    from flotilla_client.discovery import token_of_caller
-    from flotilla_core import rpc
-    from flotilla_launch.paths import StackPaths
-
     directory = StackPaths.of(fleet.state_dir, fleet.name).directory
     token = token_of_caller(fleet.bind, directory)
     announced = json.loads((directory / "instances" / "coordinator.json").read_text("utf-8"))

@@ -3,22 +3,60 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
+import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from flotilla_coordinator.cli.options import Coordinator, Json, Stack
-
-if TYPE_CHECKING:
-    from flotilla.coordinator.v1.coordinator_pb2 import Service
-    from flotilla.coordinator.v1.run_pb2 import Run
-    from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
-    from flotilla_client import Client
-    from flotilla_core.config import StackConfig
-    from flotilla_core.kinds import Kind
-    from flotilla_launch.launcher import Launcher
-    from flotilla_launch.paths import StackPaths
+from flotilla.coordinator.v1 import run_pb2
+from flotilla.coordinator.v1.coordinator_pb2 import Service
+from flotilla.coordinator.v1.run_pb2 import Run
+from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
+from flotilla_client import Client
+from flotilla_client.discovery import token_of_caller
+from flotilla_coordinator.cli.config import check
+from flotilla_coordinator.cli.options import Coordinator, Json, Stack, wait
+from flotilla_coordinator.cli.output import print_json, print_line, print_table, say
+from flotilla_coordinator.cli.processes import (
+    as_the_coordinator_sees,
+    boot_progress,
+    process_json,
+    process_table,
+    state_of,
+)
+from flotilla_coordinator.cli.stack import (
+    client_of,
+    load_stack,
+    load_stack_with_model,
+    make_example,
+    stack_file,
+    stack_paths,
+    with_models_here,
+)
+from flotilla_core.config import StackConfig
+from flotilla_core.config.model import is_url
+from flotilla_core.errors import FlotillaError, InvalidRequest
+from flotilla_core.gangs import model_of, roles_of, started, with_model
+from flotilla_core.kinds import KINDS, Kind
+from flotilla_core.model_folder import model_folder
+from flotilla_launch.client import is_up
+from flotilla_launch.kubernetes.launcher import KubernetesLauncher
+from flotilla_launch.launcher import (
+    LAUNCHERS,
+    LOCAL,
+    ON_THIS_HOST,
+    AttachedLauncher,
+    Launcher,
+    launcher_for,
+    launcher_of,
+    planned,
+)
+from flotilla_launch.local import executables_directory
+from flotilla_launch.paths import StackPaths
+from flotilla_launch.state import PlacedFile
+from flotilla_launch.upgrade import Upgrade, kind_of, upgradable
 
 PLAN_COLUMNS = ("NODE", "SERVICE", "KIND", "CPUS", "GPUS", "MEMORY", "PORTS")
 Answer = TypeVar("Answer")
@@ -44,15 +82,6 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start a stack and wait until every service is ready; a running stack is left unchanged."""
-    import time
-
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, print_table, say
-    from flotilla_coordinator.cli.processes import boot_progress, process_json, process_table
-    from flotilla_coordinator.cli.stack import load_stack_with_model, make_example, stack_file, stack_paths
-    from flotilla_launch.launcher import LOCAL, is_up, launcher_for
-    from flotilla_launch.state import PlacedFile
-
     _require_launcher(on)
     paths = stack_paths(stack)
     make_example(stack_file(stack))
@@ -93,10 +122,6 @@ def up(
 
 def down(stack: Stack = None, as_json: Json = False) -> None:
     """Stop all processes of a stack; only its files in the state directory stay."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.cli.stack import load_stack, stack_paths
-
     paths = stack_paths(stack)
     cut = wait(_going_on(paths))
     stopped = wait(_launcher(load_stack(stack), paths).down(on_wait=say))
@@ -113,11 +138,6 @@ def down(stack: Stack = None, as_json: Json = False) -> None:
 
 def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """List the processes of a stack."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, print_table, say
-    from flotilla_coordinator.cli.processes import process_json, process_table
-    from flotilla_coordinator.cli.stack import load_stack, stack_paths
-
     paths = stack_paths(stack)
     launcher = _launcher(load_stack(stack), paths)
     nats_url, processes, services, waiting = wait(_state_of(launcher, paths, coordinator))
@@ -147,13 +167,6 @@ def scale(
     as_json: Json = False,
 ) -> None:
     """Change the number of replicas of a running stack; waits until new ones are ready."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.cli.processes import process_json, state_of
-    from flotilla_coordinator.cli.stack import load_stack, stack_paths
-    from flotilla_core.errors import InvalidRequest
-    from flotilla_core.kinds import KINDS
-
     kinds = {one.name: one for one in KINDS if one.scales}
     if kind not in kinds:
         raise InvalidRequest(f"{kind!r} cannot be scaled", next_step=f"use one of: {', '.join(kinds)}")
@@ -196,14 +209,6 @@ def upgrade(
     as_json: Json = False,
 ) -> None:
     """Replace the replicas of a running stack one by one with processes of the release of this command."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.cli.processes import process_json
-    from flotilla_coordinator.cli.stack import client_of, load_stack, stack_paths
-    from flotilla_launch.launcher import launcher_of
-    from flotilla_launch.local import executables_directory
-    from flotilla_launch.upgrade import Upgrade, kind_of, upgradable
-
     wanted = kind_of(kind)
     launcher = upgradable(launcher_of(stack_paths(stack)), kind)
     ready_timeout_s = load_stack(stack).ready_timeout_s
@@ -227,9 +232,6 @@ def upgrade(
 
 def _launcher(stack: StackConfig, paths: StackPaths) -> Launcher:
     """Return the launcher that has the stack: of another machine where its file says so."""
-    from flotilla_client.discovery import token_of_caller
-    from flotilla_launch.launcher import AttachedLauncher, launcher_of
-
     if stack.launcher.attach is None:
         return launcher_of(paths)
     return AttachedLauncher(stack.launcher.attach, token_of_caller(stack.bind, paths.directory))
@@ -237,11 +239,6 @@ def _launcher(stack: StackConfig, paths: StackPaths) -> Launcher:
 
 def _require_launcher(name: str | None) -> None:
     """Refuse a launcher that there is not, with the name that was probably meant."""
-    import difflib
-
-    from flotilla_core.errors import InvalidRequest
-    from flotilla_launch.launcher import LAUNCHERS
-
     if name is not None and name not in LAUNCHERS:
         near = difflib.get_close_matches(name, LAUNCHERS, n=1)
         raise InvalidRequest(
@@ -253,12 +250,6 @@ def _require_launcher(name: str | None) -> None:
 
 def _check(stack: StackConfig, launcher: str) -> None:
     """Raise what would end the services of this host at their start, before there are any."""
-    from flotilla_coordinator.cli.config import check
-    from flotilla_core.config.model import is_url
-    from flotilla_core.gangs import model_of, roles_of, started
-    from flotilla_core.model_folder import model_folder
-    from flotilla_launch.launcher import LOCAL, ON_THIS_HOST
-
     if launcher in ON_THIS_HOST:
         check(stack)
     if launcher == LOCAL:
@@ -270,11 +261,7 @@ def _check(stack: StackConfig, launcher: str) -> None:
 
 def _placeable(stack: StackConfig, launcher: str, *, quiet: bool) -> StackConfig:
     """Return the stack with what its file leaves to the host; a launcher of other hosts cannot ask them."""
-    from flotilla_coordinator.cli.output import say
-    from flotilla_coordinator.cli.stack import with_models_here
     from flotilla_coordinator.plan.placement import placed, seats
-    from flotilla_core.gangs import model_of, roles_of, with_model
-    from flotilla_launch.launcher import ON_THIS_HOST
 
     if launcher not in ON_THIS_HOST:
         return stack
@@ -295,9 +282,6 @@ def _placeable(stack: StackConfig, launcher: str, *, quiet: bool) -> StackConfig
 
 def _show_plan(stack: StackConfig, launcher: str, *, as_json: bool) -> None:
     """Print the table of the stack as this launcher would place it."""
-    from flotilla_coordinator.cli.output import print_json, print_line, print_table
-    from flotilla_launch.launcher import planned
-
     rows = [row.as_dict() for row in planned(stack, launcher)]
     if as_json:
         print_json({"stack": stack.name, "launcher": launcher, "services": rows})
@@ -325,9 +309,6 @@ async def _state_of(
     launcher: Launcher, paths: StackPaths, coordinator: str | None
 ) -> tuple[str, list[ProcessStatus], dict[str, Service], list[Run]]:
     """Return the address of NATS, the processes, the coordinator's view of them, and the runs that wait."""
-    from flotilla.coordinator.v1 import run_pb2
-    from flotilla_coordinator.cli.processes import as_the_coordinator_sees
-
     state = await launcher.state()
     services = await _services(paths, coordinator)
     processes = as_the_coordinator_sees(list(state.processes), services)
@@ -339,8 +320,6 @@ async def _state_of(
 
 async def _refuse_to_starve(paths: StackPaths, kind: Kind, replicas: int) -> None:
     """Refuse to remove an active run's last replica of a kind without --yes: the run would wait, and then fail."""
-    from flotilla_core.errors import InvalidRequest
-
     busy = [run.run_id for run in await _going_on(paths)]
     wanted = min(len(busy), 1) if kind.shared else len(busy)
     if wanted > replicas:
@@ -356,11 +335,6 @@ async def _refuse_to_starve(paths: StackPaths, kind: Kind, replicas: int) -> Non
 
 async def _going_on(paths: StackPaths) -> list[Run]:
     """Return runs that have not ended; a paused run keeps its services, because it may continue at any time."""
-    from flotilla.coordinator.v1 import run_pb2
-    from flotilla_core.errors import FlotillaError
-    from flotilla_launch.kubernetes.launcher import KubernetesLauncher
-    from flotilla_launch.launcher import launcher_of
-
     working = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
     launcher = launcher_of(paths)
     if isinstance(launcher, KubernetesLauncher):
@@ -383,9 +357,6 @@ async def _ask(
     paths: StackPaths, coordinator: str | None, ask: Callable[[Client], Awaitable[Answer]]
 ) -> Answer | None:
     """Return the coordinator's answer; None while it cannot be reached."""
-    from flotilla_client import Client
-    from flotilla_core.errors import FlotillaError
-
     try:
         async with Client.find(paths.directory.name, paths.directory.parent, coordinator) as client:
             return await asyncio.wait_for(ask(client), _ANSWER_S)

@@ -6,24 +6,54 @@ without --force. What is written is loaded from the disk and planned by the code
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flotilla.coordinator.v1.run_pb2 import Plan
+from flotilla_coordinator.cli.init_files import (
+    HELD_OUT_MOST,
+    HELD_OUT_SHARE,
+    HELDOUT,
+    SPLIT_FROM,
+    TRAIN,
+    Draft,
+    Host,
+    stack_text,
+)
 from flotilla_coordinator.cli.options import Json
+from flotilla_coordinator.cli.output import print_json, print_line, say
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.data.training_sets import JoinedSets, read_held_out, read_sets, training_data
+from flotilla_coordinator.plan import plan_run
+from flotilla_coordinator.plan.checks import longest_sequence
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.placement import placed, seats
+from flotilla_coordinator.plan.size_limits import host_memory, processor_computes_bfloat16
+from flotilla_coordinator.plan.trainer_memory import resident_bytes
+from flotilla_core.config import EvaluationConfig, PolicyConfig, RunConfig, StackConfig, load, load_text
+from flotilla_core.config.model import data_source
+from flotilla_core.errors import AlreadyExists, FlotillaError, InvalidConfig, InvalidRequest, NotFound
+from flotilla_core.files import write_atomically
+from flotilla_core.model_folder import model_folder
+from flotilla_core.roles import section_of
+from flotilla_data.columns import Reads
+from flotilla_data.files import data_files
+from flotilla_data.formats import no_rows
+from flotilla_data.recognition import ANSWERS, PAIRS, Fields, kind_of_answers, recognised
+from flotilla_data.rows import open_rows
+from flotilla_launch.gpus import Gpus
 
 if TYPE_CHECKING:
-    from flotilla.coordinator.v1.run_pb2 import Plan
-    from flotilla_coordinator.cli.init_files import Draft
     from flotilla_coordinator.data.prompts import Prompt, PromptFile
-    from flotilla_coordinator.data.tokenizer import Tokenizer
-    from flotilla_core.config import RunConfig
-    from flotilla_data.recognition import Fields
 
 FIRST_ROWS = 1000
 TAUGHT_BY = {"pairs": ("dpo", "reward_model"), "answers": ("sft",), "prompts": ("grpo",)}
@@ -70,11 +100,6 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Write stack.yaml and run.yaml for a model and data, by the GPUs of this host, and plan the run."""
-    from flotilla_coordinator.cli.output import print_json, print_line, say
-    from flotilla_core.config.model import data_source
-    from flotilla_core.errors import InvalidConfig
-    from flotilla_core.files import write_atomically
-
     _refuse_existing([folder / "stack.yaml", folder / "run.yaml"], force)
     # A name of the hub is one wherever it is read from now on, and in the files.
     data, held_out = (str(data_source(source)) for source in (data, held_out or ""))
@@ -103,8 +128,6 @@ def init(
 
 
 def _refuse_existing(paths: Sequence[Path], force: bool) -> None:
-    from flotilla_core.errors import AlreadyExists
-
     found = [str(path) for path in paths if os.path.exists(path)]
     if found and not force:
         raise AlreadyExists(
@@ -115,14 +138,6 @@ def _refuse_existing(paths: Sequence[Path], force: bool) -> None:
 
 def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str | None) -> Draft:
     """Look at the model, the data and the host, and choose what the files say."""
-    from flotilla_coordinator.cli.init_files import Draft, Host
-    from flotilla_coordinator.data.tokenizer import Tokenizer
-    from flotilla_coordinator.data.training_sets import JoinedSets, read_sets, training_data
-    from flotilla_coordinator.plan.model_facts import ModelFacts
-    from flotilla_coordinator.plan.size_limits import processor_computes_bfloat16
-    from flotilla_core.model_folder import model_folder
-    from flotilla_launch.gpus import Gpus
-
     with _named_by(
         "--model", "a folder with config.json, tokenizer.json and *.safetensors, or organisation/model", model
     ):
@@ -165,9 +180,6 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
 
 def _has_test_split(source: str) -> bool:
     """Return whether a data set brings held-out rows of its own."""
-    from flotilla_core.errors import FlotillaError
-    from flotilla_data.files import data_files
-
     try:
         return data_files(Path(source), "test") != data_files(Path(source), "train")
     except FlotillaError:
@@ -179,12 +191,6 @@ def _split(source: str, data: PromptFile) -> dict[str, list[str]]:
 
     A row is held out by a digest of its prompt: rows of one prompt stay together, whatever their order in the file.
     """
-    import json
-    from hashlib import blake2b
-
-    from flotilla_coordinator.cli.init_files import HELD_OUT_MOST, HELD_OUT_SHARE, HELDOUT, SPLIT_FROM, TRAIN
-    from flotilla_data.rows import open_rows
-
     if data.streamed:
         return {}
     by_prompt: dict[bytes, list[int]] = {}
@@ -212,8 +218,6 @@ def _split(source: str, data: PromptFile) -> dict[str, list[str]]:
 @contextmanager
 def _named_by(option: str, meant: str, value: str = "") -> Iterator[None]:
     """Let an error that speaks of a configuration name the option instead: there is no file yet."""
-    from flotilla_core.errors import FlotillaError
-
     try:
         yield
     except FlotillaError as error:
@@ -228,11 +232,6 @@ def _named_by(option: str, meant: str, value: str = "") -> Iterator[None]:
 
 def _look_at(source: str, split: str, option: str, algorithm: str | None) -> Fields:
     """Return the columns of a data set by its first rows, as the algorithm reads them."""
-    from flotilla_data.columns import Reads
-    from flotilla_data.formats import no_rows
-    from flotilla_data.recognition import recognised
-    from flotilla_data.rows import open_rows
-
     with _named_by(option, "a file, a folder, a pattern or hub:owner/name"):
         rows = open_rows(Path(source), split, None)
     read = rows.read(range(min(FIRST_ROWS, len(rows))))
@@ -247,9 +246,6 @@ def _look_at(source: str, split: str, option: str, algorithm: str | None) -> Fie
 
 def _with_answers(fields: Fields, algorithm: str, source: str, row: dict[str, Any]) -> Fields:
     """Refuse data without the answers from which the algorithm learns."""
-    from flotilla_core.errors import InvalidConfig
-    from flotilla_data.recognition import ANSWERS, PAIRS
-
     there = f"the rows have {', '.join(sorted(row))}"
     if fields.pairs and not fields.answered:
         raise InvalidConfig(
@@ -270,8 +266,6 @@ def _with_answers(fields: Fields, algorithm: str, source: str, row: dict[str, An
 
 def _require_answers(fields: Fields, held_out: Fields, source: str) -> None:
     """Refuse held-out data that the reward of the run cannot judge."""
-    from flotilla_core.errors import InvalidConfig
-
     if fields.answer and not fields.pairs and not held_out.answered:
         raise InvalidConfig(
             "the held-out data have no answers",
@@ -283,8 +277,6 @@ def _require_answers(fields: Fields, held_out: Fields, source: str) -> None:
 
 def _require_all_answers(prompts: Sequence[Prompt], draft: Draft) -> None:
     """Refuse data of which only some rows have answers: without one there is no reward, and nothing to imitate."""
-    from flotilla_core.errors import InvalidConfig
-
     without = sum(not prompt.answer.strip() for prompt in prompts)
     if 0 < without < len(prompts):
         raise InvalidConfig(
@@ -296,8 +288,6 @@ def _require_all_answers(prompts: Sequence[Prompt], draft: Draft) -> None:
 
 
 def _has_template(tokenizer: Tokenizer) -> bool:
-    from flotilla_core.errors import NotFound
-
     try:
         tokenizer.render_chat([{"role": "user", "content": "?"}])
     except NotFound:
@@ -307,10 +297,6 @@ def _has_template(tokenizer: Tokenizer) -> bool:
 
 def _reading(source: str, algorithm: str, fields: Fields, chat: bool, longest: int) -> RunConfig:
     """Return a run that reads the data as the one that is written will."""
-    import json
-
-    from flotilla_core.config import RunConfig, load_text
-
     data: dict[str, Any] = {"train": source, "apply_chat_template": chat, "max_prompt_tokens": longest}
     if not fields.layout:
         data |= {"prompt_field": fields.prompt, "answer_field": fields.answer or "answer"}
@@ -323,10 +309,6 @@ def _reading(source: str, algorithm: str, fields: Fields, chat: bool, longest: i
 
 def _gangs(config: RunConfig) -> tuple[str, ...]:
     """Return the sections of the gangs that the algorithm needs beside the policy's."""
-    from flotilla_core.config import PolicyConfig
-    from flotilla_core.errors import InvalidRequest
-    from flotilla_core.roles import section_of
-
     if not isinstance(config.algorithm, PolicyConfig):
         return ()
     if config.algorithm.teachers_needed:
@@ -340,9 +322,6 @@ def _gangs(config: RunConfig) -> tuple[str, ...]:
 
 def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> Draft:
     """Choose lengths and the reward by the first prompts, as the model gets them."""
-    from flotilla_coordinator.plan.checks import longest_sequence
-    from flotilla_data.recognition import kind_of_answers
-
     supervised, limit = config.algorithm.type == "sft", draft.longest_sequence
     prompts = data.first(FIRST_ROWS)
     if not config.learns_from_pairs:
@@ -370,9 +349,6 @@ def _held_out_prompts(draft: Draft, config: RunConfig, tokenizer: Tokenizer) -> 
 
     A chat is trained from its first answer on, and asked up to its last one.
     """
-    from flotilla_coordinator.data.training_sets import read_held_out
-    from flotilla_core.config import EvaluationConfig
-
     if not draft.held_out and not (draft.split and config.algorithm.type == "sft"):
         return ()
     fields = draft.held_out_fields
@@ -407,14 +383,6 @@ def _rounded(tokens: int) -> int:
 
 def _fitted(draft: Draft) -> Draft:
     """Let adapters learn where all weights of the model cannot; raise where not even these fit."""
-    from flotilla_coordinator.cli.init_files import stack_text
-    from flotilla_coordinator.plan.model_facts import ModelFacts
-    from flotilla_coordinator.plan.placement import placed, seats
-    from flotilla_coordinator.plan.size_limits import host_memory
-    from flotilla_coordinator.plan.trainer_memory import resident_bytes
-    from flotilla_core.config import StackConfig, load_text
-    from flotilla_core.model_folder import model_folder
-
     stack = placed(load_text(StackConfig, stack_text(draft), source=str(draft.stack)))
     if draft.host.gpus:
         too_large = bool(seats(stack)[1])
@@ -426,12 +394,6 @@ def _fitted(draft: Draft) -> Draft:
 
 def _planned(draft: Draft) -> tuple[Plan, list[str]]:
     """Plan what was written, and say who sits on which GPU."""
-    import json
-
-    from flotilla_coordinator.plan import plan_run
-    from flotilla_coordinator.plan.placement import placed, seats
-    from flotilla_core.config import RunConfig, StackConfig, load
-
     # The commands that follow are given in the folder of the files, so the stack's state is there.
     state = json.dumps(str((draft.folder / ".flotilla").absolute()))
     stack = placed(load(StackConfig, [draft.stack], [f"state_dir={state}"], resolve_paths=True))
@@ -441,8 +403,6 @@ def _planned(draft: Draft) -> tuple[Plan, list[str]]:
 
 def _choices(draft: Draft) -> Iterator[str]:
     """Say what was recognised."""
-    from flotilla_coordinator.cli.init_files import HELDOUT, TRAIN
-
     fields, (reward, why) = draft.fields, draft.reward
     answers = (
         "pairs" if fields.pairs else f"answers from {fields.answer!r}" if fields.answer else "no answers"
@@ -463,8 +423,6 @@ def _choices(draft: Draft) -> Iterator[str]:
 
 def _following(draft: Draft) -> list[str]:
     """Return the commands that come next."""
-    import shlex
-
     there = "" if draft.folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(draft.folder))} && "
     first = "reward test" if draft.answers else "run plan"
     # The variable would lead these commands to another stack.

@@ -7,23 +7,26 @@ read. Where one log cannot be read, the others are shown.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from pathlib import Path
+from typing import Annotated, TypeAlias
 
 import typer
 
-from flotilla_coordinator.cli.options import Coordinator, Json, Stack
+from flotilla.common.v1.operate_pb2 import TailLogRequest
+from flotilla_coordinator.cli.options import Coordinator, Json, Stack, wait
 from flotilla_coordinator.cli.output import print_json_line, print_line, say
+from flotilla_coordinator.cli.services import ServiceAddress, find_services
+from flotilla_coordinator.cli.stack import stack_paths
+from flotilla_core import rpc
+from flotilla_core.errors import FlotillaError, NotFound
+from flotilla_launch.kubernetes.launcher import KubernetesLauncher, PodLog
+from flotilla_launch.launcher import launcher_of
+from flotilla_launch.logs import read_logs
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from flotilla_coordinator.cli.services import ServiceAddress
-    from flotilla_core.errors import FlotillaError
-    from flotilla_launch.kubernetes.launcher import PodLog
-
-    Source = ServiceAddress | PodLog
+Source: TypeAlias = ServiceAddress | PodLog
 
 _FIND_S = 4.0
 _FIRST_LINE_S = 5.0
@@ -50,8 +53,6 @@ def logs(
     as_json: Json = False,
 ) -> None:
     """Show the logs of a stack, also of a stopped one and of services on other machines."""
-    from flotilla_coordinator.cli.options import wait
-
     wait(_show(name, stack, coordinator, lines, follow=follow, as_json=as_json), interrupted="")
 
 
@@ -59,8 +60,6 @@ async def _show(
     name: str | None, stack: str | None, coordinator: str | None, lines: int, *, follow: bool, as_json: bool
 ) -> None:
     """Print the lines; with `--json`, one object per line, because a log has no end."""
-    import sys
-
     elsewhere: dict[str, Source] = {**await _of_pods(stack)} if coordinator is None else {}
     # Files of a stack that is in pods are those of an earlier start on this machine.
     here = {} if elsewhere else _files(stack)
@@ -82,8 +81,6 @@ async def _show(
 
 def _files(stack: str | None) -> dict[str, Path]:
     """Return the log files of this machine, by the name of the process."""
-    from flotilla_coordinator.cli.stack import stack_paths
-
     paths = stack_paths(stack)
     found = {path.stem: path for path in sorted(paths.logs.glob("*.log"))}
     return found | {"nats": paths.nats_log} if paths.nats_log.exists() else found
@@ -91,10 +88,6 @@ def _files(stack: str | None) -> dict[str, Path]:
 
 async def _of_pods(stack: str | None) -> dict[str, PodLog]:
     """Return the logs of the pods of a stack on Kubernetes; none for one that is elsewhere."""
-    from flotilla_coordinator.cli.stack import stack_paths
-    from flotilla_launch.kubernetes.launcher import KubernetesLauncher
-    from flotilla_launch.launcher import launcher_of
-
     launcher = launcher_of(stack_paths(stack))
     return await launcher.logs() if isinstance(launcher, KubernetesLauncher) else {}
 
@@ -103,9 +96,6 @@ async def _elsewhere(
     stack: str | None, coordinator: str | None, here: dict[str, Path]
 ) -> dict[str, ServiceAddress]:
     """Return the services without a log file here; none where no coordinator answers."""
-    from flotilla_coordinator.cli.services import find_services
-    from flotilla_core.errors import FlotillaError
-
     try:
         async with asyncio.timeout(_FIND_S if here else None):
             services = await find_services(stack, coordinator)
@@ -120,9 +110,6 @@ def _chosen(
     name: str | None, stack: str | None, here: dict[str, Path], elsewhere: dict[str, Source]
 ) -> list[str]:
     """Return the names of all logs, or the one that was named."""
-    from flotilla_coordinator.cli.stack import stack_paths
-    from flotilla_core.errors import NotFound
-
     known = [*here, *elsewhere]
     paths = stack_paths(stack)
     if not known:
@@ -148,8 +135,6 @@ async def _read(
     files: dict[str, Path], sources: list[Source], lines: int, *, follow: bool
 ) -> AsyncGenerator[Line]:
     """Yield the last lines of all logs merged by time, then new ones as they arrive."""
-    from flotilla_launch.logs import read_logs
-
     came: Came = asyncio.Queue()
 
     async def read_files(past: dict[str, list[str]]) -> None:
@@ -199,9 +184,6 @@ async def _past(came: Came, open_logs: int, *, alone: bool) -> tuple[dict[str, l
 
 async def _tail(source: Source, lines: int, came: Came, *, follow: bool) -> None:
     """Put each line of a log into `came`; at the end None, or why it ended."""
-    from flotilla_coordinator.cli.services import ServiceAddress
-    from flotilla_core.errors import FlotillaError
-
     if isinstance(source, ServiceAddress):
         found = _lines_of(source, lines, follow=follow)
     else:
@@ -218,9 +200,6 @@ async def _tail(source: Source, lines: int, came: Came, *, follow: bool) -> None
 
 async def _lines_of(service: ServiceAddress, lines: int, *, follow: bool) -> AsyncGenerator[str]:
     """Yield the lines of a log that the service itself reads."""
-    from flotilla.common.v1.operate_pb2 import TailLogRequest
-    from flotilla_core import rpc
-
     request = TailLogRequest(lines=lines, follow=follow)
     async with service.operated() as stub:
         silence_s = _FOLLOW_S if follow else _FIRST_LINE_S

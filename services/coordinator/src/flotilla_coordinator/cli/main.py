@@ -1,40 +1,109 @@
-"""The entry point of `flotilla`: joins the commands, and turns every failure into a message and an exit code."""
+"""The entry point of `flotilla`: lists the commands and loads the one that is called.
+
+Invariant: nothing that a command needs is imported before it is called, so that `flotilla --help` and a shell's
+completion of its words are quick.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
-from typer.main import get_command
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command, get_group
 
-from flotilla_coordinator.cli import (
-    checkpoint,
-    config,
-    doctor,
-    evaluate,
-    fleet,
-    init,
-    logs,
-    replicas,
-    reward,
-    run,
-    samples,
-    stacks,
-    timeline,
-)
-from flotilla_coordinator.cli.options import INTERRUPTED, RUN_FAILED, code_of
 from flotilla_core.files import keep_private, speak_utf8
 from flotilla_core.terminal import visible
 
-if TYPE_CHECKING:
-    from flotilla_core.errors import FlotillaError
+
+class Entry(NamedTuple):
+    """A command or a group, by what the list of all commands says of it."""
+
+    name: str
+    place: str
+    """The module, and the name in it of the command's function or of the group."""
+    help: str
+    """The first line of its own help."""
+
+
+ENTRIES = (
+    Entry(
+        "init",
+        "init:init",
+        "Write stack.yaml and run.yaml for a model and data, by the GPUs of this host, and plan the run.",
+    ),
+    Entry(
+        "up",
+        "fleet:up",
+        "Start a stack and wait until every service is ready; a running stack is left unchanged.",
+    ),
+    Entry("down", "fleet:down", "Stop all processes of a stack; only its files in the state directory stay."),
+    Entry("ps", "fleet:ps", "List the processes of a stack."),
+    Entry(
+        "logs",
+        "logs:logs",
+        "Show the logs of a stack, also of a stopped one and of services on other machines.",
+    ),
+    Entry(
+        "stacks",
+        "stacks:stacks",
+        "Show what a service is doing, and the stack of every thread and task of it, of its ranks too.",
+    ),
+    Entry(
+        "profile",
+        "stacks:profile",
+        "Sample the stacks of a service for a while, and write them for a flame graph (collapsed stacks).",
+    ),
+    Entry(
+        "drain",
+        "stacks:drain",
+        "End a service that no launcher of this machine started, once it has finished what it has.",
+    ),
+    Entry(
+        "scale",
+        "fleet:scale",
+        "Change the number of replicas of a running stack; waits until new ones are ready.",
+    ),
+    Entry(
+        "upgrade",
+        "fleet:upgrade",
+        "Replace the replicas of a running stack one by one with processes of the release of this command.",
+    ),
+    Entry(
+        "samples",
+        "samples:samples",
+        "Show samples of a run, the oldest first: prompt, response, reward, version and what became of each.",
+    ),
+    Entry(
+        "eval",
+        "evaluate:evaluate",
+        "Evaluate a model, a checkpoint or a run on held-out data, by a fleet of its own without a trainer.",
+    ),
+    Entry(
+        "timeline",
+        "timeline:timeline",
+        "Write the timeline of a run; also works when the coordinator is down or was killed.",
+    ),
+    Entry(
+        "doctor",
+        "doctor:doctor",
+        "Check everything a stack needs; each line says what was found and what to do about it.",
+    ),
+    Entry("replicas", "replicas:app", "List replicas, and take one out of service."),
+    Entry("weights", "replicas:weights_app", "Weights of active runs."),
+    Entry("reward", "reward:app", "Rewards that a run may name."),
+    Entry("run", "run:app", "Start, follow and stop runs."),
+    Entry("checkpoint", "checkpoint:app", "List, check, export and remove checkpoints of a run."),
+    Entry("config", "config:app", "Check configuration files; print their JSON Schema."),
+    Entry("token", "config:token_app", "Make tokens for people and programs; replace the stack's own."),
+    Entry("certs", "config:certs_app", "Make certificates for encryption between hosts."),
+)
 
 
 _UsageError: Any = typer.BadParameter.__base__
@@ -43,6 +112,15 @@ _UsageError: Any = typer.BadParameter.__base__
 
 class _Commands(TyperGroup):
     """All commands; an error about an argument quotes it without what a terminal would obey."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = {entry.name: TyperCommand(entry.name, help=entry.help) for entry in ENTRIES}
+
+    def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+        """Load the command that is called; help and completion list the others by what the table says."""
+        name, listed, rest = super().resolve_command(context, arguments)
+        return name, listed and load_command(listed.name), rest
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with _visible_message():
@@ -105,36 +183,30 @@ def flotilla(
         os.environ["FLOTILLA_TOKEN_FILE"] = str(token_file.absolute())
 
 
-app.command()(init.init)
-app.command()(fleet.up)
-app.command()(fleet.down)
-app.command()(fleet.ps)
-app.command()(logs.logs)
-app.command()(stacks.stacks)
-app.command()(stacks.profile)
-app.command()(stacks.drain)
-app.command()(fleet.scale)
-app.command()(fleet.upgrade)
-app.add_typer(replicas.app, name="replicas")
-app.add_typer(replicas.weights_app, name="weights")
-app.add_typer(reward.app, name="reward")
-app.add_typer(run.app, name="run")
-run.app.command()(run.pause)
-run.app.command("set")(run.set_)
-app.command()(samples.samples)
-app.add_typer(checkpoint.app, name="checkpoint")
-app.command("eval")(evaluate.evaluate)
-app.command()(timeline.timeline)
-app.command()(doctor.doctor)
-app.add_typer(config.app, name="config")
-app.add_typer(config.token_app, name="token")
-app.add_typer(config.certs_app, name="certs")
+@cache
+def load_command(name: str) -> Any:
+    """Return a command with its arguments, or a group with its commands; imports what they need."""
+    module, member = next(entry.place for entry in ENTRIES if entry.name == name).split(":")
+    found = getattr(import_module(f"flotilla_coordinator.cli.{module}"), member)
+    alone = typer.Typer()
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name)
+    else:
+        alone.command(name)(found)
+    return get_group(alone).commands[name]
 
 
 @cache
 def all_commands() -> Any:
-    """Return all commands as the parser wants them; a process that runs several commands builds them once."""
+    """Return all commands as the parser wants them, each of them loaded when it is called."""
     return get_command(app)
+
+
+def load_commands() -> Any:
+    """Return all commands, loaded: for those who describe them, and for a process that runs several of them."""
+    every = all_commands()
+    every.commands = {name: load_command(name) for name in every.commands}
+    return every
 
 
 def main() -> None:
@@ -143,50 +215,12 @@ def main() -> None:
     keep_private()
     try:
         all_commands()()
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    # This is the boundary of the command; an error that is not Flotilla's is raised again.
-    except Exception as error:  # noqa: BLE001
-        _fail(error)
+    # This is the boundary of the command; an error that is not Flotilla's is shown with its traceback.
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
+        # A command that fails has loaded most of it, and one that only helps needs none of it.
+        from flotilla_coordinator.cli.failures import fail
 
-
-def _fail(error: Exception) -> NoReturn:
-    from flotilla_coordinator.cli.output import print_error, say
-
-    failure = _named(error)
-    if failure is None:
-        import traceback
-
-        say("".join(traceback.format_exception(error)).rstrip())
-        sys.exit(RUN_FAILED)
-    print_error(failure, as_json="--json" in sys.argv)
-    sys.exit(code_of(failure))
-
-
-def _named(error: Exception) -> FlotillaError | None:
-    """Return a Flotilla error as is, an error of the file system or SQLite as one of ours, and None for a defect."""
-    import sqlite3
-
-    from flotilla_core.disk import disk_full
-    from flotilla_core.errors import FailedPrecondition, FlotillaError
-
-    if isinstance(error, FlotillaError):
-        return error
-    if isinstance(error, OSError) and error.filename is not None:
-        where = Path(str(error.filename))
-        return disk_full(error, "a file cannot be written", where) or FailedPrecondition(
-            "a file cannot be used",
-            where=str(where),
-            why=error.strerror or str(error),
-            next_step="see whether state_dir in the stack file is a directory that you may read and write",
-        )
-    if isinstance(error, sqlite3.Error):
-        return FailedPrecondition(
-            "the records of the stack cannot be read",
-            why=str(error),
-            next_step="see whether state_dir in the stack file is on a disk that works: flotilla doctor",
-        )
-    return None
+        fail(error)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,22 @@ when the output is no terminal, because it may be shown on one later.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from flotilla.common.v1.error_pb2 import ErrorReason
+from flotilla.common.v1.version_pb2 import PolicyVersion
+from flotilla.coordinator.v1.run_pb2 import Run, RunState
+from flotilla_core.errors import FlotillaError
 from flotilla_core.terminal import visible, visible_json
 
 if TYPE_CHECKING:
-    from google.protobuf.timestamp_pb2 import Timestamp
     from rich.console import Console
-
-    from flotilla.common.v1.version_pb2 import PolicyVersion
-    from flotilla.coordinator.v1.run_pb2 import Run
-    from flotilla_core.errors import FlotillaError
 
 
 def print_json(value: Any) -> None:
@@ -45,8 +47,6 @@ def say(text: str) -> None:
 
 def print_error(error: FlotillaError, *, as_json: bool) -> None:
     """Print an error with its place, its cause and the next step."""
-    from flotilla.common.v1.error_pb2 import ErrorReason
-
     parts = {"where": error.where, "why": error.why, "next": error.next_step}
     red, plain = ("\033[1;31m", "\033[0m") if wants_colour(sys.stderr) else ("", "")
     sys.stderr.write(f"{red}error:{plain} {visible(error.what)}\n")
@@ -91,8 +91,6 @@ def console_on(stream: Any) -> Console:
 
 def wants_colour(stream: Any) -> bool:
     """Return whether the stream is a terminal and NO_COLOR is not set."""
-    import os
-
     return bool(stream.isatty()) and not os.environ.get("NO_COLOR")
 
 
@@ -122,6 +120,4 @@ def version_text(version: PolicyVersion) -> str:
 
 def state_name(run: Run) -> str:
     """Return the state's name, such as `running` for RUN_STATE_RUNNING."""
-    from flotilla.coordinator.v1.run_pb2 import RunState
-
     return RunState.Name(run.state).removeprefix("RUN_STATE_").lower()

@@ -14,13 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flotilla_coordinator.cli.output import console_on, say
+from flotilla.coordinator.v1.coordinator_pb2 import Service
+from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_coordinator.cli.output import age, console_on, say, version_text
+from flotilla_core import kinds
+from flotilla_core.kinds import kind_name
+from flotilla_core.log_files import HEADER, tail
+from flotilla_launch.table import NATS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flotilla.coordinator.v1.coordinator_pb2 import Service
-    from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 
 COLUMNS = ("NAME", "KIND", "STATE", "PID", "ADDRESS", "RESTARTS", "SINCE", "VERSION")
 
@@ -44,7 +48,7 @@ _STATES = {
     3: "PROCESS_STATE_STOPPING",
     4: "PROCESS_STATE_FAILED",
 }
-"""States of a process by those of a registration, for commands that do not load the protos; one that drains exits."""
+"""States of a process by those of a registration; one that drains exits."""
 
 
 def process_json(process: ProcessStatus, service: Service | None = None) -> dict[str, Any]:
@@ -68,8 +72,6 @@ def process_json(process: ProcessStatus, service: Service | None = None) -> dict
 
 def process_row(process: ProcessStatus, service: Service | None = None) -> tuple[str, ...]:
     """Describe one process as a line below COLUMNS."""
-    from flotilla_coordinator.cli.output import age
-
     return (
         process.name,
         kind_of(process),
@@ -98,8 +100,6 @@ def as_the_coordinator_sees(
     processes: list[ProcessStatus], services: dict[str, Service]
 ) -> list[ProcessStatus]:
     """Add the services that were started elsewhere, and say why one that says READY is not admitted."""
-    from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
-
     known = {process.name for process in processes}
     seen = list(processes)
     for name in sorted(services.keys() - known):
@@ -119,25 +119,18 @@ def as_the_coordinator_sees(
 
 def kind_of(process: ProcessStatus) -> str:
     """Return the kind of a process: `generator`, `trainer`, ..., or `nats`."""
-    from flotilla_core.kinds import kind_name
-    from flotilla_launch.table import NATS
-
     # Of all processes, only servers of NATS are no services of Flotilla.
     return kind_name(process.kind) if process.kind else NATS
 
 
 def state_of(process: ProcessStatus) -> str:
     """Return the state's name, such as `ready` for PROCESS_STATE_READY."""
-    from flotilla.launcher.v1.launcher_pb2 import ProcessState
-
     return ProcessState.Name(process.state).removeprefix("PROCESS_STATE_").lower()
 
 
 def _version(service: Service | None) -> str | None:
     if service is None or not service.HasField("live_version"):
         return None
-    from flotilla_coordinator.cli.output import version_text
-
     return version_text(service.live_version)
 
 
@@ -156,9 +149,6 @@ def boot_progress() -> Iterator[Show]:
 
 def doing(process: ProcessStatus) -> str:
     """Describe the present activity of a process for a person."""
-    from flotilla.launcher.v1.launcher_pb2 import ProcessState
-    from flotilla_core import kinds
-
     if process.state == ProcessState.PROCESS_STATE_STARTING:
         if process.error:
             return process.error.splitlines()[0]
@@ -174,8 +164,6 @@ def doing(process: ProcessStatus) -> str:
 
 def _engine_phase(process: ProcessStatus) -> str:
     """Return what a starting engine does by the log of its present start; nothing where that does not say it."""
-    from flotilla_core.log_files import HEADER, tail
-
     if kind_of(process) != "generator" or not process.log_path:
         return ""
     for line in reversed(tail(Path(process.log_path), _LINES_OF_A_START, most_bytes=_BYTES_OF_A_START)):
@@ -237,8 +225,6 @@ class _Lines:
         self._durations = _Durations()
 
     def show(self, processes: list[ProcessStatus]) -> None:
-        from flotilla.launcher.v1.launcher_pb2 import ProcessState
-
         now = time.monotonic()
         starting: list[str] = []
         for process in processes:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from flotilla_coordinator.cli.options import Coordinator, Json, Stack
+from flotilla.coordinator.v1.coordinator_pb2 import HeldWeights, Service, ShowWeightsResponse, WorkState
+from flotilla_coordinator.cli.options import Coordinator, Json, Stack, wait
+from flotilla_coordinator.cli.output import print_json, print_table, say, version_text
 from flotilla_coordinator.cli.stack import client_of
-
-if TYPE_CHECKING:
-    from flotilla.coordinator.v1.coordinator_pb2 import HeldWeights, Service, ShowWeightsResponse
+from flotilla_core.kinds import kind_name
 
 app = typer.Typer(help="List replicas, and take one out of service.", no_args_is_help=True)
 weights_app = typer.Typer(help="Weights of active runs.", no_args_is_help=True)
@@ -23,8 +23,6 @@ GIGA = 1e9
 @app.command("list")
 def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """List generators and reward replicas, and whether each receives work."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, print_table
 
     async def ask() -> list[Service]:
         async with client_of(stack, coordinator) as client:
@@ -46,8 +44,6 @@ def drain(
     as_json: Json = False,
 ) -> None:
     """Send a replica no more work. It finishes what it has; its process stays, and works again after a restart."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, say
 
     async def ask() -> Service:
         async with client_of(stack, coordinator) as client:
@@ -62,10 +58,6 @@ def drain(
 
 def replica_json(service: Service) -> dict[str, Any]:
     """Describe one replica in the output of these commands."""
-    from flotilla.coordinator.v1.coordinator_pb2 import WorkState
-    from flotilla_coordinator.cli.output import version_text
-    from flotilla_core.kinds import kind_name
-
     return {
         "name": service.registration.name,
         "kind": kind_name(service.registration.kind),
@@ -87,8 +79,6 @@ def weights() -> None:
 @weights_app.command()
 def show(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Show the version and digest of each generator of each run, and what its last sync took."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, print_table, say
 
     async def ask() -> list[ShowWeightsResponse]:
         async with client_of(stack, coordinator) as client:
@@ -110,8 +100,6 @@ def show(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = F
 
 
 def _shown_json(held: ShowWeightsResponse) -> dict[str, Any]:
-    from flotilla_coordinator.cli.output import version_text
-
     return {
         "run_id": held.run_id or None,
         "policy_version": version_text(held.policy_version) if held.run_id else None,
@@ -131,8 +119,6 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _held_json(held: HeldWeights) -> dict[str, Any]:
-    from flotilla_coordinator.cli.output import version_text
-
     stage_s = held.stage.ToNanoseconds() / 1e9
     return {
         "name": held.name,

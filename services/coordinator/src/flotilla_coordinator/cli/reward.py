@@ -6,23 +6,55 @@ its own that ends with the command.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
+from select import select
+from subprocess import Popen
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
 
-from flotilla_coordinator.cli.options import Coordinator, Json, Stack, complete_setting
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo, ScoreOutcome
+from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
+from flotilla_coordinator.cli.completion import complete_setting
+from flotilla_coordinator.cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
+from flotilla_coordinator.cli.output import print_json, print_line, print_table, say
+from flotilla_coordinator.cli.services import find_services
+from flotilla_coordinator.cli.stack import (
+    load_stack_with_model,
+    make_example,
+    stack_file,
+    with_models_here,
+)
+from flotilla_core import rpc
+from flotilla_core.config import RewardTermConfig, RunConfig, load, load_text
+from flotilla_core.errors import (
+    FailedPrecondition,
+    FlotillaError,
+    Internal,
+    InvalidConfig,
+    InvalidRequest,
+    Unavailable,
+)
+from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
+from flotilla_core.model_folder import model_folder
+from flotilla_core.rpc.status import from_status
+from flotilla_data.rows import open_rows, parts
 
 if TYPE_CHECKING:
-    from subprocess import Popen
-
-    from flotilla.reward.v1.reward_pb2 import RewardInfo, ScoreOutcome
     from flotilla_coordinator.data.prompts import Prompt
-    from flotilla_core.config import RunConfig
 
 app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
 
@@ -43,9 +75,6 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
 
     A function in a file needs no entry here: name it in the run as path.py:function.
     """
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, print_table
-
     rewards = [_reward_json(found, services) for found, services in wait(_ask(stack, coordinator))]
     if as_json:
         print_json({"rewards": rewards})
@@ -59,13 +88,6 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
 
 async def _ask(stack: str | None, coordinator: str | None) -> list[tuple[RewardInfo, list[str]]]:
     """Return each reward once, with the names of the services that serve it."""
-    from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
-    from flotilla.reward.v1.reward_pb2 import ListRewardsRequest
-    from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
-    from flotilla_coordinator.cli.services import find_services
-    from flotilla_core import rpc
-    from flotilla_core.errors import Unavailable
-
     found: dict[str, tuple[RewardInfo, list[str]]] = {}
     services = [
         one for one in (await find_services(stack, coordinator)).values() if one.kind == SERVICE_KIND_REWARD
@@ -82,8 +104,6 @@ async def _ask(stack: str | None, coordinator: str | None) -> list[tuple[RewardI
 
 
 def _reward_json(info: RewardInfo, services: list[str]) -> dict[str, Any]:
-    from google.protobuf.json_format import MessageToDict
-
     schema = MessageToDict(info.parameters)
     return {
         "name": info.name,
@@ -96,8 +116,6 @@ def _reward_json(info: RewardInfo, services: list[str]) -> dict[str, Any]:
 
 def _parameter(reward: dict[str, Any], name: str) -> str:
     """Show a parameter: `pattern` where it must be given, `ignore_case=false` where it has a default."""
-    import json
-
     default = reward["parameters"][name].get("default")
     if isinstance(default, float):  # every number of a Struct is one
         return f"{name}={default:g}"
@@ -135,9 +153,6 @@ def test(
     Without responses of yours each row is scored twice: with its answer as the response, and with an empty one. Exit
     code 1 when a response could not be scored.
     """
-    from flotilla_coordinator.cli.options import RUN_FAILED
-    from flotilla_coordinator.cli.output import print_json
-
     config = _config_of(arguments, data)
     prompts = _rows(config, stack, rows)
     tried = list(_responses(prompts, response or [], responses))
@@ -153,11 +168,6 @@ def test(
 
 def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
     """Return the run of the files with the rewards that are named, or one of these rewards and the data alone."""
-    import json
-
-    from flotilla_core.config import RewardTermConfig, RunConfig, load, load_text
-    from flotilla_core.errors import InvalidRequest
-
     overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
     others = [text for text in arguments if text not in overrides]
     files = [text for text in others if text.endswith((".yaml", ".yml")) or os.path.isfile(text)]
@@ -188,16 +198,9 @@ def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
 
 def _rows(config: RunConfig, stack: str | None, rows: int) -> list[Prompt]:
     """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
-    from flotilla_coordinator.cli.stack import (
-        load_stack_with_model,
-        make_example,
-        stack_file,
-        with_models_here,
-    )
     from flotilla_coordinator.data.prompts import load_prompts
     from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
-    from flotilla_core.model_folder import model_folder
 
     make_example(stack_file(stack))
     tokenizer = Tokenizer.load(model_folder(with_models_here(load_stack_with_model(stack)).model))
@@ -221,9 +224,6 @@ def _responses(
 
 def _read_responses(file: Path, most: int) -> Iterator[str]:
     """Yield the first responses of a file, which is read within the bounds of data files."""
-    from flotilla_core.errors import FlotillaError, InvalidConfig
-    from flotilla_data.rows import open_rows, parts
-
     written = 'write one JSON object a line, with the text of a response under "response"'
     try:
         rows = open_rows(file, "train", None)
@@ -244,17 +244,7 @@ def _read_responses(file: Path, most: int) -> Iterator[str]:
 
 def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[ScoreOutcome]:
     """Return the outcome of each response, from a process of the reward service."""
-    import importlib.util
-    import subprocess
-    import sys
-    import tempfile
-
-    from google.protobuf.struct_pb2 import Struct
-
-    from flotilla.reward.v1 import reward_pb2 as pb
     from flotilla_coordinator.rollouts.scoring import reward_spec
-    from flotilla_core.errors import FailedPrecondition, Internal
-    from flotilla_core.rpc.status import from_status
 
     if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
         raise FailedPrecondition(
@@ -290,11 +280,6 @@ def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[Sco
 
 def _say_all(trial: Popen[bytes]) -> None:
     """Print what the code of a user prints until the trial ends: up to a limit, as text that no terminal obeys."""
-    from select import select
-
-    from flotilla_coordinator.cli.output import say
-    from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
-
     assert trial.stderr is not None
     line, left, more, over = b"", _MOST_PRINTED, 0, False
     while not over:
@@ -338,8 +323,6 @@ def _trial_json(prompt: Prompt, response: str, name: str, outcome: ScoreOutcome)
 
 def _print_trial(found: list[dict[str, Any]]) -> None:
     """Print a line for each response, then each failure once with its traceback, then what to make of it."""
-    from flotilla_coordinator.cli.output import print_line, print_table, say
-
     rows = []
     shared = _shared_lines([one["prompt"] for one in found])
     for one in found:

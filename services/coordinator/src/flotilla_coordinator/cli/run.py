@@ -9,31 +9,46 @@ lines twice, and sends nothing again that was taken.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import textwrap
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from flotilla.coordinator.v1.run_pb2 import Plan, Run
+from flotilla_coordinator.cli.completion import RunId, complete_live_setting, complete_run, complete_setting
 from flotilla_coordinator.cli.options import (
+    USAGE,
     Coordinator,
     Json,
-    RunId,
     Stack,
-    complete_live_setting,
-    complete_run,
-    complete_setting,
+    make_folder_of,
+    split_arguments,
+    wait,
 )
-from flotilla_coordinator.cli.stack import client_of
+from flotilla_coordinator.cli.output import (
+    age,
+    local_time,
+    print_json,
+    print_line,
+    print_table,
+    say,
+    state_name,
+)
+from flotilla_coordinator.cli.stack import (
+    client_of,
+    load_stack_with_model,
+    make_example,
+    stack_file,
+    stack_paths,
+)
 from flotilla_coordinator.cli.watch import print_comparison, print_plan, remarks, run_json, stay_with
-
-if TYPE_CHECKING:
-    import sqlite3
-
-    from flotilla.coordinator.v1.run_pb2 import Plan, Run
-    from flotilla_coordinator.ledger.records import RunRecord
-    from flotilla_launch.paths import StackPaths
+from flotilla_coordinator.ledger import schema
+from flotilla_core.config import RunConfig, load, load_text, read_values
+from flotilla_core.errors import FailedPrecondition, InvalidConfig, Unavailable
+from flotilla_launch.paths import StackPaths
 
 app = typer.Typer(help="Start, follow and stop runs.", no_args_is_help=True)
 
@@ -77,12 +92,7 @@ def start(
     as_json: Json = False,
 ) -> None:
     """Start a run and print its id; with --wait, follow it until it ends."""
-    from flotilla_client import resolve_run
-    from flotilla_coordinator.cli.options import split_arguments, wait
-    from flotilla_coordinator.cli.output import print_json, print_line, say
-
-    files, overrides = split_arguments(arguments)
-    resolve_run(files, overrides)  # Errors in the files are reported even without a coordinator.
+    files, overrides = _checked(arguments)
 
     async def begin() -> tuple[Run, list[str]]:
         async with client_of(stack, coordinator) as client:
@@ -105,11 +115,7 @@ def plan(
     arguments: Arguments, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
     """Print the arithmetic of a run, and why it would be refused; starts nothing."""
-    from flotilla_client import resolve_run
-    from flotilla_coordinator.cli.options import USAGE, split_arguments
-
-    files, overrides = split_arguments(arguments)
-    resolve_run(files, overrides)
+    files, overrides = _checked(arguments)
 
     async def ask() -> Plan:
         async with client_of(stack, coordinator) as client:
@@ -129,7 +135,6 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List runs, the newest first; also while the stack is down."""
-    from flotilla_coordinator.cli.output import age, print_json, print_table, state_name
 
     async def ask() -> list[Run]:
         async with client_of(stack, coordinator) as client:
@@ -157,16 +162,13 @@ def show(
     run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
     """Show one run: state, metrics, files, resolved configuration; also while the stack is down."""
-    from flotilla_coordinator.cli.output import local_time, print_json, print_line
-    from flotilla_core.telemetry.metrics import in_groups
-
     found, config_yaml = run_and_config(run, stack, coordinator)
     values = run_json(found)
     if as_json:
-        from flotilla_core.config import read_values
-
         print_json({**values, "config": read_values(config_yaml, f"run {found.run_id}")})
         return
+    from flotilla_core.telemetry.metrics import in_groups
+
     metrics, reason = values.pop("metrics"), values.pop("reason")
     for moment in ("created_at", "ended_at"):
         values[moment] = local_time(getattr(found, moment)) if found.HasField(moment) else None
@@ -210,11 +212,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two runs: settings that differ, last and best metrics, curves; also while the stack is down."""
-    from flotilla_coordinator.cli.options import make_folder_of
-    from flotilla_coordinator.cli.output import print_json, say
     from flotilla_coordinator.records.comparison import Comparison
     from flotilla_coordinator.records.report import write_comparison
-    from flotilla_core.config import read_values
 
     if output is not None:
         make_folder_of(output)
@@ -265,8 +264,6 @@ def stop(
     as_json: Json = False,
 ) -> None:
     """Stop a run after its current step; a run that has ended stays as it is."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, say, state_name
 
     async def ask() -> tuple[Run, bool]:
         async with client_of(stack, coordinator) as client:
@@ -300,8 +297,6 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Continue a paused run, or one that failed or was stopped, from its newest good checkpoint."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, say, state_name
 
     async def ask() -> Run:
         async with client_of(stack, coordinator) as client:
@@ -320,8 +315,6 @@ def resume(
 @app.command()
 def export(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Write metrics and samples of a run as Parquet files, into its directory."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, print_line
 
     async def ask() -> list[str]:
         async with client_of(stack, coordinator) as client:
@@ -334,48 +327,11 @@ def export(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_
         print_line("\n".join(files))
 
 
-def pause(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
-    """Pause a run after its current step, until `run resume`; it keeps its trainer and generators."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, say
-
-    async def ask() -> Run:
-        async with client_of(stack, coordinator) as client:
-            return await client.pause_run(run)
-
-    found = wait(ask())
-    if as_json:
-        print_json(run_json(found))
-    else:
-        say(f"run {found.run_id} pauses after its current step\nnext: flotilla run resume {found.run_id}")
-
-
-def set_(
-    run: RunId, changes: Changes, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
-) -> None:
-    """Change settings of a run from its next step on: steps, learning rate, staleness, evaluation, checkpoints."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, say
-
-    async def ask() -> Run:
-        async with client_of(stack, coordinator) as client:
-            return await client.set_run(run, changes)
-
-    found = wait(ask())
-    if as_json:
-        print_json(run_json(found))
-    else:
-        say(f"run {found.run_id}: {', '.join(changes)} from step {found.step + 1} on")
-
-
 @app.command()
 def track(
     run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
     """Send the trackers of an ended run what they have not taken; also while the stack is down."""
-    from flotilla_coordinator.cli.output import print_json, print_table, say, state_name
-    from flotilla_core.config import RunConfig, load_text
-    from flotilla_core.errors import FailedPrecondition, InvalidConfig
     from flotilla_trackers.follow import TrackerProcess, tracker_errors
 
     found, config_yaml = run_and_config(run, stack, coordinator)
@@ -409,6 +365,47 @@ def track(
         raise typer.Exit(1)
 
 
+@app.command()
+def pause(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Pause a run after its current step, until `run resume`; it keeps its trainer and generators."""
+
+    async def ask() -> Run:
+        async with client_of(stack, coordinator) as client:
+            return await client.pause_run(run)
+
+    found = wait(ask())
+    if as_json:
+        print_json(run_json(found))
+    else:
+        say(f"run {found.run_id} pauses after its current step\nnext: flotilla run resume {found.run_id}")
+
+
+@app.command("set")
+def set_(
+    run: RunId, changes: Changes, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
+) -> None:
+    """Change settings of a run from its next step on: steps, learning rate, staleness, evaluation, checkpoints."""
+
+    async def ask() -> Run:
+        async with client_of(stack, coordinator) as client:
+            return await client.set_run(run, changes)
+
+    found = wait(ask())
+    if as_json:
+        print_json(run_json(found))
+    else:
+        say(f"run {found.run_id}: {', '.join(changes)} from step {found.step + 1} on")
+
+
+def _checked(arguments: list[str]) -> tuple[list[Path], list[str]]:
+    """Return files and overrides; errors in them are reported even without a coordinator."""
+    from flotilla_client import resolve_run
+
+    files, overrides = split_arguments(arguments)
+    resolve_run(files, overrides)
+    return files, overrides
+
+
 def run_and_config(run: str, stack: str | None, coordinator: str | None) -> tuple[Run, str]:
     """Return a run and its configuration, also while the stack is down."""
 
@@ -427,10 +424,7 @@ def ask_or_else(
     coordinator: str | None,
 ) -> Result:
     """Return the coordinator's answer; where no fleet runs, call `otherwise` with the stack's files."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.stack import stack_paths
-    from flotilla_core.errors import Unavailable
-    from flotilla_launch.launcher import is_up
+    from flotilla_launch.client import is_up
 
     try:
         return wait(ask)
@@ -443,43 +437,44 @@ def ask_or_else(
 
 def list_runs(paths: StackPaths, limit: int) -> list[Run]:
     """Return the runs, newest first."""
-    from flotilla_coordinator.ledger import queries
-    from flotilla_coordinator.runs.status import interrupted_run
 
-    return [interrupted_run(record) for record in query_ledger(paths, lambda db: queries.runs(db, limit))]
+    def read(db: sqlite3.Connection) -> list[Run]:
+        from flotilla_coordinator.ledger import queries
+        from flotilla_coordinator.runs.status import interrupted_run
+
+        return [interrupted_run(record) for record in queries.runs(db, limit)]
+
+    return query_ledger(paths, read)
 
 
 def get_run(paths: StackPaths, reference: str, *, silent: bool = False) -> tuple[Run, str]:
     """Return the run by id, unique prefix or "latest", and its resolved configuration."""
-    from flotilla_coordinator.ledger import queries
-    from flotilla_coordinator.runs.status import interrupted_run
 
-    record: RunRecord = query_ledger(paths, lambda db: queries.run(db, reference), silent=silent)
-    return interrupted_run(record), record.config_yaml
+    def read(db: sqlite3.Connection) -> tuple[Run, str]:
+        from flotilla_coordinator.ledger import queries
+        from flotilla_coordinator.runs.status import interrupted_run
+
+        record = queries.run(db, reference)
+        return interrupted_run(record), record.config_yaml
+
+    return query_ledger(paths, read, silent=silent)
 
 
 def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None) -> Plan:
     """Work out the plan here from the stack file, as the coordinator would."""
-    from flotilla_coordinator import plan
-    from flotilla_coordinator.cli.output import say
-    from flotilla_coordinator.cli.stack import load_stack_with_model, make_example, stack_file
+    from flotilla_coordinator.plan import plan_run as planned
     from flotilla_coordinator.plan.placement import placed
-    from flotilla_core.config import RunConfig, load
 
     make_example(stack_file(stack))
     config = load_stack_with_model(stack)
     say("no fleet is running: calculated from the stack file")
-    return plan.plan_run(load(RunConfig, files, overrides, resolve_paths=True), placed(config))
+    return planned(load(RunConfig, files, overrides, resolve_paths=True), placed(config))
 
 
 def query_ledger(
     paths: StackPaths, query: Callable[[sqlite3.Connection], Result], *, silent: bool = False
 ) -> Result:
     """Ask the ledger on disk of a stack that does not run; say so unless it was said before."""
-    from flotilla_coordinator.cli.output import say
-    from flotilla_coordinator.ledger import schema
-    from flotilla_core.errors import Unavailable
-
     ledger = paths.directory / "ledger.sqlite"
     if not ledger.exists():
         raise Unavailable(

@@ -12,18 +12,22 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack
+from flotilla.coordinator.v1.coordinator_pb2 import ListSamplesResponse, Sample, SampleState
+from flotilla_coordinator.cli.completion import RunId
+from flotilla_coordinator.cli.options import Coordinator, Json, Stack, make_folder_of
+from flotilla_coordinator.cli.output import print_json, print_line, print_table, say, version_text
 from flotilla_coordinator.cli.run import ask_or_else, query_ledger
 from flotilla_coordinator.cli.stack import client_of
-
-if TYPE_CHECKING:
-    from flotilla.coordinator.v1.coordinator_pb2 import ListSamplesResponse, Sample
-    from flotilla_coordinator.ledger.records import SampleRecord
-    from flotilla_launch.paths import StackPaths
+from flotilla_coordinator.ledger import queries, records
+from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_core.config import RunConfig, load_text
+from flotilla_core.errors import FlotillaError, InvalidRequest, NotFound
+from flotilla_core.terminal import visible_json
+from flotilla_launch.paths import StackPaths
 
 _LONGEST_TEXT = 50
 _PAGE = 200
@@ -139,9 +143,6 @@ def samples(
 
     With --full also the answer, the other columns of the row, and the parts of the reward.
     """
-    from flotilla_coordinator.cli.output import print_json, print_table, say
-    from flotilla_core.errors import InvalidRequest
-
     if evaluation and state is not None:
         raise InvalidRequest("answers of an evaluation have no state", where="--state with --evaluation")
     if held_out is not None and not evaluation:
@@ -201,23 +202,18 @@ def _sampled(
 
 
 def _on_disk(paths: StackPaths, run: str, wanted: Filter) -> tuple[str, list[dict[str, Any]], str]:
-    from flotilla_coordinator.ledger import queries
-    from flotilla_coordinator.ledger.records import SampleState
     from flotilla_coordinator.rollouts.samples import MOST_SAMPLES
 
     record = query_ledger(paths, lambda db: queries.run(db, run))
-    state = SampleState[wanted.state.name] if wanted.state else None
-    records = query_ledger(
+    state = records.SampleState[wanted.state.name] if wanted.state else None
+    found = query_ledger(
         paths, lambda db: queries.samples(db, record.run_id, wanted.step, state, MOST_SAMPLES, 0), silent=True
     )
-    return record.run_id, _with_files(record.directory, map(_record_json, records)), record.config_yaml
+    return record.run_id, _with_files(record.directory, map(_record_json, found)), record.config_yaml
 
 
 def _why_none(run_id: str, config_yaml: str) -> str:
     """Say of a run that learns from the answers of its data what to look at; nothing of one that draws samples."""
-    from flotilla_core.config import RunConfig, load_text
-    from flotilla_core.errors import FlotillaError
-
     try:
         config = load_text(RunConfig, config_yaml, source=f"run {run_id}")
     except FlotillaError:
@@ -236,9 +232,6 @@ def _evaluated(
     run: str, wanted: Filter, held_out: str | None, stack: str | None, coordinator: str | None
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return the run's id and the answers of its evaluations, which the run directory alone holds."""
-    from flotilla_coordinator.ledger import queries
-    from flotilla_coordinator.records.directory import RunDirectory
-    from flotilla_core.errors import NotFound
 
     async def ask() -> tuple[str, str]:
         async with client_of(stack, coordinator) as client:
@@ -262,15 +255,10 @@ def _evaluated(
 
 
 def _wire_state(state: State | None) -> Any:
-    from flotilla.coordinator.v1.coordinator_pb2 import SampleState
-
     return SampleState.Value(f"SAMPLE_STATE_{state.name if state else 'UNSPECIFIED'}")
 
 
 def _sample_json(sample: Sample) -> dict[str, Any]:
-    from flotilla.coordinator.v1.coordinator_pb2 import SampleState
-    from flotilla_coordinator.cli.output import version_text
-
     return {
         "sample_id": sample.sample_id,
         "step": sample.step,
@@ -290,7 +278,7 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _record_json(record: SampleRecord) -> dict[str, Any]:
+def _record_json(record: records.SampleRecord) -> dict[str, Any]:
     """Describe a row of the ledger like the coordinator's message."""
     return {
         "sample_id": record.sample_id,
@@ -313,8 +301,6 @@ def _record_json(record: SampleRecord) -> dict[str, Any]:
 
 def _with_files(directory: str, found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Complete the samples from the files of their steps, where this machine has them."""
-    from flotilla_coordinator.records.directory import RunDirectory
-
     listed = {sample["sample_id"]: sample for sample in found}
     steps = {sample["step"] for sample in listed.values()}
     for recorded in RunDirectory(Path(directory)).read_samples(steps):
@@ -331,8 +317,6 @@ def _with_files(directory: str, found: Iterable[dict[str, Any]]) -> list[dict[st
 
 
 def _write_parquet(path: Path, run_id: str, found: list[dict[str, Any]], *, as_json: bool) -> None:
-    from flotilla_coordinator.cli.options import make_folder_of
-    from flotilla_coordinator.cli.output import print_json, print_line
     from flotilla_coordinator.records.report import write_sample_table
 
     make_folder_of(path)
@@ -400,9 +384,6 @@ def _short(text: str) -> str:
 
 
 def _print_whole(sample: dict[str, Any]) -> None:
-    from flotilla_coordinator.cli.output import print_line
-    from flotilla_core.terminal import visible_json
-
     versions = " ".join(sample.get("policy_versions") or [sample.get("policy_version") or "none"])
     if "state" in sample:
         print_line(f"=== {sample['sample_id']}  step {sample['step']}  {_outcome(sample)}")

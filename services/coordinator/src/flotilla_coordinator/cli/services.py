@@ -11,15 +11,26 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
+from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_client import Client
+from flotilla_client.discovery import find_coordinator, token_of_caller
+from flotilla_coordinator.cli.output import say
+from flotilla_coordinator.cli.stack import load_stack, stack_paths
+from flotilla_core import rpc
+from flotilla_core.config import StackConfig
+from flotilla_core.errors import NotFound, Unavailable
+from flotilla_core.trust import Token
+from flotilla_launch.client import is_up
+from flotilla_launch.launcher import launcher_of
+from flotilla_launch.paths import StackPaths
+
 if TYPE_CHECKING:
     import grpc.aio
 
+    # A class of the typed stubs only.
     from flotilla.common.v1.operate_pb2_grpc import OperateServiceAsyncStub
-    from flotilla.common.v1.registration_pb2 import ServiceKind
-    from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
-    from flotilla_core.config import StackConfig
-    from flotilla_core.trust import Token
-    from flotilla_launch.paths import StackPaths
 
 _ANSWER_S = 2.0
 """The limit for the coordinator, where the services of this machine are known without it."""
@@ -37,8 +48,6 @@ class ServiceAddress:
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
         """Open a connection for the time of the block."""
-        from flotilla_core import rpc
-
         channel = rpc.connect(self.address, token=self.token)
         try:
             yield channel
@@ -48,8 +57,6 @@ class ServiceAddress:
     @asynccontextmanager
     async def operated(self) -> AsyncIterator[OperateServiceAsyncStub]:
         """Provide the calls that every service answers, for the time of the block."""
-        from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
-
         async with self.channel() as channel:
             yield OperateServiceStub(channel)
 
@@ -58,10 +65,6 @@ async def find_services(
     stack: str | None, coordinator: str | None, *, enough: str | None = None
 ) -> dict[str, ServiceAddress]:
     """List every service that has an address; skip the coordinator where the service `enough` is found here."""
-    from flotilla_coordinator.cli.output import say
-    from flotilla_coordinator.cli.stack import load_stack, stack_paths
-    from flotilla_core.errors import Unavailable
-
     config, paths = load_stack(stack), stack_paths(stack)
     here = [] if coordinator is not None else await _of_launcher(config, paths)
     everywhere: list[ServiceAddress] = []
@@ -79,8 +82,6 @@ async def find_services(
 
 async def find_service(name: str, stack: str | None, coordinator: str | None) -> ServiceAddress:
     """Find one service by its name."""
-    from flotilla_core.errors import NotFound
-
     services = await find_services(stack, coordinator, enough=name)
     if name not in services:
         raise NotFound(
@@ -92,9 +93,6 @@ async def find_service(name: str, stack: str | None, coordinator: str | None) ->
 
 async def is_kept_up(stack: str | None, *, name: str = "", address: str = "") -> bool:
     """Return whether the launcher of this machine starts the service of this name, or address, again when it ends."""
-    from flotilla.launcher.v1.launcher_pb2 import ProcessState
-    from flotilla_coordinator.cli.stack import stack_paths
-
     return any(
         (process.address == address if address else process.name == name)
         and process.state != ProcessState.PROCESS_STATE_ATTACHED
@@ -104,9 +102,6 @@ async def is_kept_up(stack: str | None, *, name: str = "", address: str = "") ->
 
 async def _of_launcher(config: StackConfig, paths: StackPaths) -> list[ServiceAddress]:
     """List those that the launcher of this machine started or attached; none where no launcher answers."""
-    from flotilla_client.discovery import token_of_caller
-    from flotilla_core.errors import Unavailable
-
     try:
         processes = await _processes(paths)
     except Unavailable:
@@ -121,15 +116,10 @@ async def _of_launcher(config: StackConfig, paths: StackPaths) -> list[ServiceAd
 
 async def _processes(paths: StackPaths) -> list[ProcessStatus]:
     """List what the launcher of the stack keeps or watches; nothing where no launcher has it."""
-    from flotilla_launch.launcher import is_up, launcher_of
-
     return list((await launcher_of(paths).state()).processes) if is_up(paths) else []
 
 
 async def _of_coordinator(config: StackConfig, coordinator: str | None) -> list[ServiceAddress]:
-    from flotilla_client import Client
-    from flotilla_client.discovery import find_coordinator
-
     found = find_coordinator(config.name, config.state_dir, coordinator, bind=config.bind)
     async with Client(found.address, token=found.token) as client:
         services = await client.list_services()

@@ -12,12 +12,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flotilla_coordinator.cli.options import wait
 from flotilla_coordinator.cli.output import say
+from flotilla_core import rpc
+from flotilla_core.activities import Activities
+from flotilla_core.config import StackConfig, load
+from flotilla_core.config.model import is_url
+from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
+from flotilla_core.gangs import model_of, roles_of
+from flotilla_launch.paths import StackPaths
 
 if TYPE_CHECKING:
     from flotilla_client import Client
-    from flotilla_core.config import StackConfig
-    from flotilla_launch.paths import StackPaths
 
 EXAMPLE = Path("examples/arithmetic")
 _DEFAULT_FILES = (Path("stack.yaml"), EXAMPLE / "stack.yaml")
@@ -39,16 +45,12 @@ def stack_file(given: str | None) -> Path | None:
 
 def load_stack(given: str | None) -> StackConfig:
     """Return the stack's configuration, checked, with absolute paths."""
-    from flotilla_core.config import StackConfig, load
-
     file = stack_file(given)
     return load(StackConfig, [file] if file is not None else [], resolve_paths=True)
 
 
 def load_stack_with_model(given: str | None) -> StackConfig:
     """Return the stack for a command that uses its model, which without a stack file would be that of an example."""
-    from flotilla_core.errors import NotFound
-
     stack = load_stack(given)
     if stack_file(given) is None and not os.path.isdir(stack.model):
         raise NotFound(
@@ -62,8 +64,6 @@ def load_stack_with_model(given: str | None) -> StackConfig:
 
 def stack_paths(given: str | None) -> StackPaths:
     """Return the places of the stack's files."""
-    from flotilla_launch.paths import StackPaths
-
     stack = load_stack(given)
     paths = StackPaths.of(stack.state_dir, stack.name)
     paths.check_access()
@@ -94,8 +94,6 @@ def make_example(file: Path | None) -> None:
 
 
 def _make(script: Path) -> None:
-    from flotilla_core.errors import FailedPrecondition
-
     # Progress bars of its libraries would garble our own output; on a failure, its last lines are shown.
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -110,19 +108,11 @@ def _make(script: Path) -> None:
 
 def with_models_here(stack: StackConfig) -> StackConfig:
     """Return the stack with copies on this host in place of models in object storage, fetched where needed."""
-    from flotilla_core.config.model import is_url
-    from flotilla_core.gangs import model_of, roles_of
-
     places = {str(model) for role in roles_of(stack) if is_url(model := model_of(stack, role))}
     if not places:
         return stack
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_core import rpc
-    from flotilla_core.activities import Activities
-    from flotilla_core.errors import Unavailable
     from flotilla_core.service.model import with_copies
     from flotilla_core.transfer import FileCache, Files
-    from flotilla_launch.paths import StackPaths
 
     async def nobody() -> str:
         raise Unavailable("a command asks no coordinator for files")

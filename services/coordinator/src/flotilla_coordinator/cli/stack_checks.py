@@ -6,17 +6,45 @@ import asyncio
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from flotilla.common.v1.operate_pb2 import (
+    CHECK_STATUS_FAILED,
+    CHECK_STATUS_WARNING,
+    CheckRequest,
+    CheckResult,
+    DescribeRequest,
+    DescribeResponse,
+)
+from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
+from flotilla.coordinator.v1.coordinator_pb2 import Service
+from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_client import Client
+from flotilla_client.discovery import token_of_caller
+from flotilla_coordinator.cli.processes import as_the_coordinator_sees
 from flotilla_coordinator.cli.stack import load_stack, stack_file
-
-if TYPE_CHECKING:
-    from flotilla.common.v1.operate_pb2 import CheckResult, DescribeResponse
-    from flotilla.coordinator.v1.coordinator_pb2 import Service
-    from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
-    from flotilla_core.config import StackConfig
-    from flotilla_core.trust import Token
-    from flotilla_launch.paths import StackPaths
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.size_limits import MODEL, STATE, bfloat16_warnings
+from flotilla_core import rpc
+from flotilla_core.addresses import is_loopback
+from flotilla_core.config import StackConfig
+from flotilla_core.config.model import is_url
+from flotilla_core.config.training import CheckpointConfig
+from flotilla_core.disk import check_state_directory, free_bytes, nearest, room
+from flotilla_core.errors import FlotillaError, InvalidConfig, Mismatch, Unavailable
+from flotilla_core.gangs import model_of, roles_of, started
+from flotilla_core.model_folder import model_folder
+from flotilla_core.protocol import check_protocol, limits
+from flotilla_core.roles import POLICY, section_of
+from flotilla_core.rpc.interface import check_interface
+from flotilla_core.transfer.object_store import ObjectFolder
+from flotilla_core.trust import Token, certificates, read_token
+from flotilla_launch.client import find, is_up
+from flotilla_launch.guardian import starts_launcher_again, why_it_ended
+from flotilla_launch.health import is_serving
+from flotilla_launch.launcher import launcher_of
+from flotilla_launch.paths import StackPaths
 
 _LEAST_BYTES = 32 << 20
 """The space for ledger, samples, spans and logs of a short run."""
@@ -60,8 +88,6 @@ def failed(check: str, finding: str, remedy: str) -> Finding:
 
 def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
     """Return the stack, where its file is valid, and the findings."""
-    from flotilla_core.errors import InvalidConfig
-
     file = stack_file(given)
     try:
         config = load_stack(given)
@@ -82,10 +108,6 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
 
 def _state_directory(config: StackConfig) -> Finding:
     """Check whether the state directory is writable, and for how many checkpoints of the stack's model it has room."""
-    from flotilla_core.config.training import CheckpointConfig
-    from flotilla_core.disk import check_state_directory, free_bytes, nearest, room
-    from flotilla_core.errors import FlotillaError
-
     place = (config.state_dir / config.name).absolute()
     check = "state directory"
     try:
@@ -107,10 +129,6 @@ def _state_directory(config: StackConfig) -> Finding:
 
 def _checkpoint_bytes(config: StackConfig) -> int:
     """Return the size of a checkpoint in which the stack's whole model learns; 0 where the model cannot be read."""
-    from flotilla_coordinator.plan.model_facts import ModelFacts
-    from flotilla_coordinator.plan.size_limits import MODEL, STATE
-    from flotilla_core.errors import FlotillaError
-
     try:
         return ModelFacts.read(Path(config.model)).parameters * (MODEL + STATE)
     except (FlotillaError, OSError, ValueError, KeyError):
@@ -123,9 +141,6 @@ def _mib(count: int) -> str:
 
 def _models(config: StackConfig) -> list[Finding]:
     """Check the stack's model, and those of gangs with a model of their own."""
-    from flotilla_core.gangs import model_of, roles_of, started
-    from flotilla_core.roles import POLICY, section_of
-
     # Services by this file may be on another host than the coordinator, which then gives them the model.
     fetched = config.nats.url is not None
     findings = _model("model", config.model, fetched=fetched)
@@ -137,10 +152,6 @@ def _models(config: StackConfig) -> list[Finding]:
 
 
 def _model(key: str, model: Path | str, *, fetched: bool) -> list[Finding]:
-    from flotilla_core.config.model import is_url
-    from flotilla_core.errors import FlotillaError
-    from flotilla_core.model_folder import model_folder
-
     if is_url(model):
         return [_stored_model(key, str(model))]
     if isinstance(model, str) and _is_hub_name(model):
@@ -168,9 +179,6 @@ def _folder(key: str, folder: Path) -> list[Finding]:
 
 def _stored_model(key: str, model: str) -> Finding:
     """Check whether a model in object storage can be seen from here."""
-    from flotilla_core.errors import FlotillaError
-    from flotilla_core.transfer.object_store import ObjectFolder
-
     try:
         there = ObjectFolder(model).manifest()
     except FlotillaError as error:
@@ -181,8 +189,6 @@ def _stored_model(key: str, model: str) -> Finding:
 
 def _dtypes(config: StackConfig) -> list[Finding]:
     """Check whether the processor computes in the types of the stack, where there are no GPUs."""
-    from flotilla_coordinator.plan.size_limits import bfloat16_warnings
-
     remedy = "set trainer.dtype and generator.dtype to float32, or use a host with GPUs"
     return [warning("dtype", found, remedy) for found in bfloat16_warnings(config)]
 
@@ -197,9 +203,6 @@ def _tokenizer(folder: Path) -> Finding:
     if not file.exists():
         remedy = "save a fast tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         return failed("tokenizer", f"{file} is not there", remedy)
-    from flotilla_coordinator.data.tokenizer import Tokenizer
-    from flotilla_core.errors import FlotillaError
-
     try:
         tokenizer = Tokenizer.load(folder)
     except FlotillaError as error:
@@ -208,10 +211,6 @@ def _tokenizer(folder: Path) -> Finding:
 
 
 def _token(config: StackConfig) -> Finding:
-    from flotilla_core.errors import FlotillaError, Unavailable
-    from flotilla_core.trust import read_token
-    from flotilla_launch.paths import StackPaths
-
     directory = StackPaths.of(config.state_dir, config.name).directory
     try:
         read_token(config.bind, directory)
@@ -223,8 +222,6 @@ def _token(config: StackConfig) -> Finding:
 
 
 def _bind(config: StackConfig) -> Finding:
-    from flotilla_core.addresses import is_loopback
-
     bind = config.bind
     if is_loopback(bind.host):
         return passed("bind", f"{bind.host}: this host only")
@@ -242,9 +239,6 @@ def _bind(config: StackConfig) -> Finding:
 
 def _interface(config: StackConfig) -> list[Finding]:
     """Check the interface of this host, in a stack that names one."""
-    from flotilla_core.errors import FlotillaError
-    from flotilla_core.rpc.interface import check_interface
-
     if config.bind.interface is None:
         return []
     try:
@@ -256,9 +250,6 @@ def _interface(config: StackConfig) -> list[Finding]:
 
 def _certificate(config: StackConfig) -> list[Finding]:
     """Check the certificate of this host, in a stack that has one."""
-    from flotilla_core.errors import FlotillaError
-    from flotilla_core.trust import certificates
-
     if config.bind.tls is None:
         return []
     try:
@@ -277,14 +268,6 @@ def _certificate(config: StackConfig) -> list[Finding]:
 
 async def service_checks(config: StackConfig) -> list[Finding]:
     """Return one finding for each service, and one for each of its own checks; a stopped stack is no fault."""
-    from flotilla_client.discovery import token_of_caller
-    from flotilla_coordinator.cli.processes import as_the_coordinator_sees
-    from flotilla_core.errors import FlotillaError
-    from flotilla_launch.client import find
-    from flotilla_launch.guardian import starts_launcher_again, why_it_ended
-    from flotilla_launch.launcher import is_up, launcher_of
-    from flotilla_launch.paths import StackPaths
-
     paths = StackPaths.of(config.state_dir, config.name)
     file = find(paths)
     if file is None and starts_launcher_again(paths):
@@ -307,9 +290,6 @@ async def service_checks(config: StackConfig) -> list[Finding]:
 
 async def _registered(paths: StackPaths) -> dict[str, Service]:
     """Return the services that the coordinator sees, by name; none where it does not answer, which is a finding."""
-    from flotilla_client import Client
-    from flotilla_core.errors import FlotillaError
-
     try:
         async with Client.find(paths.directory.name, paths.directory.parent) as client:
             services = await asyncio.wait_for(client.list_services(), _DESCRIBE_S)
@@ -319,13 +299,6 @@ async def _registered(paths: StackPaths) -> dict[str, Service]:
 
 
 async def _service(process: ProcessStatus, token: Token) -> list[Finding]:
-    from flotilla.common.v1.operate_pb2 import CheckRequest, DescribeRequest
-    from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
-    from flotilla_core import rpc
-    from flotilla_core.errors import FlotillaError, Mismatch
-    from flotilla_core.protocol import check_protocol, limits
-    from flotilla_launch.health import is_serving
-
     name = process.name
     logs = f"flotilla logs {name}"
     if not process.address or not await is_serving(process.address, token, _SERVING_S):
@@ -358,8 +331,6 @@ async def _service(process: ProcessStatus, token: Token) -> list[Finding]:
 
 def _admitted(process: ProcessStatus) -> Finding | None:
     """Return why the coordinator does not admit a service that serves; None where it does."""
-    from flotilla.launcher.v1.launcher_pb2 import ProcessState
-
     if process.state != ProcessState.PROCESS_STATE_STARTING or not process.error:
         return None
     return failed(
@@ -386,8 +357,6 @@ def _clock(name: str, described: DescribeResponse, asked: float, answered: float
 
 
 def _own(name: str, result: CheckResult) -> Finding:
-    from flotilla.common.v1.operate_pb2 import CHECK_STATUS_FAILED, CHECK_STATUS_WARNING
-
     check = f"{name}: {result.name}"
     if result.status == CHECK_STATUS_FAILED:
         return failed(check, result.finding, result.remedy)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from flotilla_coordinator.cli.options import Coordinator, Json, Stack
-
-if TYPE_CHECKING:
-    from flotilla.common.v1.operate_pb2 import Activity, DumpStacksResponse
+from flotilla.common.v1.operate_pb2 import (
+    Activity,
+    DrainRequest,
+    DumpStacksRequest,
+    DumpStacksResponse,
+    GetActivityRequest,
+    ProfileRequest,
+)
+from flotilla_coordinator.cli.options import Coordinator, Json, Stack, make_folder_of, wait
+from flotilla_coordinator.cli.output import age, print_json, print_line, say
+from flotilla_coordinator.cli.services import find_service, is_kept_up
+from flotilla_core import rpc
+from flotilla_core.errors import FailedPrecondition
 
 ServiceName = Annotated[str, typer.Argument(metavar="SERVICE", help="Name of a service, as `ps` shows it.")]
 
@@ -23,9 +32,6 @@ def stacks(
     service: ServiceName, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
     """Show what a service is doing, and the stack of every thread and task of it, of its ranks too."""
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import age, print_json, print_line
-
     activities, processes = wait(_ask(service, stack, coordinator))
     if as_json:
         doing = [
@@ -52,9 +58,6 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Sample the stacks of a service for a while, and write them for a flame graph (collapsed stacks)."""
-    from flotilla_coordinator.cli.options import make_folder_of, wait
-    from flotilla_coordinator.cli.output import print_json, say
-
     make_folder_of(output)
     say(f"sampling {service} for {seconds:g} s")
     collapsed = wait(_sample(service, seconds, rate, stack, coordinator))
@@ -79,9 +82,6 @@ def drain(
     For one that was started by hand, here or on another machine. `flotilla replicas drain` only sends a replica no more
     work: its process stays. To end services that the launcher started: `flotilla scale`, `flotilla down`.
     """
-    from flotilla_coordinator.cli.options import wait
-    from flotilla_coordinator.cli.output import print_json, say
-
     wait(_drain(service, grace, stack, coordinator))
     if as_json:
         print_json({"service": service, "grace_s": grace})
@@ -92,10 +92,6 @@ def drain(
 async def _ask(
     name: str, stack: str | None, coordinator: str | None
 ) -> tuple[list[Activity], DumpStacksResponse]:
-    from flotilla.common.v1.operate_pb2 import DumpStacksRequest, GetActivityRequest
-    from flotilla_coordinator.cli.services import find_service
-    from flotilla_core import rpc
-
     async with (await find_service(name, stack, coordinator)).operated() as stub:
         doing = await rpc.unary(stub.GetActivity, GetActivityRequest(), timeout_s=_STACKS_S)
         return list(doing.activities), await rpc.unary(
@@ -104,10 +100,6 @@ async def _ask(
 
 
 async def _sample(name: str, seconds: float, rate: int, stack: str | None, coordinator: str | None) -> str:
-    from flotilla.common.v1.operate_pb2 import ProfileRequest
-    from flotilla_coordinator.cli.services import find_service
-    from flotilla_core import rpc
-
     request = ProfileRequest(samples_per_second=rate)
     request.duration.FromMilliseconds(int(seconds * 1000))
     async with (await find_service(name, stack, coordinator)).operated() as stub:
@@ -116,11 +108,6 @@ async def _sample(name: str, seconds: float, rate: int, stack: str | None, coord
 
 
 async def _drain(name: str, grace_s: float, stack: str | None, coordinator: str | None) -> None:
-    from flotilla.common.v1.operate_pb2 import DrainRequest
-    from flotilla_coordinator.cli.services import find_service, is_kept_up
-    from flotilla_core import rpc
-    from flotilla_core.errors import FailedPrecondition
-
     kept = FailedPrecondition(
         f"{name} would not stay away",
         why="the launcher of this machine started it, and starts it again when it ends",

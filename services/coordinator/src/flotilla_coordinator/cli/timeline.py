@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import Annotated, BinaryIO
 
 import typer
 
-from flotilla_coordinator.cli.options import Coordinator, Json, RunId, Stack
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from flotilla_launch.paths import StackPaths
+from flotilla_client import Client
+from flotilla_coordinator.cli.completion import RunId
+from flotilla_coordinator.cli.options import Coordinator, Json, Stack, make_folder_of, wait
+from flotilla_coordinator.cli.output import print_json, say
+from flotilla_coordinator.cli.stack import stack_paths
+from flotilla_coordinator.timeline import SpanStore, chrome_trace
+from flotilla_core.errors import InvalidRequest, NotFound, Unavailable
+from flotilla_launch.paths import StackPaths
 
 
 def timeline(
@@ -24,11 +27,6 @@ def timeline(
     as_json: Json = False,
 ) -> None:
     """Write the timeline of a run; also works when the coordinator is down or was killed."""
-    from flotilla_coordinator.cli.options import make_folder_of, wait
-    from flotilla_coordinator.cli.output import print_json, say
-    from flotilla_coordinator.cli.stack import stack_paths
-    from flotilla_core.errors import Unavailable
-
     paths = stack_paths(stack)
     aside = output.with_name(f".{output.name}.part")
     make_folder_of(output)
@@ -58,8 +56,6 @@ def timeline(
 async def _ask(
     file: BinaryIO, run: str, step: int | None, paths: StackPaths, coordinator: str | None
 ) -> None:
-    from flotilla_client import Client
-
     async with Client.find(paths.directory.name, paths.directory.parent, coordinator) as client:
         async for chunk in client.timeline(run, step=step):
             file.write(chunk)
@@ -67,9 +63,6 @@ async def _ask(
 
 def _read(run: str, step: int | None, paths: StackPaths) -> Iterable[bytes]:
     """Read the store's file, for the newest run with "latest", else for the run whose id begins with `run`."""
-    from flotilla_coordinator.timeline import SpanStore, chrome_trace
-    from flotilla_core.errors import InvalidRequest, NotFound
-
     spans = paths.directory / "spans.sqlite"
     reader = SpanStore.open_readonly(spans)
     try:

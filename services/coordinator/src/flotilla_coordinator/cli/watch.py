@@ -8,22 +8,45 @@ run of thousands of quick steps takes one page. Nothing is repeated.
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from flotilla_coordinator.cli.output import console_on, duration, say, state_name
+from flotilla.coordinator.v1.run_pb2 import (
+    NOTICE_LEVEL_ERROR,
+    NOTICE_LEVEL_WARNING,
+    RUN_STATE_FAILED,
+    Notice,
+    NoticeLevel,
+    Plan,
+    Run,
+    RunEvent,
+    StepMetrics,
+)
+from flotilla_coordinator.cli.options import RUN_FAILED, wait
+from flotilla_coordinator.cli.output import (
+    console_on,
+    duration,
+    print_json,
+    print_line,
+    print_table,
+    say,
+    state_name,
+    version_text,
+)
 from flotilla_coordinator.cli.stack import client_of
+from flotilla_coordinator.evaluation.figures import ACCURACY, WORDS, before_and_after, told
+from flotilla_trackers import SHOWS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flotilla.coordinator.v1.run_pb2 import Notice, Plan, Run, RunEvent, StepMetrics
     from flotilla_client import Client
     from flotilla_coordinator.records.comparison import Comparison, Reached
 
@@ -41,11 +64,6 @@ _SHOWN = (
 
 def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_json: bool) -> None:
     """Show progress on stderr until the run ends, then the run; exit with code 1 when it failed."""
-    from flotilla.coordinator.v1.run_pb2 import RUN_STATE_FAILED
-    from flotilla_coordinator.cli.options import RUN_FAILED, wait
-    from flotilla_coordinator.cli.output import print_json, say, state_name
-    from flotilla_coordinator.evaluation.evaluate import before_and_after
-
     told = Told()
 
     async def stay() -> Run:
@@ -82,9 +100,6 @@ class Told:
 
     def note(self, event: RunEvent) -> None:
         """Keep a notice that matters at the end."""
-        from flotilla.coordinator.v1.run_pb2 import NOTICE_LEVEL_ERROR, NOTICE_LEVEL_WARNING
-        from flotilla_trackers import SHOWS
-
         if event.WhichOneof("event") != "notice":
             return
         level, text = event.notice.level, event.notice.text
@@ -109,8 +124,6 @@ class Told:
 
 async def remarks(client: Client, run_id: str) -> list[str]:
     """Return the coordinator's notices at the start, up to the first activity of the run."""
-    from contextlib import aclosing
-
     said = []
     async with aclosing(client.watch_run(run_id)) as events:
         async for event in events:
@@ -142,8 +155,6 @@ def progress(run: Run) -> Iterator[Show]:
 
 def notice_line(notice: Notice) -> str:
     """Return the text of a notice, with its level where that is not info."""
-    from flotilla.coordinator.v1.run_pb2 import NoticeLevel
-
     level = NoticeLevel.Name(notice.level).removeprefix("NOTICE_LEVEL_").lower()
     return notice.text if level == "info" else f"{level}: {notice.text}"
 
@@ -181,8 +192,6 @@ class _Screen:
         return line
 
     def _held_out(self) -> list[str]:
-        from flotilla_coordinator.evaluation.evaluate import ACCURACY, WORDS, told
-
         if ACCURACY not in self.metrics:
             return []
         name = told(self.metrics)[0]
@@ -235,8 +244,6 @@ def _time_left(seconds: float) -> str:
 
 def run_json(run: Run) -> dict[str, Any]:
     """Describe a run in the output of all `run` commands."""
-    from flotilla_coordinator.cli.output import state_name, version_text
-
     return {
         "run_id": run.run_id,
         "name": run.name,
@@ -256,9 +263,6 @@ def run_json(run: Run) -> dict[str, Any]:
 
 def print_comparison(runs: Sequence[Run], compared: Comparison) -> None:
     """Print two runs side by side: what differs, what they reached, and curves."""
-    import json
-
-    from flotilla_coordinator.cli.output import print_line, print_table, state_name
     from flotilla_coordinator.records.comparison import finite, text_curves
 
     rows = [
@@ -291,8 +295,6 @@ def print_comparison(runs: Sequence[Run], compared: Comparison) -> None:
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:
     """Print the lines of a plan as a table, then its warnings, and last the reasons against the run."""
-    from flotilla_coordinator.cli.output import print_json, print_table, say
-
     if as_json:
         lines = [{"name": n.name, "value": n.value, "explanation": n.explanation} for n in plan.lines]
         print_json({"lines": lines, "warnings": list(plan.warnings), "errors": list(plan.errors)})

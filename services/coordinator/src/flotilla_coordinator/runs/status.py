@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.evaluation.evaluate import ACCURACY, Evaluation, before, held_out_text
+from flotilla_coordinator.evaluation.figures import ACCURACY, before, held_out_text
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import conclude
@@ -29,6 +30,10 @@ from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.logger import get_logger
 from flotilla_core.version import Version
+
+if TYPE_CHECKING:
+    # With data and rollouts, which one who reads a run does not need.
+    from flotilla_coordinator.evaluation.evaluate import Evaluation
 
 RECENT_STEPS = 20
 PROGRESS_EVENT_S = 10.0
