@@ -190,7 +190,7 @@ def empties_modules(**_: object) -> float:
 @ends(*ANY)
 def replaces_the_worker(**_: object) -> float:
     for name, module in [*sys.modules.items()]:
-        if name.startswith("flotilla_reward"):
+        if name.startswith(("flotilla_reward", "flotilla_workers")):
             for part in [*vars(module)]:
                 setattr(module, part, lambda *_, **__: {"value": 100.0})
     return 1.0

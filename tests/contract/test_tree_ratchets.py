@@ -53,7 +53,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "libs/trackers/src/flotilla_trackers/feed.py": 1,
     "libs/core/src/flotilla_core/transfer/object_store.py": 1,
     "services/reward/src/flotilla_reward/builtin.py": 2,
-    "services/reward/src/flotilla_reward/worker.py": 1,
+    "libs/workers/src/flotilla_workers/worker.py": 1,
     "services/trainer/src/flotilla_trainer/wire/user_functions.py": 1,
 }
 

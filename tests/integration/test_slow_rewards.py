@@ -27,7 +27,7 @@ from flotilla_core.config.stack import BindConfig
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.rpc import Replica, ReplicaPool
 from flotilla_reward import scoring as reward_scoring
-from flotilla_reward.pool import WorkerPool
+from flotilla_reward.scoring import Workers
 from flotilla_reward.service import RewardServicer
 from flotilla_testing.files import NO_FILES
 
@@ -42,12 +42,12 @@ import asyncio
 from flotilla.reward.v1 import reward_pb2_grpc
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.rpc import RpcServer
-from flotilla_reward.pool import WorkerPool
+from flotilla_reward.scoring import workers
 from flotilla_reward.service import RewardServicer
 
 async def main():
     server = RpcServer(BindConfig(), token="secret")
-    servicer = RewardServicer(WorkerPool(0), None)
+    servicer = RewardServicer(workers(0), None)
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, {SERVICE_NAME!r})
     print(await server.start(), flush=True)
     await asyncio.Event().wait()
@@ -77,9 +77,9 @@ class Fleet:
         )
         stack.push_async_callback(self.replicas.close)
 
-    async def workers(self, name: str) -> WorkerPool:
+    async def workers(self, name: str) -> Workers:
         """A replica with one worker."""
-        workers = WorkerPool(1)
+        workers = reward_scoring.workers(1)
         self._stack.push_async_callback(workers.stop)
         await workers.start()
         await self.serves(name, RewardServicer(workers, NO_FILES))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_reward.builtin import BUILTIN, Math
-from flotilla_reward.job import CannotScore, Sample
+from flotilla_reward.builtin import BUILTIN, CannotScore, Math, Sample
 
 
 def score(name: str, response: str, answer: str = "", **parameters: object) -> float:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,7 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_reward import catalog, scoring
 from flotilla_reward.catalog import Term
-from flotilla_reward.pool import WorkerPool
-from flotilla_testing.reward_process import exists
+from flotilla_reward.scoring import Workers, workers
 
 HERE = Path(__file__).parent
 USER_FILE = HERE / "rewards_fixture.py"
@@ -30,8 +26,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pool() -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(2)
+async def pool() -> AsyncIterator[Workers]:
+    pool = workers(2)
     await pool.start()
     yield pool
     await pool.stop()
@@ -57,14 +53,14 @@ def items(*responses: str, answer: str = "4", **info: Any) -> list[pb.ScoreItem]
     ]
 
 
-async def loaded(pool: WorkerPool, specs: list[pb.RewardSpec]) -> list[Term]:
+async def loaded(pool: Workers, specs: list[pb.RewardSpec]) -> list[Term]:
     terms = scoring.resolve(specs)
     assert not [sign async for sign in scoring.load(terms, pool) if sign.outcomes]
     return terms
 
 
 async def score(
-    pool: WorkerPool, specs: list[pb.RewardSpec], samples: list[pb.ScoreItem]
+    pool: Workers, specs: list[pb.RewardSpec], samples: list[pb.ScoreItem]
 ) -> dict[str, pb.ScoreOutcome]:
     terms = await loaded(pool, specs)
     responses = [response async for response in scoring.score_items(samples, terms, pool)]
@@ -73,7 +69,7 @@ async def score(
     return {outcome.sample_id: outcome for outcome in outcomes}
 
 
-async def every_place_filled(pool: WorkerPool) -> set[int]:
+async def every_place_filled(pool: Workers) -> set[int]:
     """Both workers of the file run at once, so both are alive; their process ids are returned."""
     await score(pool, [spec(user("slow"))], items("x", "x"))
     pids = {pid for worker, pid in pool.pids.items() if str(USER_FILE) in worker}
@@ -81,7 +77,7 @@ async def every_place_filled(pool: WorkerPool) -> set[int]:
     return pids
 
 
-async def test_a_total_is_the_weighted_sum_of_its_components(pool: WorkerPool) -> None:
+async def test_a_total_is_the_weighted_sum_of_its_components(pool: Workers) -> None:
     specs = [spec("exact"), spec(user("length"), weight=-0.5, scale=2), spec("math", weight=0.25)]
     outcomes = await score(pool, specs, items("4", "5"))
     assert [(c.reward, c.weight, c.value) for c in outcomes["s0"].value.components] == [
@@ -93,17 +89,17 @@ async def test_a_total_is_the_weighted_sum_of_its_components(pool: WorkerPool) -
     assert outcomes["s1"].value.total == 0.0 - 1.0 + 0.0
 
 
-async def test_user_code_sees_whole_numbers_as_integers_and_modules_beside_it(pool: WorkerPool) -> None:
+async def test_user_code_sees_whole_numbers_as_integers_and_modules_beside_it(pool: Workers) -> None:
     outcomes = await score(pool, [spec(user("from_info")), spec(user("beside"))], items("4", points=[3, 1]))
     assert outcomes["s0"].value.total == 3 + 4 + 0.5
 
 
-async def test_prints_of_user_code_harm_nothing(pool: WorkerPool) -> None:
+async def test_prints_of_user_code_harm_nothing(pool: Workers) -> None:
     outcomes = await score(pool, [spec(user("prints"))], items("4"))
     assert outcomes["s0"].value.total == 1.0
 
 
-async def test_a_raise_is_an_error_with_its_traceback(pool: WorkerPool) -> None:
+async def test_a_raise_is_an_error_with_its_traceback(pool: Workers) -> None:
     error = (await score(pool, [spec("exact"), spec(user("raises"))], items("4")))["s0"].error
     assert error.reward == user("raises")
     line = USER_FILE.read_text().partition("raise RuntimeError")[0].count("\n") + 1
@@ -113,13 +109,13 @@ async def test_a_raise_is_an_error_with_its_traceback(pool: WorkerPool) -> None:
     assert 'raise RuntimeError("the judge is at lunch")' in error.traceback
 
 
-async def test_an_exit_is_an_error_like_any_other(pool: WorkerPool) -> None:
+async def test_an_exit_is_an_error_like_any_other(pool: Workers) -> None:
     error = (await score(pool, [spec(user("exits"))], items("4")))["s0"].error
     assert error.message.endswith(" in exits: SystemExit: 3")
 
 
 async def test_a_raise_within_a_library_names_the_line_of_the_user_that_called_it(
-    pool: WorkerPool, tmp_path: Path
+    pool: Workers, tmp_path: Path
 ) -> None:
     path = tmp_path / "calls.py"
     path.write_text(
@@ -142,12 +138,12 @@ async def test_a_raise_within_a_library_names_the_line_of_the_user_that_called_i
         ("not_a_number", "-inf", "returned -inf, expected a finite number"),
         ("not_a_number", "-1e200", "returned -1e+200, expected at most 1e+38 either way"),
         ("nothing", "4", "returned None of type NoneType, expected a number"),
-        ("dies", "exit", "the worker exited with status 7 while it scored"),
-        ("dies", "crash", "the worker was ended by SIGSEGV while it scored"),
+        ("dies", "exit", "the worker exited with status 7 while it answered"),
+        ("dies", "crash", "the worker was ended by SIGSEGV while it answered"),
     ],
 )
 async def test_what_is_not_a_finite_number_is_an_error_that_names_the_function(
-    pool: WorkerPool, function: str, response: str, says: str
+    pool: Workers, function: str, response: str, says: str
 ) -> None:
     error = (await score(pool, [spec(user(function))], items(response)))["s0"].error
     assert error.message == f"reward {user(function)}: {says}"
@@ -155,7 +151,7 @@ async def test_what_is_not_a_finite_number_is_an_error_that_names_the_function(
     assert [outcomes[f"s{index}"].value.total for index in range(2)] == [3.0, 2.0]
 
 
-async def test_a_total_that_overflows_is_an_error(pool: WorkerPool) -> None:
+async def test_a_total_that_overflows_is_an_error(pool: Workers) -> None:
     error = (await score(pool, [spec("exact", weight=1e308), spec("exact", weight=1e308)], items("4")))[
         "s0"
     ].error
@@ -163,7 +159,7 @@ async def test_a_total_that_overflows_is_an_error(pool: WorkerPool) -> None:
 
 
 async def test_a_function_that_never_returns_times_out_alone_and_its_worker_is_replaced(
-    pool: WorkerPool,
+    pool: Workers,
 ) -> None:
     before = await every_place_filled(pool)
     replaced = pool.replaced
@@ -177,7 +173,7 @@ async def test_a_function_that_never_returns_times_out_alone_and_its_worker_is_r
     assert pool.replaced == replaced + 1
 
 
-async def test_a_pattern_that_backtracks_for_ever_is_killed(pool: WorkerPool) -> None:
+async def test_a_pattern_that_backtracks_for_ever_is_killed(pool: Workers) -> None:
     outcomes = await score(
         pool, [spec("regex", timeout_s=0.2, pattern="(a+)+$")], items("a" * 60 + "b", "aa")
     )
@@ -185,7 +181,7 @@ async def test_a_pattern_that_backtracks_for_ever_is_killed(pool: WorkerPool) ->
     assert outcomes["s1"].value.total == 1.0
 
 
-async def test_a_caller_that_goes_away_stops_the_work(pool: WorkerPool) -> None:
+async def test_a_caller_that_goes_away_stops_the_work(pool: Workers) -> None:
     before = await every_place_filled(pool)
     terms = await loaded(pool, [spec(user("hangs"), timeout_s=600)])
     stream = scoring.score_items(items("hang", "fine", "hang", "hang", "hang"), terms, pool)
@@ -196,7 +192,7 @@ async def test_a_caller_that_goes_away_stops_the_work(pool: WorkerPool) -> None:
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
 
 
-async def test_samples_that_wait_for_a_worker_are_not_timed(pool: WorkerPool) -> None:
+async def test_samples_that_wait_for_a_worker_are_not_timed(pool: Workers) -> None:
     # Two workers, sixteen samples of a tenth of a second each: the last waits far longer than its limit.
     path = user("slow")
     outcomes = await score(pool, [spec(path, timeout_s=0.5)], items(*["x"] * 16))
@@ -225,7 +221,7 @@ async def test_samples_that_wait_for_a_worker_are_not_timed(pool: WorkerPool) ->
     ],
 )
 async def test_a_wrong_spec_fails_the_call_before_any_scoring(
-    pool: WorkerPool, wrong: pb.RewardSpec, says: str
+    pool: Workers, wrong: pb.RewardSpec, says: str
 ) -> None:
     with pytest.raises(InvalidConfig) as caught:
         await score(pool, [spec("exact"), wrong], items("4"))
@@ -244,14 +240,14 @@ async def test_a_wrong_spec_fails_the_call_before_any_scoring(
     ],
 )
 async def test_a_wrong_request_says_what_is_wrong(
-    pool: WorkerPool, specs: list[pb.RewardSpec], samples: list[pb.ScoreItem], says: str
+    pool: Workers, specs: list[pb.RewardSpec], samples: list[pb.ScoreItem], says: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=says):
         await score(pool, specs, samples)
 
 
 async def test_a_file_that_does_not_import_fails_the_call_with_its_traceback(
-    pool: WorkerPool, tmp_path: Path
+    pool: Workers, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")
     with pytest.raises(InvalidConfig) as caught:
@@ -260,7 +256,7 @@ async def test_a_file_that_does_not_import_fails_the_call_with_its_traceback(
     assert "line 1" in str(caught.value)
 
 
-async def test_an_edited_file_is_loaded_again(pool: WorkerPool, tmp_path: Path) -> None:
+async def test_an_edited_file_is_loaded_again(pool: Workers, tmp_path: Path) -> None:
     path = tmp_path / "edited.py"
     path.write_text("def reward(prompt, response, answer, info): return 1\n")
     assert (await score(pool, [spec(f"{path}:reward")], items("4")))["s0"].value.total == 1
@@ -279,7 +275,7 @@ async def test_an_installed_entry_point_is_found_by_its_name(
     (information / "entry_points.txt").write_text("[flotilla.rewards]\nlen = rewards_fixture:length\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    pool = WorkerPool(1)
+    pool = workers(1)
     await pool.start()
     try:
         assert (await score(pool, [spec("len")], items("four")))["s0"].value.total == 4
@@ -298,69 +294,13 @@ async def test_list_rewards_shows_every_builtin_with_its_parameters() -> None:
     assert tolerance["description"].startswith("Allowed difference.")
 
 
-async def test_workers_end_with_the_pool() -> None:
-    pool = WorkerPool(2)
-    await pool.start()
-    pids = list(pool.pids.values())
-    assert len(pids) == 2
-    await pool.stop()
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-async def test_a_job_that_runs_ends_with_the_pool(tmp_path: Path) -> None:
-    file = tmp_path / "endless.py"
-    file.write_text(
-        "import pathlib, time\n"
-        "def endless(prompt, response, answer, info):\n"
-        "    pathlib.Path(__file__).with_name('begun').touch()\n"
-        "    while True:\n"
-        "        time.sleep(1)\n"
-    )
-    pool = WorkerPool(1)
-    await pool.start()
-    job = asyncio.create_task(score(pool, [spec(f"{file}:endless", timeout_s=600)], items("a")))
-    await exists(tmp_path / "begun")
-    await pool.stop()
-    outcomes = await asyncio.wait_for(job, 20)
-    assert "was ended by SIGKILL while it scored" in outcomes["s0"].error.message
-
-
-async def test_workers_end_with_a_service_that_is_killed() -> None:
-    script = (
-        "import asyncio, sys\n"
-        "from flotilla_reward.pool import WorkerPool\n"
-        "async def main():\n"
-        "    pool = WorkerPool(1)\n"
-        "    await pool.start()\n"
-        "    print(*pool.pids.values(), flush=True)\n"
-        "    await asyncio.sleep(600)\n"
-        "asyncio.run(main())\n"
-    )
-    service = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE
-    )
-    assert service.stdout is not None
-    worker = int(await service.stdout.readline())
-    handle = os.pidfd_open(worker)
-    service.kill()
-    await service.wait()
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(handle, ended.set)
-    try:
-        async with asyncio.timeout(10):
-            await ended.wait()
-    finally:
-        asyncio.get_running_loop().remove_reader(handle)
-        os.close(handle)
-
-
 @pytest.mark.parametrize(
     ("response", "timeout_s"),
     [("9" * 5000, 30), (r"\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}", 1)],
     ids=["breaks", "hangs"],
 )
 async def test_a_response_that_breaks_a_checker_or_keeps_it_busy_is_worth_nothing_and_counted(
-    pool: WorkerPool, response: str, timeout_s: float
+    pool: Workers, response: str, timeout_s: float
 ) -> None:
     outcomes = await score(pool, [spec("math", timeout_s=timeout_s)], items("4", response))
     assert [(c.value, c.unreadable) for c in outcomes["s0"].value.components] == [(1.0, False)]

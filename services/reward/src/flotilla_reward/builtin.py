@@ -11,11 +11,11 @@ import logging
 import re
 from abc import abstractmethod
 from decimal import Decimal, InvalidOperation, localcontext
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from flotilla_reward.job import CannotScore, Sample, Unreadable
+from flotilla_workers.functions import Refusal
 
 # Each part starts with a character that the part before cannot hold: matching takes linear time.
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -29,6 +29,23 @@ MARKED = re.compile(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]"
 WORD = re.compile(r"[^\W\d_]{2}")
 BOX = r"\boxed{"
 PERCENT = re.compile(r"(?<!\\)%")
+
+
+class Sample(NamedTuple):
+    """One response with what the data set says about it."""
+
+    prompt: str
+    response: str
+    answer: str
+    info: dict[str, Any]
+
+
+class CannotScore(Refusal):
+    """The sample cannot be judged, for example because its answer is missing: an error, never a score."""
+
+
+class Unreadable(Exception):
+    """The response broke a checker of ours: it is worth 0, and that is counted."""
 
 
 class BuiltinReward(BaseModel):

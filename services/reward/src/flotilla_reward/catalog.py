@@ -20,7 +20,7 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BUILTIN, BuiltinReward
-from flotilla_reward.job import Target
+from flotilla_workers.functions import Target
 
 ENTRY_POINT_GROUP = "flotilla.rewards"
 DEFAULT_TIMEOUT_S = 10.0

@@ -9,21 +9,26 @@ event loop of this process runs. Every task is yielded once; a caller that leave
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.config import LARGEST_REWARD
-from flotilla_core.errors import InvalidRequest
+from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward import catalog
+from flotilla_reward.builtin import CannotScore, Sample
 from flotilla_reward.catalog import Term
-from flotilla_reward.job import CannotScore, Failure, Outcome, Sample, Timeout, Value
-from flotilla_reward.pool import WorkerPool
+from flotilla_workers.frames import NoAnswer
+from flotilla_workers.functions import Target
+from flotilla_workers.pool import WorkerPool
+from flotilla_workers.process import Failure, Timeout
 
 MOST_TOGETHER = 64
 """Built-in rewards hold the loop: no other caller waits for more of them than this."""
@@ -34,6 +39,34 @@ SIGN_OF_LIFE_S = 5.0
 """A caller takes a replica for dead that is silent for several times as long."""
 
 
+@dataclass(frozen=True)
+class Value:
+    """A finite number."""
+
+    value: float
+    unreadable: bool = False
+    """The response broke a built-in checker or kept it busy until the limit, and is worth 0 for that."""
+
+
+Outcome = Value | Failure | Timeout
+"""A failure or a timeout carries no number that could be mistaken for a score."""
+Workers = WorkerPool[Value]
+
+
+def workers(count: int) -> Workers:
+    """Return a pool whose workers score samples."""
+    return WorkerPool(count, "flotilla_reward.worker:load", _value)
+
+
+def _value(target: Target, said: Any) -> Value:
+    # No code of a user's says of its own responses what built-in rewards say.
+    if said is None and target.kind == "builtin":
+        return Value(0.0, unreadable=True)
+    if not isinstance(said, float) or not math.isfinite(said):
+        raise NoAnswer("it is no finite number")
+    return Value(said)
+
+
 def resolve(specs: Sequence[pb.RewardSpec], code: Mapping[str, Path] | None = None) -> list[Term]:
     """Return the terms of a call; `code` says where the files of functions are on this host."""
     if not specs:
@@ -41,21 +74,26 @@ def resolve(specs: Sequence[pb.RewardSpec], code: Mapping[str, Path] | None = No
     return [catalog.resolve(spec, (code or {}).get(spec.reward)) for spec in specs]
 
 
-async def load(terms: Sequence[Term], pool: WorkerPool, run_id: str = "") -> AsyncGenerator[pb.ScoreResponse]:
+async def load(terms: Sequence[Term], pool: Workers, run_id: str = "") -> AsyncGenerator[pb.ScoreResponse]:
     """Has a worker load each term that needs one, once; the responses are signs of life."""
     for term in terms:
-        if term.target is None or pool.has_proven(term.target):
+        if term.target is None:
             continue
-        loading = asyncio.create_task(pool.require(term.target, term.name, run_id))
+        loading = asyncio.create_task(pool.prove(term.target, run_id))
         async with aclosing(endings([loading])) as moments:
             async for ended in moments:
                 if not ended:
                     yield pb.ScoreResponse()
-        loading.result()
+        if failure := loading.result():
+            raise InvalidConfig(
+                f"reward {term.name} cannot be loaded",
+                where=term.target.source,
+                why=failure.message + (f"\n{failure.traceback}" if failure.traceback else ""),
+            )
 
 
 async def score_items(
-    items: Sequence[pb.ScoreItem], terms: Sequence[Term], pool: WorkerPool, run_id: str = ""
+    items: Sequence[pb.ScoreItem], terms: Sequence[Term], pool: Workers, run_id: str = ""
 ) -> AsyncGenerator[pb.ScoreResponse]:
     """One outcome an item, in the order in which they end; a response without any is a sign of life."""
     _check_ids(items)
@@ -82,7 +120,7 @@ def _check_ids(items: Sequence[pb.ScoreItem]) -> None:
         seen.add(item.sample_id)
 
 
-async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool, run_id: str) -> pb.ScoreOutcome:
+async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: Workers, run_id: str) -> pb.ScoreOutcome:
     sample = Sample(item.prompt, item.response, item.answer, to_json(item.info))
     value = pb.RewardValue()
     spent_s = 0.0
@@ -104,10 +142,10 @@ async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: WorkerPool, ru
     return pb.ScoreOutcome(sample_id=item.sample_id, value=value, elapsed=_duration(spent_s))
 
 
-async def _run(term: Term, sample: Sample, pool: WorkerPool, run_id: str) -> tuple[Outcome, float]:
+async def _run(term: Term, sample: Sample, pool: Workers, run_id: str) -> tuple[Outcome, float]:
     outcome: Outcome
     if term.target is not None:
-        outcome, elapsed_s = await pool.score(term.target, sample, term.timeout_s, run_id)
+        outcome, elapsed_s = await pool.ask(term.target, sample._asdict(), term.timeout_s, run_id)
         if isinstance(outcome, Timeout) and term.blames_response:
             return Value(0.0, unreadable=True), elapsed_s
         return outcome, elapsed_s

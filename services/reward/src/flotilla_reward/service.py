@@ -27,7 +27,6 @@ from flotilla_core.errors import Unavailable
 from flotilla_core.rpc import RpcServer
 from flotilla_core.transfer import Files
 from flotilla_reward import catalog, scoring
-from flotilla_reward.pool import WorkerPool
 
 SERVICE_NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 
@@ -40,7 +39,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     A call knows everything that it needs; calls are only counted, because a drain waits until none runs.
     """
 
-    def __init__(self, pool: WorkerPool, files: Files) -> None:
+    def __init__(self, pool: scoring.Workers, files: Files) -> None:
         self._pool = pool
         self._files = files
         self._running = 0
@@ -95,7 +94,7 @@ class RewardHostService:
 
     def __init__(self, workers: int, files: Files) -> None:
         self._workers = workers
-        self._pool = WorkerPool(workers)
+        self._pool = scoring.workers(workers)
         self._servicer = RewardServicer(self._pool, files)
 
     def add_to(self, server: RpcServer) -> None:

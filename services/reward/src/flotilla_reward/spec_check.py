@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import FlotillaError
 from flotilla_reward.catalog import resolve
-from flotilla_reward.worker import answer
+from flotilla_reward.worker import load
+from flotilla_workers.worker import answer
 
 
 def problem(reward: str, parameters: dict[str, Any]) -> str:
@@ -27,7 +29,7 @@ def problem(reward: str, parameters: dict[str, Any]) -> str:
         return str(error)
     if target is None:
         return ""
-    return str(answer({"do": "load", "target": target.to_json()}, {}).get("failed", ""))
+    return str(answer({"do": "load", "target": asdict(target)}, load, {}).get("failed", ""))
 
 
 def main() -> None:

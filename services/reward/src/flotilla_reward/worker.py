@@ -1,39 +1,17 @@
-"""One worker: a process that loads rewards and scores samples until it is killed or its service goes away.
+"""The rewards in a worker: how one is loaded, and how what it returns becomes a score.
 
-Run as `python -m flotilla_reward.worker CHANNEL_FD PARENT_PID`. It holds no state that the service needs:
-whatever happens here, from an endless loop to a crash, costs one sample and one restart. Three questions: `begin`,
-`load` a target and `score` a sample by a loaded target. Only the process that was started answers: a process that user
-code forked and that comes back here ends. Standard output is the service's standard error, so that prints of user code
-end in its log. What user code raises is told with the line of the user's file that it came from, and its traceback
-shows no frame of ours.
+Workers that run a function of the user's import nothing heavy of ours.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import importlib.util
 import inspect
-import os
-import signal
-import socket
-import sys
-import sysconfig
-import traceback
+import math
+import numbers
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from flotilla_reward import frames
-from flotilla_reward.job import CannotScore, Failure, Sample, Target, Unreadable, judge
-
-PR_SET_PDEATHSIG = 1
-LONGEST_MESSAGE = 2_000
-LONGEST_TRACEBACK = 16_000
-
-OURS = str(Path(__file__).parent)
-NOT_THE_USERS = (OURS, "<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-"""Beginnings of file names whose code no user wrote for a run."""
+from flotilla_workers.functions import Refusal, Target, user_function
 
 WRAP_ASYNC = """import asyncio
 
@@ -46,28 +24,34 @@ WRAP_VERL = """def reward(prompt, response, answer, info):
     result = {function}(info.get("data_source"), response, answer, info.get("extra_info"))
     return result["score"] if isinstance(result, dict) else result"""
 
-Score = Callable[[Sample], object]
-
-
-class CannotLoad(Exception):
-    """A target is not usable; the message says why."""
+Score = Callable[[dict[str, Any]], float | None]
 
 
 def load(target: Target) -> Score:
-    """Return the callable behind a target."""
-    if target.kind == "builtin":
-        # Workers that run a function of the user's start faster without it.
-        from flotilla_reward.builtin import BUILTIN
+    """Return what scores a sample by a target; a built-in reward says None of a response that broke its checker."""
+    return _builtin(target) if target.kind == "builtin" else _function(target)
 
-        builtin = BUILTIN[target.source](**target.parameters)
-        builtin.prepare()
-        return builtin.score
-    function = _user_function(target)
-    if not callable(function):
-        raise CannotLoad(f"{target.function} is not a function but {type(function).__name__}")
-    call: Callable[..., object] = function
+
+def _builtin(target: Target) -> Score:
+    # Workers that run a function of the user's start faster without it.
+    from flotilla_reward.builtin import BUILTIN, Sample, Unreadable
+
+    builtin = BUILTIN[target.source](**target.parameters)
+    builtin.prepare()
+
+    def score(sample: dict[str, Any]) -> float | None:
+        try:
+            return builtin.score(Sample(**sample))
+        except Unreadable:
+            return None
+
+    return score
+
+
+def _function(target: Target) -> Score:
+    call = user_function(target)
     if inspect.iscoroutinefunction(call):
-        raise CannotLoad(
+        raise Refusal(
             f"{target.function} is an async function, which nothing awaits here. Name a function like this one "
             f"instead:\n{WRAP_ASYNC.format(function=target.function)}"
         )
@@ -75,18 +59,18 @@ def load(target: Target) -> Score:
     try:
         inspect.signature(call).bind(**expected)
     except TypeError as error:
-        raise CannotLoad(
+        raise Refusal(
             f"{target.function}{inspect.signature(call)} cannot be called with "
-            f"({', '.join(f'{name}=' for name in expected)}): {error}{_way_for(target.function, call)}"
+            f"({', '.join(f'{name}=' for name in expected)}): {error}{_way_to_call(target.function, call)}"
         ) from error
 
-    def score(sample: Sample) -> object:
-        return call(**sample._asdict(), **target.parameters)
+    def score(sample: dict[str, Any]) -> float:
+        return number_of(call(**sample, **target.parameters))
 
     return score
 
 
-def _way_for(name: str, call: Callable[..., object]) -> str:
+def _way_to_call(name: str, call: Callable[..., object]) -> str:
     """Return what to write for a function that was made for another program; empty for any other."""
     names = inspect.signature(call).parameters
     for mark, program, wrapper in (("completions", "TRL", WRAP_TRL), ("solution_str", "verl", WRAP_VERL)):
@@ -96,106 +80,31 @@ def _way_for(name: str, call: Callable[..., object]) -> str:
     return ""
 
 
-def _user_function(target: Target) -> object:
-    if target.kind == "entry_point":
-        module = importlib.import_module(target.source)
-    else:
-        module = _import_file(Path(target.source))
-    found: object = module
-    for part in target.function.split("."):
-        if not hasattr(found, part):
-            names = sorted(name for name in vars(module) if not name.startswith("_"))
-            raise CannotLoad(
-                f"{target.source} has no {target.function}; it has {', '.join(names) or 'nothing'}"
-            )
-        found = getattr(found, part)
-    return found
-
-
-def _import_file(path: Path) -> Any:
-    # Modules next to the file can be imported from it, but never hide one of ours or of the standard library.
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    name = f"flotilla_user_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise CannotLoad(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def answer(request: dict[str, Any], loaded: dict[str, Score]) -> dict[str, Any]:
-    """Return the reply to one request; user code may raise anything."""
+def number_of(returned: object) -> float:
+    """Return the finite number that a function returned; an array or tensor of one number is that number."""
+    if not isinstance(returned, numbers.Real) and getattr(returned, "shape", None) == ():
+        returned = returned.item()  # type: ignore[attr-defined]
+    if not isinstance(returned, numbers.Real):
+        raise Refusal(
+            f"returned {returned!r:.200} of type {type(returned).__name__}, expected a number{_way_to_return(returned)}"
+        )
     try:
-        if request["do"] == "begin":
-            return {"pid": os.getpid()}
-        if request["do"] == "load":
-            target = Target(**request["target"])
-            loaded[target.key] = load(target)
-            return {"loaded": target.key}
-        verdict = judge(loaded[request["key"]](Sample(**request["sample"])))
-        return {"failed": verdict.message} if isinstance(verdict, Failure) else {"value": verdict.value}
-    except Unreadable:
-        return {"value": 0.0, "unreadable": True}
-    except (CannotLoad, CannotScore) as error:
-        return {"failed": str(error)}
-    except BaseException as error:  # noqa: BLE001 - the boundary between user code and the service
-        return _describe(error)
+        value = float(returned)
+    except OverflowError:
+        raise Refusal("returned an integer too large for a float") from None
+    if not math.isfinite(value):
+        raise Refusal(f"returned {value}, expected a finite number")
+    return value
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
-    told = traceback.TracebackException.from_exception(error)
-    trimmed: traceback.TracebackException | None = told
-    while trimmed is not None:
-        trimmed.stack = traceback.StackSummary.from_list(_users_frames(trimmed.stack))
-        trimmed = trimmed.__cause__ or trimmed.__context__
-    # The text of an exception of the user's may raise in its turn; `told` has its text, or says that.
-    message = f"{type(error).__name__}: {told}" if str(told) else type(error).__name__
-    if told.stack:
-        last = told.stack[-1]
-        message = f"{last.filename}:{last.lineno} in {last.name}: {message}"
-    return {"failed": message[:LONGEST_MESSAGE], "traceback": "".join(told.format())[-LONGEST_TRACEBACK:]}
-
-
-def _users_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's files; of a reward that is an installed package, all that are not ours."""
-    users = [frame for frame in stack if not frame.filename.startswith(NOT_THE_USERS)]
-    return users or [frame for frame in stack if not frame.filename.startswith((OURS, "<frozen "))]
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the reward service went away before its worker started")
-
-
-def serve(connection: socket.socket) -> None:
-    """Answer questions until the service goes away."""
-    # User code may replace what it finds in modules, but not these.
-    process_id, leave = os.getpid, os._exit
-    started_as = process_id()
-    loaded: dict[str, Score] = {}
-    while True:
-        secret, request = frames.receive_question(connection)
-        reply = answer(request, loaded)
-        if process_id() != started_as:
-            leave(0)  # A process that user code forked, with a copy of the secret: the answer is not its.
-        connection.sendall(frames.encode(secret, reply))
-
-
-def main() -> None:
-    channel, parent = map(int, sys.argv[1:])
-    _die_with(parent)
-    connection = socket.socket(fileno=channel)
-    connection.set_inheritable(False)
-    os.register_at_fork(after_in_child=connection.close)
-    try:
-        serve(connection)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-
-
-if __name__ == "__main__":
-    main()
+def _way_to_return(returned: object) -> str:
+    """Return how to make a number of what is often returned in its place."""
+    if inspect.iscoroutine(returned):
+        returned.close()  # Python warns of one that nobody awaits.
+        return ": wrap the call in asyncio.run(...)"
+    if isinstance(returned, dict):
+        key = next((key for key in ("score", "reward", *returned) if key in returned), "score")
+        return f": return one of its values, such as result[{key!r}]"
+    if isinstance(returned, list | tuple) and len(returned) == 1:
+        return ": a reward scores one response, so return result[0]"
+    return ""

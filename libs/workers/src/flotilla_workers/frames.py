@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import hmac
 import json
-import secrets
 import socket
 import struct
 from typing import Any
 
-HEAD = struct.Struct(">16sI")
+SECRET_BYTES = 16
+HEAD = struct.Struct(f">{SECRET_BYTES}sI")
 """The secret of the question, and the length of the object behind it."""
 MOST_ANSWER_BYTES = 1024 * 1024
-"""An answer is a number, or a message with a traceback."""
+"""The length of the longest answer, a message with a traceback among them."""
 
 
 class NoAnswer(Exception):
-    """A worker wrote what cannot be the answer to its question; the message says why."""
-
-
-def new_secret() -> bytes:
-    return secrets.token_bytes(16)
+    """A worker wrote what cannot be the answer to its question; the message says why, of an "it"."""
 
 
 def encode(secret: bytes, message: dict[str, Any]) -> bytes:

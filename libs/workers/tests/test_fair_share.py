@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from flotilla_reward.fair_share import FairShare
+from flotilla_workers.pool import FairShare
 
 
 class Bench:

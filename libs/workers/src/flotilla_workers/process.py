@@ -2,7 +2,7 @@
 
 Invariants: one question at a time. An answer is taken only where it begins with the secret of its question and nothing
 follows it. After anything else, a timeout, a cancellation or a broken channel the worker is killed together with
-everything that it started, by its keeper, so a late answer can never be taken for another sample's.
+everything that it started, by its keeper, so a late answer can never be taken for another question's.
 """
 
 from __future__ import annotations
@@ -12,32 +12,40 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from dataclasses import asdict, dataclass
+from secrets import token_bytes
+from typing import Any, TypeVar
 
 from flotilla_core.errors import Unavailable, unicode_text
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import signal_child
-from flotilla_reward import frames, keeper
-from flotilla_reward.job import Failure, Sample, Target, Value, judge
+from flotilla_workers import frames, keeper
+from flotilla_workers.functions import Target
 
 START_LIMIT_S = 60.0
+LOAD_LIMIT_S = 60.0
+"""The time for imports of a user's module, or of a large library; not counted as an answer's."""
 EXIT_LIMIT_S = keeper.KILL_LIMIT_S + 5.0
 LOG = "/proc/self/fd/2"
 
+AnswerT = TypeVar("AnswerT")
 
-class WorkerDied(Exception):
-    """The worker ended in the middle of a question, or was killed for what it said."""
 
-    def __init__(self, how: str, why: str = "") -> None:
-        super().__init__(how)
-        self.how = how
-        self.why = why
-        """The reason why it ended; empty where how it ended says all."""
+@dataclass(frozen=True)
+class Failure:
+    """The answer where the code in the worker raised or refused, or the worker died."""
 
-    def while_it(self, did: str) -> str:
-        """Return the whole sentence."""
-        return f"the worker {self.how} while it {did}" + (f": {self.why}" if self.why else "")
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """The limit passed; the worker was killed."""
+
+    limit_s: float
 
 
 class WorkerProcess:
@@ -52,7 +60,8 @@ class WorkerProcess:
         self._identity: ProcessIdentity | None = None
 
     @classmethod
-    async def start(cls) -> WorkerProcess:
+    async def start(cls, loader: str) -> WorkerProcess:
+        """Start a worker that loads by `package.module:function`."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         log = _log()
@@ -60,7 +69,7 @@ class WorkerProcess:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno())),
                 # Only installed packages: nothing in the current folder can pose as one of them.
-                *(sys.executable, "-P", "-m", "flotilla_reward.worker"),
+                *(sys.executable, "-P", "-m", "flotilla_workers.worker", loader),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -72,16 +81,17 @@ class WorkerProcess:
             if log >= 0:
                 os.close(log)
         worker = cls(process, ours)
-        try:
-            begun = await worker._ask({"do": "begin"}, START_LIMIT_S)
-        except (WorkerDied, TimeoutError) as error:
+        begun = await worker._ask({"do": "begin"}, START_LIMIT_S, "started", lambda said: int(said["pid"]))
+        if not isinstance(begun, int):
             raise Unavailable(
-                "a reward worker did not start",
+                "a worker did not start",
                 where=f"pid {process.pid}",
-                why=str(error) or f"no sign of life within {START_LIMIT_S:g} s",
-                next_step="Read the log of the reward service.",
-            ) from error
-        worker.pid = int(begun["pid"])
+                why=begun.message
+                if isinstance(begun, Failure)
+                else f"no sign of life within {START_LIMIT_S:g} s",
+                next_step="Read the log of its service.",
+            )
+        worker.pid = begun
         worker._identity = ProcessIdentity.of(worker.pid)
         return worker
 
@@ -103,35 +113,40 @@ class WorkerProcess:
         except OSError:
             return None
 
-    async def load(self, target: Target, limit_s: float) -> Failure | None:
-        """Return why the target does not load; raise `TimeoutError` or `WorkerDied`, and then the worker is dead."""
+    async def load(self, target: Target) -> Failure | None:
+        """Return why the target does not load; without an answer of the worker's it is dead."""
         if target.key in self._loaded:
             return None
-        answer = await self._ask({"do": "load", "target": target.to_json()}, limit_s)
-        if "loaded" not in answer:
-            return await self._failure(answer)
-        self._loaded.add(target.key)
-        return None
+        outcome = await self._ask(
+            {"do": "load", "target": asdict(target)},
+            LOAD_LIMIT_S,
+            "loaded",
+            lambda said: None if "loaded" in said else _failure(said),
+        )
+        if isinstance(outcome, Timeout):
+            return Failure(f"did not finish loading within {LOAD_LIMIT_S:g} s")
+        if outcome is None:
+            self._loaded.add(target.key)
+        return outcome
 
-    async def score(self, target: Target, sample: Sample, limit_s: float) -> Value | Failure:
-        """Return what the reward gave; raise `TimeoutError` or `WorkerDied`, and then the worker is dead."""
-        answer = await self._ask({"do": "score", "key": target.key, "sample": sample._asdict()}, limit_s)
-        value = answer.get("value")
-        if not isinstance(value, int | float):
-            return await self._failure(answer)
-        # No code of a user's says of its own responses what built-in rewards say.
-        unreadable = target.kind == "builtin" and answer.get("unreadable") is True
-        return Value(0.0, unreadable=True) if unreadable else judge(value)
+    async def ask(
+        self, target: Target, question: Any, limit_s: float, read: Callable[[Any], AnswerT]
+    ) -> AnswerT | Failure | Timeout:
+        """Return what `read` makes of the value that the loaded target gave; without an answer the worker is dead.
 
-    async def _failure(self, answer: dict[str, Any]) -> Failure:
-        message, traceback = answer.get("failed"), answer.get("traceback", "")
-        if not isinstance(message, str) or not isinstance(traceback, str):
-            await self.kill()
-            raise WorkerDied("was killed", "it gave neither a value nor a failure")
-        return Failure(unicode_text(message), unicode_text(traceback))
+        `read` raises `NoAnswer` where no honest worker says that.
+        """
+        return await self._ask(
+            {"do": "answer", "key": target.key, "question": question},
+            limit_s,
+            "answered",
+            lambda said: read(said["value"]) if "value" in said else _failure(said),
+        )
 
-    async def _ask(self, question: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        secret = frames.new_secret()
+    async def _ask(
+        self, question: dict[str, Any], limit_s: float, did: str, read: Callable[[dict[str, Any]], AnswerT]
+    ) -> AnswerT | Failure | Timeout:
+        secret = token_bytes(frames.SECRET_BYTES)
         try:
             async with asyncio.timeout(limit_s):
                 await asyncio.get_running_loop().sock_sendall(self._channel, frames.encode(secret, question))
@@ -139,17 +154,19 @@ class WorkerProcess:
                 body = await self._read(length)
             if self._said():
                 raise frames.NoAnswer("more bytes follow it")
-            return frames.decode_answer(body)
+            return read(frames.decode_answer(body))
         except frames.NoAnswer as error:
             await self.kill()
-            raise WorkerDied(
-                "was killed",
-                f"what came from it is no answer to its question, because {error}. The reward, or something that it "
-                "started, wrote to a descriptor that is not its own",
-            ) from error
-        except (EOFError, ConnectionError) as error:
-            raise WorkerDied(await self.kill()) from error
-        except (TimeoutError, asyncio.CancelledError):
+            return Failure(
+                f"the worker was killed while it {did}: what came from it is no answer to its question, because "
+                f"{error}. The code in it, or something that this started, wrote to a descriptor that is not its own"
+            )
+        except (EOFError, ConnectionError):
+            return Failure(f"the worker {await self.kill()} while it {did}")
+        except TimeoutError:
+            await self.kill()
+            return Timeout(limit_s)
+        except asyncio.CancelledError:
             await self.kill()
             raise
 
@@ -187,6 +204,13 @@ class WorkerProcess:
         if self.pid and ProcessIdentity.of(self.pid) in (None, self._identity):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+
+def _failure(said: dict[str, Any]) -> Failure:
+    message, traceback = said.get("failed"), said.get("traceback", "")
+    if not isinstance(message, str) or not isinstance(traceback, str):
+        raise frames.NoAnswer("it is neither a value nor a failure")
+    return Failure(unicode_text(message), unicode_text(traceback))
 
 
 def _log() -> int:

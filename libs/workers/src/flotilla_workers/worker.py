@@ -1,0 +1,78 @@
+"""One worker: a process that loads code and answers questions until it is killed or its service goes away.
+
+Run as `python -m flotilla_workers.worker LOADER CHANNEL_FD PARENT_PID`. The loader is a function of the service,
+`package.module:function`. It makes of a target what gives a JSON value for a question, and either may raise `Refusal`.
+
+A worker holds no state that the service needs: whatever happens here, from an endless loop to a crash, costs one answer
+and one restart. Three questions: `begin`, `load` a target and `answer` by a loaded target. Only the process that was
+started answers: a process that user code forked and that comes back here ends. Standard output is the service's
+standard error, so that prints of user code end in its log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import os
+import pkgutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from flotilla_workers import frames
+from flotilla_workers.functions import Refusal, Target, described
+
+PR_SET_PDEATHSIG = 1
+
+Answers = Callable[[Any], Any]
+Loader = Callable[[Target], Answers]
+
+
+def answer(request: dict[str, Any], load: Loader, loaded: dict[str, Answers]) -> dict[str, Any]:
+    """Return the reply to one request; user code may raise anything."""
+    try:
+        if request["do"] == "begin":
+            return {"pid": os.getpid()}
+        if request["do"] == "load":
+            target = Target(**request["target"])
+            loaded[target.key] = load(target)
+            return {"loaded": target.key}
+        return {"value": loaded[request["key"]](request["question"])}
+    except Refusal as error:
+        return {"failed": str(error)}
+    except BaseException as error:  # noqa: BLE001 - the boundary between user code and the service
+        return described(error, tuple(map(os.path.dirname, (__file__, inspect.getfile(load)))))
+
+
+def serve(connection: socket.socket, load: Loader) -> None:
+    """Answer questions until the service goes away."""
+    # User code may replace what it finds in modules, but not these.
+    process_id, leave = os.getpid, os._exit
+    started_as = process_id()
+    loaded: dict[str, Answers] = {}
+    while True:
+        secret, request = frames.receive_question(connection)
+        reply = answer(request, load, loaded)
+        if process_id() != started_as:
+            leave(0)  # A process that user code forked, with a copy of the secret: the answer is not its.
+        connection.sendall(frames.encode(secret, reply))
+
+
+def main() -> None:
+    loader, channel, parent = sys.argv[1], *map(int, sys.argv[2:])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the service went away before its worker started")
+    connection = socket.socket(fileno=channel)
+    connection.set_inheritable(False)
+    os.register_at_fork(after_in_child=connection.close)
+    try:
+        serve(connection, pkgutil.resolve_name(loader))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+if __name__ == "__main__":
+    main()

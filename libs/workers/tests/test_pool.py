@@ -1,0 +1,112 @@
+"""Workers of a service that is none of ours: what they are asked and say is its own affair."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla_testing.reward_process import exists
+from flotilla_workers.frames import NoAnswer
+from flotilla_workers.functions import Target
+from flotilla_workers.pool import WorkerPool
+
+LOADER = "flotilla_workers.functions:user_function"
+FUNCTIONS = """
+import os, pathlib, time
+
+def backwards(question):
+    return {"of": question, "is": question["text"][::-1], "by": os.getpid()}
+
+def endless(question):
+    pathlib.Path(__file__).with_name("begun").touch()
+    while True:
+        time.sleep(1)
+"""
+
+
+def read(target: Target, said: Any) -> Any:
+    if said["is"] == "nonsense":
+        raise NoAnswer("it is nonsense")
+    return said
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool[Any]]:
+    pool: WorkerPool[Any] = WorkerPool(2, LOADER, read)
+    await pool.start()
+    yield pool
+    await pool.stop()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Callable[[str], Target]:
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    return lambda function: Target("file", str(file), function)
+
+
+async def test_a_worker_that_says_what_its_service_cannot_read_is_killed(
+    pool: WorkerPool[Any], target: Callable[[str], Target]
+) -> None:
+    question = {"text": "käfer\ud800", "more": [None, {"deep": 1.5}]}
+    backwards = target("backwards")
+    good, _ = await pool.ask(backwards, question, 20)
+    assert good["of"] == question and good["is"] == question["text"][::-1]
+    bad, _ = await pool.ask(backwards, {"text": "esnesnon"}, 20)
+    assert (
+        "the worker was killed while it answered" in bad.message and "because it is nonsense" in bad.message
+    )
+    assert not Path(f"/proc/{good['by']}").exists()
+    assert (await pool.ask(backwards, question, 20))[0]["by"] != good["by"]
+
+
+async def test_workers_end_with_the_pool(pool: WorkerPool[Any]) -> None:
+    pids = list(pool.pids.values())
+    assert len(pids) == 2
+    await pool.stop()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+async def test_a_job_that_runs_ends_with_the_pool(
+    pool: WorkerPool[Any], target: Callable[[str], Target], tmp_path: Path
+) -> None:
+    job = asyncio.create_task(pool.ask(target("endless"), {}, 600))
+    await exists(tmp_path / "begun")
+    await pool.stop()
+    outcome, _ = await asyncio.wait_for(job, 20)
+    assert outcome.message == "the worker was ended by SIGKILL while it answered"
+
+
+async def test_workers_end_with_a_service_that_is_killed() -> None:
+    script = (
+        "import asyncio\n"
+        "from flotilla_workers.pool import WorkerPool\n"
+        "async def main():\n"
+        f"    pool = WorkerPool(1, {LOADER!r}, print)\n"
+        "    await pool.start()\n"
+        "    print(*pool.pids.values(), flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    service = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE
+    )
+    assert service.stdout is not None
+    worker = int(await service.stdout.readline())
+    handle = os.pidfd_open(worker)
+    service.kill()
+    await service.wait()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(handle, ended.set)
+    try:
+        async with asyncio.timeout(10):
+            await ended.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(handle)
+        os.close(handle)
