@@ -66,7 +66,7 @@ class Neighbours:
             outcomes = await self._service.outcomes(
                 reward, ["1", "22", "1", "333"], run_id=f"other-{number}", timeout_s=LIMIT_S
             )
-            return [one.value.total if one.HasField("value") else None for one in outcomes]
+            return [one.value.components[0].value if one.HasField("value") else None for one in outcomes]
 
         first = self._other_runs
         self._other_runs += OTHER_RUNS
@@ -78,7 +78,7 @@ class Neighbours:
         if not file.exists():
             file.write_text(PROCESS)
         outcomes = await self._service.outcomes(f"{file}:reward", ["x"] * 4, run_id=run_id)
-        return [outcome.value.total for outcome in outcomes]
+        return [outcome.value.components[0].value for outcome in outcomes]
 
     def left(self) -> list[int]:
         """Return the processes that rewards left behind and that still run."""
@@ -89,7 +89,7 @@ class Neighbours:
 def ending_of(outcome: pb.ScoreOutcome) -> str:
     """Return how a sample ended; "false" is a number that the hostile function did not return."""
     kind = str(outcome.WhichOneof("outcome"))
-    return "false" if kind == "value" and outcome.value.total != 1.0 else kind
+    return "false" if kind == "value" and outcome.value.components[0].value != 1.0 else kind
 
 
 @asynccontextmanager

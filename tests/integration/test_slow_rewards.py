@@ -20,7 +20,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1 import reward_pb2_grpc
 from flotilla_coordinator.rollouts import scoring
-from flotilla_coordinator.rollouts.scoring import Outcome, Scorer
+from flotilla_coordinator.rollouts.scoring import Outcome, RewardServiceScorer, Scorer
 from flotilla_core import rpc
 from flotilla_core.config import RewardTermConfig
 from flotilla_core.config.stack import BindConfig
@@ -124,7 +124,9 @@ class Fleet:
             return [pb.ScoreItem(sample_id=name, response="4", answer="4") for name in names]
 
         term = RewardTermConfig(reward=reward, timeout_s=timeout_s)
-        scorers = [Scorer("run", (term,), self.replicas, LIMIT_S) for _ in range(calls)]
+        scorers = [
+            Scorer([RewardServiceScorer("run", (term,), self.replicas, LIMIT_S)]) for _ in range(calls)
+        ]
         async with asyncio.timeout(LIMIT_S):
             scored = await asyncio.gather(*(scorer.score(group(call)) for call, scorer in enumerate(scorers)))
         return [outcome for group in scored for outcome in group.values()]

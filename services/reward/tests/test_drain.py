@@ -38,7 +38,7 @@ class Replica:
 
     async def score(self, reward: str) -> list[float]:
         outcomes = await self._service.outcomes(reward, ["1"], timeout_s=600)
-        return [outcome.value.total for outcome in outcomes]
+        return [outcome.value.components[0].value for outcome in outcomes]
 
     async def slow_call(self) -> asyncio.Task[list[float]]:
         """Start a call whose reward runs when this returns."""

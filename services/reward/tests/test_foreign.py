@@ -47,7 +47,7 @@ async def test_a_function_of_another_kind_is_refused_with_a_wrapper_that_works(
     wrapper = str(refusal.value).partition("instead:\n")[2]
     file.write_text(textwrap.dedent(code) + "\n\n" + wrapper + "\n")
     outcomes = await service.outcomes(f"{file}:reward", ["1", "2"])
-    assert [outcome.value.total for outcome in outcomes] == [1.0, 0.0], outcomes
+    assert [outcome.value.components[0].value for outcome in outcomes] == [1.0, 0.0], outcomes
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ async def test_an_array_of_one_number_is_that_number(service: RewardProcess, tmp
         "    return numpy.array(0.5) if response == 'array' else numpy.float32(0.5)\n"
     )
     outcomes = await service.outcomes(f"{file}:reward", ["array", "scalar"])
-    assert [outcome.value.total for outcome in outcomes] == [0.5, 0.5]
+    assert [outcome.value.components[0].value for outcome in outcomes] == [0.5, 0.5]

@@ -30,15 +30,15 @@ async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class(tmp_path:
                 pb.ScoreItem(sample_id=f"run/0/0/{index}", response=str(index), answer="3")
                 for index in range(8)
             ]
-            request = pb.ScoreRequest(items=items, rewards=[pb.RewardSpec(reward="exact", weight=1)])
-            totals = {
-                outcome.sample_id: outcome.value.total
+            request = pb.ScoreRequest(items=items, rewards=[pb.RewardSpec(reward="exact")])
+            values = {
+                outcome.sample_id: outcome.value.components[0].value
                 async for response in rpc.server_stream(stub.Score, request, idle_timeout_s=10)
                 for outcome in response.outcomes
             }
-            assert totals == {f"run/0/0/{index}": float(index == 3) for index in range(8)}
+            assert values == {f"run/0/0/{index}": float(index == 3) for index in range(8)}
 
-            unknown = pb.ScoreRequest(items=items, rewards=[pb.RewardSpec(reward="exakt", weight=1)])
+            unknown = pb.ScoreRequest(items=items, rewards=[pb.RewardSpec(reward="exakt")])
             with pytest.raises(InvalidConfig, match="did you mean exact"):
                 _ = [r async for r in rpc.server_stream(stub.Score, unknown, idle_timeout_s=10)]
 

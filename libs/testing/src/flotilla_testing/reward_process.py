@@ -46,7 +46,7 @@ class RewardProcess:
         """Return one outcome for each response, in their order."""
         struct = Struct()
         struct.update(parameters or {})
-        spec = pb.RewardSpec(reward=reward, weight=1, parameters=struct)
+        spec = pb.RewardSpec(reward=reward, parameters=struct)
         spec.timeout.FromMilliseconds(round(timeout_s * 1000))
         items = [
             pb.ScoreItem(sample_id=str(index), response=response, answer=answer)

@@ -16,7 +16,7 @@ from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.reward.v1 import reward_pb2 as reward
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
-from flotilla_coordinator.rollouts.scoring import Scorer
+from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_core import rpc
 from flotilla_core.config import RewardTermConfig, SamplingConfig
 from flotilla_core.errors import (
@@ -252,7 +252,8 @@ def rewarder(name: str, then: FlotillaError | None = None) -> Replica:
         if then is not None:
             raise then
         for item in request.items:
-            outcome = reward.ScoreOutcome(sample_id=item.sample_id, value=reward.RewardValue(total=1.0))
+            value = reward.RewardValue(components=[reward.RewardComponent(value=1.0)])
+            outcome = reward.ScoreOutcome(sample_id=item.sample_id, value=value)
             yield reward.ScoreResponse(outcomes=[outcome])
 
     return Replica(name, answer)
@@ -261,14 +262,14 @@ def rewarder(name: str, then: FlotillaError | None = None) -> Replica:
 @pytest.mark.parametrize("kind", [Unavailable, DeadlineExceeded])
 async def test_the_loss_of_a_reward_replica_is_never_a_score(kind: type[FlotillaError]) -> None:
     pool: Any = Pool([rewarder("a", kind("it hangs")), rewarder("b")])
-    scorer = Scorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0)
+    scorer = Scorer([RewardServiceScorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0)])
     outcomes = await scorer.score([reward.ScoreItem(sample_id=slot) for slot in SLOTS])
     assert {outcome.total for outcome in outcomes.values()} == {1.0} and pool.ejected == ["a"]
 
 
 async def test_without_any_reward_replica_that_answers_the_error_is_raised() -> None:
     pool: Any = Pool([rewarder("a", Unavailable("it is gone"))])
-    scorer = Scorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0)
+    scorer = Scorer([RewardServiceScorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0)])
     with pytest.raises(Unavailable, match="it is gone"):
         await scorer.score([reward.ScoreItem(sample_id=SLOTS[0])])
     assert pool.replicas[0].leases == 0

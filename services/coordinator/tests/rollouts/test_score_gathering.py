@@ -1,4 +1,4 @@
-"""Groups that ask for scores together share a call, and nothing else."""
+"""Groups that ask for scores together share a call, and nothing else; a reward is weighed from its terms."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from opentelemetry.trace import SpanContext
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1.reward_pb2 import ScoreItem
-from flotilla_coordinator.rollouts import scoring
-from flotilla_coordinator.rollouts.scoring import ScoreGathering
+from flotilla_coordinator.rollouts.scoring import ScoreGathering, Scorer, weigh
+from flotilla_core.config import RewardTermConfig
 from flotilla_core.errors import Unavailable
 
 LIMIT_S = 10.0
@@ -103,6 +103,46 @@ async def test_a_call_ends_when_nobody_waits_for_it_any_more_and_not_before() ->
 
 @pytest.mark.parametrize("unreadable", [True, False])
 def test_a_response_that_broke_a_checker_has_its_reward_and_is_known_for_it(unreadable: bool) -> None:
-    value = pb.RewardValue(components=[pb.RewardComponent(reward="math", weight=1, unreadable=unreadable)])
-    outcome = scoring._outcome(pb.ScoreOutcome(sample_id="run/0/0/0", value=value))
+    outcome = weigh([RewardTermConfig(reward="math")], [scored((0.0,), unreadable)])
     assert (outcome.total, outcome.unreadable) == (0.0, unreadable)
+
+
+def scored(values: tuple[float, ...], unreadable: bool = False) -> pb.ScoreOutcome:
+    parts = [pb.RewardComponent(value=value, unreadable=unreadable) for value in values]
+    return pb.ScoreOutcome(value=pb.RewardValue(components=parts))
+
+
+class Terms:
+    """Gives every sample the same values, or the same failure."""
+
+    def __init__(self, weights: dict[str, float], outcome: pb.ScoreOutcome) -> None:
+        self.terms = tuple(RewardTermConfig(reward=name, weight=one) for name, one in weights.items())
+        self._outcome = outcome
+
+    async def outcomes(self, items: list[ScoreItem]) -> dict[str, pb.ScoreOutcome]:
+        return {item.sample_id: self._outcome for item in items}
+
+
+async def test_a_reward_is_the_weighted_sum_of_all_terms_whoever_gives_them() -> None:
+    first = Terms({"exact": 1.0, "length": -0.5}, scored((1.0, 2.0)))
+    scorer = Scorer([first, Terms({"judge": 0.25}, scored((3.0,)))])
+    outcome = (await scorer.score([ScoreItem(sample_id="a")]))["a"]
+    assert outcome.total == 1.0 - 1.0 + 0.75
+    assert scorer.parts(outcome) == (("exact", 1.0), ("length", 2.0), ("judge", 3.0))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (scored((1e38, 1e38)), "reward b: the weighted sum is 1.5e+38: 1 x 1e+38 (a), 0.5 x 1e+38 (b)"),
+        (scored((1.0, float("nan"))), "reward b: the weighted sum is nan: 1 x 1 (a), 0.5 x nan (b)"),
+        (scored((1.0,)), "2 rewards gave 1 values"),
+        (pb.ScoreOutcome(error=pb.RewardError(message="it raised")), "it raised"),
+    ],
+)
+async def test_what_is_no_finite_sum_of_all_terms_is_a_failure_and_never_a_reward(
+    outcome: pb.ScoreOutcome, says: str
+) -> None:
+    scorer = Scorer([Terms({"a": 1.0, "b": 0.5}, outcome)])
+    found = (await scorer.score([ScoreItem(sample_id="s")]))["s"]
+    assert (found.total, found.failure, scorer.parts(found)) == (None, says, ())

@@ -14,7 +14,7 @@ import pytest
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
-from flotilla_coordinator.rollouts.scoring import Scorer
+from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.trainers import messages as group_messages
 from flotilla_coordinator.trainers.roles import PolicyTrainer, ScoringSession, Teachers, mean_logprobs
 from flotilla_coordinator.trainers.session import Gang
@@ -294,5 +294,5 @@ def test_a_run_asks_those_whom_its_algorithm_needs(
 async def test_samples_of_a_run_without_rewards_are_worth_nothing_and_nobody_is_asked() -> None:
     pool: Any = None
     item: Any = SimpleNamespace(sample_id="a")
-    outcomes = await Scorer("run", (), pool, 1.0).score([item])
+    outcomes = await Scorer([RewardServiceScorer("run", (), pool, 1.0)]).score([item])
     assert outcomes["a"].total == 0.0

@@ -7,7 +7,6 @@ imported into this process: it is loaded by a worker.
 from __future__ import annotations
 
 import difflib
-import math
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -28,10 +27,11 @@ DEFAULT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the weighted sum, ready to score. Exactly one of `builtin` and `target` is set."""
+    """One term of a reward, ready to score. Exactly one of `builtin` and `target` is set."""
 
     name: str
     weight: float
+    """0 but from a coordinator of protocol 1, which takes the total from this service."""
     timeout_s: float
     builtin: BuiltinReward | None
     """Runs in this process."""
@@ -43,8 +43,6 @@ class Term:
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
     """Return the term behind a spec; `code` is where the file of its function is on this host."""
-    if not math.isfinite(spec.weight):
-        raise InvalidRequest(f"weight of reward {spec.reward} is {spec.weight}, not a finite number")
     timeout_s = DEFAULT_TIMEOUT_S
     if spec.HasField("timeout"):
         timeout_s = spec.timeout.seconds + spec.timeout.nanos / 1e9

@@ -1,9 +1,10 @@
 """Scores the items of one call.
 
 Invariants: every item ends in exactly one outcome, under its own sample id; terms run in the order of the spec and
-the first one that fails or times out decides; a total is finite or it is an error. When the caller goes away, the
-work stops. While the caller waits, it gets an outcome or a sign of life every `SIGN_OF_LIFE_S`, for as long as the
-event loop of this process runs. Every task is yielded once; a caller that leaves early ends those that still run.
+the first one that fails or times out decides; a value is finite or it is an error. The caller weighs the values of the
+terms. When it goes away, the work stops. While it waits, it gets an outcome or a sign of life every `SIGN_OF_LIFE_S`,
+for as long as the event loop of this process runs. Every task is yielded once; a caller that leaves early ends those
+that still run.
 """
 
 from __future__ import annotations
@@ -131,14 +132,8 @@ async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: Workers, run_i
             outcome = Failure(f"returned {outcome.value:g}, expected at most {LARGEST_REWARD:g} either way")
         if not isinstance(outcome, Value):
             return _unscored(item.sample_id, term, outcome, spent_s)
-        value.components.add(
-            reward=term.name, weight=term.weight, value=outcome.value, unreadable=outcome.unreadable
-        )
-    value.total = sum(component.weight * component.value for component in value.components)
-    if not abs(value.total) <= LARGEST_REWARD:
-        parts = ", ".join(f"{c.weight:g} x {c.value:g} ({c.reward})" for c in value.components)
-        overflow = Failure(f"the weighted sum is {value.total}: {parts}")
-        return _unscored(item.sample_id, terms[-1], overflow, spent_s)
+        value.components.add(reward=term.name, value=outcome.value, unreadable=outcome.unreadable)
+        value.total += term.weight * outcome.value
     return pb.ScoreOutcome(sample_id=item.sample_id, value=value, elapsed=_duration(spent_s))
 
 

@@ -21,7 +21,7 @@ from flotilla_workers.worker import answer
 
 def problem(reward: str, parameters: dict[str, Any]) -> str:
     """Return the reason why a reward cannot be loaded with these parameters; empty if it can."""
-    spec = pb.RewardSpec(reward=reward, weight=1.0)
+    spec = pb.RewardSpec(reward=reward)
     spec.parameters.update(parameters)
     try:
         target = resolve(spec).target

@@ -223,7 +223,6 @@ def _score_item(prompt: pb.LoopPrompt, sample: pb.LoopSample) -> reward_pb2.Scor
         sample_id=sample.sample_id,
         prompt=prompt.text,
         response=sample.text,
-        response_token_ids=sample.token_ids,
         answer=prompt.answer,
         info=prompt.info,
     )

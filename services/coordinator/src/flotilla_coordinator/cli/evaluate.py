@@ -34,7 +34,7 @@ from flotilla_coordinator.evaluation.figures import held_out_text
 from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.placement import placed
 from flotilla_coordinator.rollouts.generation import Generation
-from flotilla_coordinator.rollouts.scoring import Scorer
+from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.runs.checkpoints import Progress
 from flotilla_core import rpc
 from flotilla_core.checkpoint import Manifest
@@ -267,7 +267,9 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
                 lost=lambda _ids, error: say(f"samples are issued again: {error}"),
             )
             sets = held_out_prompts(
-                config, held_out, lambda terms: Scorer(subject.run_id, terms, pools.rewards, limit_s)
+                config,
+                held_out,
+                lambda terms: Scorer([RewardServiceScorer(subject.run_id, terms, pools.rewards, limit_s)]),
             )
             evaluator = Evaluator(subject.run_id, sets, generation, config.rollout.sample_timeout_s)
             say(f"evaluating version {subject.version} of {subject.run_id}")

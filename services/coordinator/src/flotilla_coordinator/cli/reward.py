@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from google.protobuf.json_format import MessageToDict
-from google.protobuf.struct_pb2 import Struct
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
 from flotilla.reward.v1 import reward_pb2 as pb
-from flotilla.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo, ScoreOutcome
+from flotilla.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_coordinator.cli.completion import complete_setting
 from flotilla_coordinator.cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
@@ -55,6 +54,7 @@ from flotilla_data.rows import open_rows, parts
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.prompts import Prompt
+    from flotilla_coordinator.rollouts.scoring import Outcome
 
 app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
 
@@ -156,8 +156,8 @@ def test(
     config = _config_of(arguments, data)
     prompts = _rows(config, stack, rows)
     tried = list(_responses(prompts, response or [], responses))
-    outcomes = _scored(config, tried)
-    found = [_trial_json(*one, outcome) for one, outcome in zip(tried, outcomes, strict=True)]
+    scored = zip(tried, _scored(config, tried), strict=True)
+    found = [_trial_json(config, *one, *outcome) for one, outcome in scored]
     if as_json:
         print_json({"rewards": [term.reward for term in config.rewards], "samples": found})
     else:
@@ -242,25 +242,16 @@ def _read_responses(file: Path, most: int) -> Iterator[str]:
             yield text
 
 
-def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[ScoreOutcome]:
-    """Return the outcome of each response, from a process of the reward service."""
-    from flotilla_coordinator.rollouts.scoring import reward_spec
+def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[tuple[Outcome, float]]:
+    """Return the outcome of each response, from a process of the reward service, and its seconds."""
+    from flotilla_coordinator.rollouts.scoring import reward_spec, score_item, weigh
 
     if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
         raise FailedPrecondition(
             "the reward service is not installed here", next_step="pip install flotilla-reward"
         )
-    request = pb.ScoreRequest(rewards=map(reward_spec, config.rewards))
-    for number, (prompt, text, _) in enumerate(tried):
-        info = Struct()
-        info.update(prompt.info)
-        request.items.add(
-            sample_id=str(number),
-            prompt=prompt.prompt_text,
-            response=text,
-            answer=prompt.answer,
-            info=info,
-        )
+    items = [score_item(str(number), prompt, text) for number, (prompt, text, _) in enumerate(tried)]
+    request = pb.ScoreRequest(rewards=map(reward_spec, config.rewards), items=items)
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
         asked.write(request.SerializeToString())
         asked.seek(0)
@@ -273,7 +264,8 @@ def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[Sco
         answered.seek(0)
         answer = answered.read()
     if trial.returncode == 0:
-        return list(pb.ScoreResponse.FromString(answer).outcomes)
+        outcomes = pb.ScoreResponse.FromString(answer).outcomes
+        return [(weigh(config.rewards, [one]), one.elapsed.ToNanoseconds() / 1e9) for one in outcomes]
     refused = from_status(answer) if trial.returncode == _REFUSED else None
     raise refused or Internal("the trial ended early", why=f"its process ended with code {trial.returncode}")
 
@@ -300,12 +292,9 @@ def _say_all(trial: Popen[bytes]) -> None:
         say(f"... and {more:,} bytes more, which are not shown")
 
 
-def _trial_json(prompt: Prompt, response: str, name: str, outcome: ScoreOutcome) -> dict[str, Any]:
-    kind = outcome.WhichOneof("outcome")
-    timeout = (
-        f"reward {outcome.timeout.reward} took longer than {outcome.timeout.limit.ToNanoseconds() / 1e9:g} s"
-    )
-    parts = [{"reward": one.reward, "value": one.value} for one in outcome.value.components]
+def _trial_json(
+    config: RunConfig, prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float
+) -> dict[str, Any]:
     return {
         "row": prompt.index + 1,
         "prompt": prompt.prompt_text,
@@ -313,11 +302,14 @@ def _trial_json(prompt: Prompt, response: str, name: str, outcome: ScoreOutcome)
         "response_is": name.strip("()"),
         "answer": prompt.answer,
         "info": prompt.info,
-        "reward": outcome.value.total if kind == "value" else None,
-        "reward_parts": parts,
-        "seconds": outcome.elapsed.ToNanoseconds() / 1e9,
-        "failure": {"value": "", "timeout": timeout}.get(kind or "", outcome.error.message),
-        "traceback": outcome.error.traceback,
+        "reward": outcome.total,
+        "reward_parts": [
+            {"reward": term.reward, "value": value}
+            for term, value in zip(config.rewards, outcome.terms, strict=False)
+        ],
+        "seconds": seconds,
+        "failure": outcome.failure,
+        "traceback": outcome.traceback,
     }
 
 

@@ -193,7 +193,8 @@ class Evaluator:
         outcomes: dict[str, Outcome] = {}
         for start in range(0, len(answers), ANSWERS_PER_SCORE_CALL):
             chunk = answers[start : start + ANSWERS_PER_SCORE_CALL]
-            outcomes |= await one.scorer.score([score_item(sample, prompt) for prompt, sample in chunk])
+            items = [score_item(sample.sample_id, prompt, sample.text) for prompt, sample in chunk]
+            outcomes |= await one.scorer.score(items)
         _refuse_failures(list(outcomes.values()), step)
         scored = ((prompt, sample, outcomes[sample.sample_id]) for prompt, sample in answers)
         return [

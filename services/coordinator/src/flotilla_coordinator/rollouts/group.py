@@ -65,7 +65,9 @@ class GreedyBaseline:
         response = await self._response(request)
         while self._is_void(response):
             response = await self._response(request)
-        return (await self._scorer.score([score_item(response, prompt)]))[response.sample_id]
+        return (await self._scorer.score([score_item(response.sample_id, prompt, response.text)]))[
+            response.sample_id
+        ]
 
     async def _response(self, request: GenerationRequest) -> RolloutSample:
         async with aclosing(self._sampler.samples(request)) as samples:
@@ -259,7 +261,7 @@ class GroupRollout:
         return scored
 
     async def _score(self, samples: list[RolloutSample], prompt: Prompt) -> None:
-        outcomes = await self._scorer.score([score_item(sample, prompt) for sample in samples])
+        outcomes = await self._scorer.score([score_item(one.sample_id, prompt, one.text) for one in samples])
         for sample in samples:
             sample.take_outcome(outcomes[sample.sample_id])
 

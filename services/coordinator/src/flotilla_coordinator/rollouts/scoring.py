@@ -1,8 +1,9 @@
 """Scores finished samples; groups that request scores at nearly the same time share one call.
 
-Invariants: an outcome is a value, an error or a timeout, and only a value is ever a reward. The loss of a reward
-replica is repaired by calling another one, never by a score. A replica is lost when it is silent, never because it is
-slow: it reports regularly while samples wait, and applies each sample's own limit.
+Invariants: an outcome is a value, an error or a timeout, and only a value is ever a reward. A reward is weighed here
+alone, whoever gives its terms, and is finite or an error. The loss of a reward replica is repaired by calling another
+one, never by a score. A replica is lost when it is silent, never because it is slow: it reports regularly while samples
+wait, and applies each sample's own limit.
 
 A group waits only for a fixed short time for others, and never for the samples of another group. A sample id is in a
 call once. A call that fails fails for all groups that still wait, and a call that no group waits for ends.
@@ -13,11 +14,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
@@ -26,14 +27,13 @@ from opentelemetry.trace import SpanContext
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
-from flotilla_coordinator.ledger.records import FinishedSample
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import LARGEST_REWARD, RewardTermConfig
 from flotilla_core.config.model import file_of_function
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Unavailable
 from flotilla_core.rpc import Load, ReplicaPool
+from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
-from flotilla_core.tensors import to_tensor
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -156,7 +156,62 @@ class Outcome:
         return f"{self.failure}\n{self.traceback}" if self.traceback else self.failure
 
 
+class TermScorer(Protocol):
+    """The source of the values of some terms of a reward."""
+
+    @property
+    def terms(self) -> tuple[RewardTermConfig, ...]:
+        """Return the terms, in the order of the components of a value."""
+
+    async def outcomes(self, items: list[pb.ScoreItem]) -> dict[str, pb.ScoreOutcome]:
+        """Return one outcome for every item."""
+
+
 class Scorer:
+    """Weighs the terms of a run's reward."""
+
+    def __init__(self, scorers: Sequence[TermScorer]) -> None:
+        self._scorers = [one for one in scorers if one.terms]
+        self._terms = [term for one in scorers for term in one.terms]
+
+    async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
+        """Return one outcome for every item; without reward terms there is no call, and every total is 0."""
+        found = await gather_or_cancel(one.outcomes(items) for one in self._scorers)
+        return {
+            item.sample_id: weigh(self._terms, [outcomes[item.sample_id] for outcomes in found])
+            for item in items
+        }
+
+    def parts(self, outcome: Outcome) -> tuple[tuple[str, float], ...]:
+        """Return the value of each reward with its name."""
+        return tuple(zip((term.reward for term in self._terms), outcome.terms, strict=False))
+
+
+def weigh(terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome]) -> Outcome:
+    """Return the outcome of a sample from those of its terms; the first that failed decides."""
+    for one in outcomes:
+        kind = one.WhichOneof("outcome")
+        if kind == "timeout":
+            limit_s = one.timeout.limit.ToNanoseconds() / 1e9
+            return Outcome(
+                None, f"reward {one.timeout.reward} took longer than {limit_s:g} s", timed_out=True
+            )
+        if kind != "value":
+            return Outcome(None, one.error.message, traceback=one.error.traceback)
+    components = [part for one in outcomes for part in one.value.components]
+    if len(components) != len(terms):
+        return Outcome(None, f"{len(terms)} rewards gave {len(components)} values")
+    values = tuple(part.value for part in components)
+    total = sum((term.weight * value for term, value in zip(terms, values, strict=True)), 0.0)
+    if not abs(total) <= LARGEST_REWARD:
+        parts = ", ".join(
+            f"{term.weight:g} x {value:g} ({term.reward})" for term, value in zip(terms, values, strict=True)
+        )
+        return Outcome(None, f"reward {terms[-1].reward}: the weighted sum is {total}: {parts}")
+    return Outcome(total, unreadable=any(part.unreadable for part in components), terms=values)
+
+
+class RewardServiceScorer:
     """Calls the reward service for one run."""
 
     def __init__(
@@ -167,26 +222,20 @@ class Scorer:
         wait_limit_s: float,
         offer: Callable[[Path], FolderReference] | None = None,
     ) -> None:
+        self.terms = terms
         self._run_id = run_id
         self._offer = offer
         """Offers a file of the user's to replicas on other hosts; None where all are on this one."""
         self._pool = pool
         self._wait_limit_s = wait_limit_s
-        self._names = [term.reward for term in terms]
         self._specs = [reward_spec(term) for term in terms]
-        self._gathering = ScoreGathering(self._scored)
+        self._gathering: ScoreGathering[pb.ScoreOutcome] = ScoreGathering(self._scored)
         self._looked_at = -math.inf
         """The time of the last look at the files of the user's."""
 
-    async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
-        """Return one outcome for every item; without reward terms there is no call, and every total is 0."""
-        if not self._specs:
-            return {item.sample_id: Outcome(0.0) for item in items}
+    async def outcomes(self, items: list[pb.ScoreItem]) -> dict[str, pb.ScoreOutcome]:
+        """Return one outcome for every item, in calls that groups share."""
         return await self._gathering.outcomes(items)
-
-    def parts(self, outcome: Outcome) -> tuple[tuple[str, float], ...]:
-        """Return the value of each reward with its name."""
-        return tuple(zip(self._names, outcome.terms, strict=False))
 
     async def _rewards(self) -> list[pb.RewardSpec]:
         """Return the terms, with references to the files of the user's as they were a few seconds ago."""
@@ -210,7 +259,7 @@ class Scorer:
         return found
 
     async def _scored(
-        self, items: list[pb.ScoreItem], askers: list[SpanContext], take: Take[Outcome]
+        self, items: list[pb.ScoreItem], askers: list[SpanContext], take: Take[pb.ScoreOutcome]
     ) -> None:
         missing = {item.sample_id: item for item in items}
         attributes: dict[str, str | int] = {names.RUN_ID: self._run_id, names.SAMPLES: len(items)}
@@ -231,10 +280,11 @@ class Scorer:
                 if not missing:
                     return
         for sample_id in missing:
-            take(sample_id, Outcome(None, "the reward service returned no outcome"))
+            none = pb.RewardError(message="the reward service returned no outcome")
+            take(sample_id, pb.ScoreOutcome(error=none))
 
     async def _call(
-        self, stub: RewardServiceAsyncStub, missing: dict[str, pb.ScoreItem], take: Take[Outcome]
+        self, stub: RewardServiceAsyncStub, missing: dict[str, pb.ScoreItem], take: Take[pb.ScoreOutcome]
     ) -> None:
         """Call one replica; items that it answers are no longer missing."""
         request = pb.ScoreRequest(
@@ -249,23 +299,7 @@ class Scorer:
             async for reply in replies:
                 for outcome in reply.outcomes:
                     if missing.pop(outcome.sample_id, None) is not None:
-                        take(outcome.sample_id, _outcome(outcome))
-
-
-def _outcome(reply: pb.ScoreOutcome) -> Outcome:
-    kind = reply.WhichOneof("outcome")
-    if kind == "value" and abs(reply.value.total) <= LARGEST_REWARD:
-        parts = reply.value.components
-        unreadable = any(one.unreadable for one in parts)
-        return Outcome(reply.value.total, unreadable=unreadable, terms=tuple(one.value for one in parts))
-    if kind == "value":
-        return Outcome(
-            None, f"the reward is {reply.value.total}, and at most {LARGEST_REWARD:g} is taken either way"
-        )
-    if kind == "timeout":
-        limit_s = reply.timeout.limit.ToNanoseconds() / 1e9
-        return Outcome(None, f"{reply.timeout.reward} took longer than {limit_s:g} s", timed_out=True)
-    return Outcome(None, reply.error.message, traceback=reply.error.traceback)
+                        take(outcome.sample_id, outcome)
 
 
 def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
@@ -273,18 +307,13 @@ def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
     parameters, timeout = Struct(), Duration()
     parameters.update(term.parameters)
     timeout.FromNanoseconds(int(term.timeout_s * 1e9))
-    return pb.RewardSpec(reward=term.reward, weight=term.weight, parameters=parameters, timeout=timeout)
+    return pb.RewardSpec(reward=term.reward, parameters=parameters, timeout=timeout)
 
 
-def score_item(sample: FinishedSample, prompt: Prompt) -> pb.ScoreItem:
+def score_item(sample_id: str, prompt: Prompt, response: str) -> pb.ScoreItem:
     """Return one item of a Score call."""
     info = Struct()
     info.update(prompt.info)
     return pb.ScoreItem(
-        sample_id=sample.sample_id,
-        prompt=prompt.prompt_text,
-        response=sample.text,
-        response_token_ids=to_tensor(sample.token_ids),
-        answer=prompt.answer,
-        info=info,
+        sample_id=sample_id, prompt=prompt.prompt_text, response=response, answer=prompt.answer, info=info
     )

@@ -26,7 +26,7 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation, Sampler
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.scoring import Scorer
+from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.client.loop import ClientLoop
@@ -274,8 +274,8 @@ class RunWiring:
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 
     def _scorer(self, rewards: tuple[RewardTermConfig, ...]) -> Scorer:
-        offer = self._host.files.offer
-        return Scorer(self._run_id, rewards, self._fleet.rewards, self._wait_limit_s, offer)
+        offer, pool = self._host.files.offer, self._fleet.rewards
+        return Scorer([RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer)])
 
     def _evaluator(
         self,

@@ -87,7 +87,7 @@ Global___RewardInfo: _TypeAlias = RewardInfo  # noqa: Y015
 
 @_typing.final
 class RewardSpec(_message.Message):
-    """One term of the weighted sum."""
+    """One term of a reward."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -99,6 +99,7 @@ class RewardSpec(_message.Message):
     reward: _builtins.str
     """A built-in name, an entry point name, or path.py:function."""
     weight: _builtins.float
+    """Only from coordinators of protocol 1, which read the total: the others weigh the components."""
     @_builtins.property
     def parameters(self) -> _struct_pb2.Struct: ...
     @_builtins.property
@@ -170,7 +171,9 @@ class ScoreItem(_message.Message):
     answer: _builtins.str
     """What the data set says is right; empty where it says nothing."""
     @_builtins.property
-    def response_token_ids(self) -> _tensor_pb2.Tensor: ...
+    def response_token_ids(self) -> _tensor_pb2.Tensor:
+        """Never read, and no longer filled."""
+
     @_builtins.property
     def info(self) -> _struct_pb2.Struct:
         """Further columns of the data set."""
@@ -257,9 +260,11 @@ class RewardValue(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
     total: _builtins.float
-    """The weighted sum; always finite."""
+    """The sum by the weights of the request."""
     @_builtins.property
-    def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardComponent]: ...
+    def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardComponent]:
+        """One for each reward of the request, in its order."""
+
     def __init__(
         self,
         *,
@@ -284,6 +289,7 @@ class RewardComponent(_message.Message):
     UNREADABLE_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     weight: _builtins.float
+    """No longer filled."""
     value: _builtins.float
     unreadable: _builtins.bool
     """The response broke a built-in checker, or kept it busy until the limit: that is worth 0."""
