@@ -84,6 +84,7 @@ def gradients(folder: Path) -> dict[str, Array]:
         replicate=1,
         sequence_parallel=1,
         cpu_offload=False,
+        memory_fraction=None,
         compile="off",
         model=str(folder),
         instance_id="trainer",

@@ -233,6 +233,9 @@ class TrainerConfig(ConfigModel):
     cpu_offload: bool = False
     """Keep weights, gradients and AdamW's moments in host memory, for what does not fit on GPUs: 16 bytes a parameter,
     half of them pinned. Layers visit the GPU in turns, AdamW runs on the host, and updates take longer."""
+    memory_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Share of each GPU that tensors of a rank may take. Empty takes what other processes leave free; on a GPU with a
+    generator `flotilla up` fills in what the generator leaves."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the repeated layers; `auto` does so with GPUs. Without a compiler the layers run uncompiled."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -62,6 +62,8 @@ class SharedGpu:
     """The KV cache of one sample as long as the generator allows."""
     aside: int
     """The memory that neither of them counts on, with the buckets of a weight sync at both ends and between them."""
+    buckets: int
+    """The part of it that the rank takes, for its end of a weight sync and for what lies between both."""
     alternating: SharedGpu | None = field(default=None, compare=False)
     """The same GPU where rank and KV cache have the same memory alternately; None if this is that one."""
 
@@ -72,8 +74,9 @@ class SharedGpu:
         resident, frozen = resident_bytes(model, stack.trainer), frozen_bytes(model, stack.trainer)
         engine = generator_bytes(model, generator)
         longest = longest_sample_bytes(model, generator)
-        between = SAME_GPU_BUCKETS * SAME_GPU_BUCKET_BYTES
-        aside = set_aside(total, 2 * sync_bytes(model, stack) + between)
+        end = sync_bytes(model, stack)
+        buckets = end + SAME_GPU_BUCKETS * SAME_GPU_BUCKET_BYTES
+        aside = set_aside(total, end + buckets)
         sleeps = generator.sleep_while_training
         room, at_rest = total - aside - engine, resident + (CHECK_BYTES if sleeps else 0)
         learns = at_rest + longest <= room
@@ -83,7 +86,7 @@ class SharedGpu:
         if generator.kv_cache_gib is not None:
             kv_cache = int(generator.kv_cache_gib * GIB)
         alternating = None if sleeps else cls.of(model, _alternating(stack), total)
-        return cls(total, resident, frozen, engine, kv_cache, longest, aside, alternating)
+        return cls(total, resident, frozen, engine, kv_cache, longest, aside, buckets, alternating)
 
     @property
     def alternates(self) -> bool:
@@ -138,12 +141,16 @@ class SharedGpu:
         )
 
     def applied(self, stack: StackConfig) -> StackConfig:
-        """Return the stack with the generator's memory as divided here."""
+        """Return the stack with the memory of both as divided here."""
         # vLLM refuses to start where less than this share is free, also where the KV cache has a fixed size.
         share = max(0.01, round((self.generator + self.kv_cache) / self.total, 2))
         memory = {"kv_cache_gib": self.kv_cache / GIB, "memory_fraction": min(1.0, share)}
-        generator = stack.generator.model_copy(update=memory)
-        return stack.model_copy(update={"generator": generator, "placement": "colocated"})
+        generator, trainer = stack.generator.model_copy(update=memory), stack.trainer
+        if trainer.memory_fraction is None:
+            # Without a limit torch keeps what it once took, and the generator dies when its samples need theirs.
+            limit = (self.rank_room + self.buckets) / self.total
+            trainer = trainer.model_copy(update={"memory_fraction": limit})
+        return stack.model_copy(update={"generator": generator, "trainer": trainer, "placement": "colocated"})
 
 
 def _alternating(stack: StackConfig) -> StackConfig:
@@ -202,8 +209,12 @@ def rank_room(config: RunConfig, model: ModelFacts, stack: StackConfig, gpu: int
     if stack.placement == "colocated":
         shared = SharedGpu.of(model, stack, gpu)
         # Only generators that the run has sleep for it.
-        return shared.rank_room if config.needs_generators else shared.room_beside
-    return gpu - set_aside(gpu, sync_bytes(model, stack))
+        room, buckets = shared.rank_room if config.needs_generators else shared.room_beside, shared.buckets
+    else:
+        buckets = sync_bytes(model, stack)
+        room = gpu - set_aside(gpu, buckets)
+    limit = stack.trainer.memory_fraction
+    return room if limit is None else min(room, round(gpu * limit) - buckets)
 
 
 def gpu_problems(

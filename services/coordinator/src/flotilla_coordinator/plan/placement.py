@@ -3,8 +3,9 @@
 Invariants: a key that the file gives stays as it is. Without GPUs nothing is decided. All GPUs of the host are used
 where the file names neither ranks nor generators: each gets a rank and a generator if both fit while all weights learn,
 because then no GPU waits for the work of another. Else ranks have half of them, or as many as learning takes, and
-generators the rest, each with as many workers as its weights need. What cannot fit is refused before anything starts,
-with the key to change. A stack that was placed names everything, so it is placed alike again.
+generators the rest, each with as many workers as its weights need. Where all weights cannot learn in either way, those
+of the trainer rest in host memory. What cannot fit is refused before anything starts, with the key to change. A stack
+that was placed names everything, so it is placed alike again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flotilla_coordinator.plan.gpu_memory import (
 )
 from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.plan.trainer_memory import frozen_bytes, resident_bytes
+from flotilla_coordinator.plan.trainer_memory import frozen_bytes, offloads, resident_bytes
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.gangs import gang_of, model_of
@@ -112,13 +113,30 @@ def _spread(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> St
     ranks = free // trainer.replicas
     if ranks < 1 or free < 2:
         return stack
+    spread = [_arranged(stack, free, ranks, model, total)]
+    if not trainer.sets("cpu_offload"):
+        resting = trainer.model_copy(update={"cpu_offload": True})
+        spread.append(_arranged(stack.model_copy(update={"trainer": resting}), free, ranks, model, total))
+    return next((found for found in spread if _learns(found, model, total)), spread[0])
+
+
+def _learns(stack: StackConfig, model: ModelFacts, total: int) -> bool:
+    """Return whether all weights can learn on the ranks of a stack."""
+    if stack.placement == "colocated":
+        return SharedGpu.of(model, stack, total).learns
+    return resident_bytes(model, stack.trainer) <= LEARNING_SHARE * total
+
+
+def _arranged(stack: StackConfig, free: int, ranks: int, model: ModelFacts, total: int) -> StackConfig:
+    """Give so many free GPUs to ranks and generators, at most so many of them to the ranks of one gang."""
+    trainer, generator = stack.trainer, stack.generator
     if generator.tensor_parallel_size == 1 and stack.placement != "separate":
         both = _counted(stack, ranks, ranks * trainer.replicas, "colocated")
-        if stack.placement == "colocated" or SharedGpu.of(model, both, total).learns:
+        if stack.placement == "colocated" or _learns(both, model, total):
             return both
     stack = _with_workers(stack, model, total, free // 2)
     each, ranks = stack.generator.tensor_parallel_size, max(1, ranks // 2)
-    while resident_bytes(model, _ranked(stack, ranks).trainer) > LEARNING_SHARE * total:
+    while not _learns(_counted(stack, ranks, 1, "separate"), model, total):
         if free - (ranks + 1) * trainer.replicas < each:
             break
         ranks += 1
@@ -211,5 +229,9 @@ def _memory(slot: Slot, stack: StackConfig, model: ModelFacts, total: int) -> st
     role = role_of_process(slot.name)
     if slot.kind != ServiceKind.SERVICE_KIND_TRAINER or model_of(stack, role) != stack.model:
         return ""
+    gang = gang_of(stack, role)
+    if gang.memory_fraction is not None:
+        rests = ", weights rest on the host" if offloads(gang) else ""
+        return f" (up to {shown_bytes(round(gang.memory_fraction * total))}{rests})"
     kept = resident_bytes if role in LEARNING else frozen_bytes
-    return f" ({shown_bytes(kept(model, gang_of(stack, role)))})"
+    return f" ({shown_bytes(kept(model, gang))})"

@@ -30,6 +30,7 @@ class GangPlan:
     replicate: int
     sequence_parallel: int
     cpu_offload: bool
+    memory_fraction: float | None
     compile: str
     backend: str
     dtype: str
@@ -75,6 +76,7 @@ class GangPlan:
             replicate=trainer.replicate,
             sequence_parallel=trainer.sequence_parallel,
             cpu_offload=trainer.cpu_offload,
+            memory_fraction=trainer.memory_fraction,
             compile=trainer.compile,
             backend=_backend(trainer.backend),
             dtype=trainer.dtype,

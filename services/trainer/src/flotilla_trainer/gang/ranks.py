@@ -309,6 +309,7 @@ class Gang:
                     replicate=plan.replicate,
                     sequence_parallel=plan.sequence_parallel,
                     cpu_offload=plan.cpu_offload,
+                    memory_fraction=plan.memory_fraction,
                     compile=plan.compile,
                     model=told.model,
                     instance_id=plan.instance_id,

@@ -29,11 +29,16 @@ PIECES = (1, 2, 4, 8)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return what a GPU has left, with what torch holds and does not use; 0 for a CPU, whose memory others share."""
+    """Return what tensors of this rank may still take of a GPU; 0 for a CPU, whose memory others share.
+
+    It is what nobody holds, with what torch holds and does not use, and no more than the limit of the rank.
+    """
     if device.type != "cuda":
         return 0
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + unused
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return min(free + held, limit) - used
 
 
 class Taken(NamedTuple):

@@ -374,4 +374,6 @@ def _device(setup: RankSetup) -> torch.device:
         )
     device = torch.device("cuda", setup.place)
     torch.cuda.set_device(device)
+    if setup.memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(setup.memory_fraction, device)
     return device

@@ -47,6 +47,8 @@ class RankSetup:
     replicate: int
     sequence_parallel: int
     cpu_offload: bool
+    memory_fraction: float | None
+    """The share of its GPU that its tensors may take; None where it is what other processes leave free."""
     compile: str
     model: str
     instance_id: str
