@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flotilla_core.subprocess_group import AdoptedProcess
 from flotilla_testing.reward_process import exists
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
@@ -66,19 +66,15 @@ async def test_a_worker_that_says_what_its_service_cannot_read_is_killed(
     assert (await pool.ask(backwards, question, 20))[0]["by"] != good["by"]
 
 
-async def test_workers_end_with_the_pool(pool: WorkerPool[Any]) -> None:
-    pids = list(pool.pids.values())
-    assert len(pids) == 2
-    await pool.stop()
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-async def test_a_job_that_runs_ends_with_the_pool(
+async def test_workers_and_what_runs_in_them_end_with_the_pool(
     pool: WorkerPool[Any], target: Callable[[str], Target], tmp_path: Path
 ) -> None:
     job = asyncio.create_task(pool.ask(target("endless"), {}, 600))
     await exists(tmp_path / "begun")
+    pids = list(pool.pids.values())
+    assert len(pids) == 2
     await pool.stop()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     outcome, _ = await asyncio.wait_for(job, 20)
     assert outcome.message == "the worker was ended by SIGKILL while it answered"
 
@@ -98,15 +94,7 @@ async def test_workers_end_with_a_service_that_is_killed() -> None:
         sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE
     )
     assert service.stdout is not None
-    worker = int(await service.stdout.readline())
-    handle = os.pidfd_open(worker)
+    worker = AdoptedProcess(int(await service.stdout.readline()))
     service.kill()
     await service.wait()
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(handle, ended.set)
-    try:
-        async with asyncio.timeout(10):
-            await ended.wait()
-    finally:
-        asyncio.get_running_loop().remove_reader(handle)
-        os.close(handle)
+    await asyncio.wait_for(worker.wait(), 10)

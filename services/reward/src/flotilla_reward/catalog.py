@@ -1,13 +1,13 @@
 """The available rewards, and the resolution of a `RewardSpec` to one of them.
 
 Invariants: everything that can be wrong with a spec is found before any sample is scored. User code is never
-imported into this process: it is loaded by a worker.
+imported into the service: a worker loads it, and `problem` in the process of a plan.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from google.protobuf import struct_pb2
 from pydantic import ValidationError
 
 from flotilla.reward.v1 import reward_pb2 as pb
-from flotilla_core.errors import InvalidConfig, InvalidRequest
+from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BUILTIN, BuiltinReward
+from flotilla_reward.worker import load
 from flotilla_workers.functions import Target
+from flotilla_workers.worker import answer
 
 ENTRY_POINT_GROUP = "flotilla.rewards"
 DEFAULT_TIMEOUT_S = 10.0
@@ -57,6 +59,19 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
         return Term(spec.reward, spec.weight, timeout_s, None, target, builtin.blames_response)
     target = _user_target(spec.reward, parameters, code)
     return Term(spec.reward, spec.weight, timeout_s, None, target)
+
+
+def problem(reward: str, parameters: dict[str, Any]) -> str:
+    """Return why a reward cannot be loaded with these parameters, found out in this process; empty if it can."""
+    spec = pb.RewardSpec(reward=reward)
+    spec.parameters.update(parameters)
+    try:
+        target = resolve(spec).target
+    except FlotillaError as error:
+        return str(error)
+    if target is None:
+        return ""
+    return str(answer({"do": "load", "target": asdict(target)}, load, {}).get("failed", ""))
 
 
 def list_rewards() -> list[pb.RewardInfo]:

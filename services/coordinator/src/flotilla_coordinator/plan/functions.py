@@ -12,8 +12,6 @@ import importlib.util
 import inspect
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +21,12 @@ from typing import Any
 
 from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_core.config.model import UserFunction
+from flotilla_workers import check
 
 LONGEST_CHECK_S = 12.0
 """The time for all functions of one service together; most of it is the start of Python."""
-REWARD_CHECK = "flotilla_reward.spec_check"
-TRAINER_CHECK = "flotilla_trainer.wire.user_functions"
+REWARD_CHECK = "flotilla_reward.catalog:problem"
+TRAINER_CHECK = "flotilla_trainer.wire.user_functions:problem"
 HEAVY = ("torch", "transformers", "vllm")
 """Imports that take too long for a plan: such files are only parsed, and their other imports are looked up."""
 _SAMPLE = ("prompt", "response", "answer", "info")
@@ -117,32 +116,7 @@ def _ask(module: str, asked: str, stamps: tuple[tuple[int, int], ...]) -> tuple[
 
     `stamps` are those of the files as they are now: a file that changed is asked about again.
     """
-    child = subprocess.Popen(
-        [sys.executable, "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    try:
-        out, _ = child.communicate(asked, timeout=LONGEST_CHECK_S)
-    except subprocess.TimeoutExpired:
-        return f"their import took longer than {LONGEST_CHECK_S:.0f} s"
-    finally:
-        # Kill whatever the user's code started as well.
-        try:
-            os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        child.wait()
-    if out:
-        return tuple(json.loads(out))
-    count = len(json.loads(asked))
-    if child.returncode in (-signal.SIGKILL, -signal.SIGTERM):
-        return "the process that imported them was killed"
-    return (f"its import, or that of another one here, ends the process (code {child.returncode})",) * count
+    return check.problems(module, asked, LONGEST_CHECK_S)
 
 
 def _stamp(function: Function) -> tuple[int, int]:

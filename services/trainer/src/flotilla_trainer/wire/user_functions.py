@@ -1,9 +1,6 @@
-"""Advantages and losses of the user's, written path.py:function: loaded, guarded, and checked in a process of its own.
+"""Advantages and losses of the user's, written path.py:function: loaded, guarded and checked.
 
 Invariant: whatever is wrong with a file or comes out of it becomes one typed error that names the function.
-
-Run as `python -m flotilla_trainer.wire.user_functions`, this reads a JSON list of `{name, parameters}` from standard
-input. It prints a JSON list with the reason why each function cannot be called: an empty text for those that can be.
 """
 
 from __future__ import annotations
@@ -11,13 +8,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import json
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from flotilla_core.errors import FlotillaError, NotFound, UserCodeError
@@ -54,7 +48,8 @@ def load_user_function(name: str) -> Callable[..., Any]:
     if spec is None or spec.loader is None:
         raise UserCodeError("the file is not Python", where=name, next_step="name a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
-    guarded(name, lambda: _run(spec, module))
+    run = spec.loader.exec_module
+    guarded(name, lambda: run(module))
     loaded: Callable[..., Any] = getattr(module, function)
     return loaded
 
@@ -88,17 +83,13 @@ def _bound_by(node: ast.stmt) -> list[str]:
     return []
 
 
-def _run(spec: Any, module: ModuleType) -> None:
-    spec.loader.exec_module(module)
-
-
 def _parts(name: str) -> tuple[Path, str]:
     file, _, function = name.rpartition(":")
     return Path(file), function
 
 
 def problem(name: str, parameters: dict[str, Any]) -> str:
-    """Return why a function cannot be called with these parameters; empty where it can."""
+    """Return why a function cannot be called with these parameters; a plan asks in a process of its own."""
     try:
         function = load_user_function(name)
     except FlotillaError as error:
@@ -111,18 +102,3 @@ def problem(name: str, parameters: dict[str, Any]) -> str:
     except TypeError as error:
         return f"{name}{signature} cannot be called with one argument and {sorted(parameters)}: {error}"
     return ""
-
-
-def main() -> None:
-    # What user code prints must not come between.
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    found = [problem(function["name"], function["parameters"]) for function in json.load(sys.stdin)]
-    results.write(json.dumps(found))
-    results.close()
-    # Threads that user code started keep no process.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

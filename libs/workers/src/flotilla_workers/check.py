@@ -1,0 +1,63 @@
+"""Whether functions of users load, found out in a process of its own, which ends when it takes too long.
+
+A service that runs such functions has one of its own, `package.module:function`, that loads one by keyword arguments
+and says what is wrong with it. The process calls it for each of a JSON list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+
+
+def problems(problem: str, asked: str, limit_s: float) -> tuple[str, ...] | str:
+    """Return what `problem` says of each that is asked for, or one text that says why there is no answer."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", __name__, problem],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    try:
+        out, _ = child.communicate(asked, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"their import took longer than {limit_s:.0f} s"
+    finally:
+        # Kill whatever the user's code started as well.
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        child.wait()
+    if out:
+        return tuple(json.loads(out))
+    if child.returncode in (-signal.SIGKILL, -signal.SIGTERM):
+        return "the process that imported them was killed"
+    how = f"its import, or that of another one here, ends the process (code {child.returncode})"
+    return (how,) * len(json.loads(asked))
+
+
+def main() -> None:
+    # What user code prints must not come between.
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    started_as = os.getpid()
+    problem = pkgutil.resolve_name(sys.argv[1])
+    found = [problem(**one) for one in json.load(sys.stdin)]
+    if os.getpid() != started_as:
+        os._exit(0)  # A process that a file forked when it was imported answers nothing.
+    results.write(json.dumps(found))
+    results.close()
+    # Threads that user code started keep no process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
