@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from flotilla.common.v1 import error_pb2, tensor_pb2
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core import errors, ids, protocol
 from flotilla_core.errors import InvalidRequest, Mismatch
+from flotilla_core.findings import parts_of, text_of
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
@@ -25,6 +29,19 @@ def test_a_message_reads_as_one_sentence() -> None:
     assert str(errors.NotFound("no run x", where="ledger", why="gone", next_step="Look.")) == (
         "no run x (ledger): gone. Look."
     )
+
+
+@pytest.mark.parametrize("kind", errors.FlotillaError.__subclasses__())
+def test_a_finding_and_its_parts_tell_the_whole_error(kind: type[errors.FlotillaError]) -> None:
+    error = kind("no run x", where="ledger", why="gone", next_step="Look.")
+    parts = json.loads(json.dumps(parts_of(error.finding())))
+    back = errors.error_of(Finding(**parts))
+    assert type(back) is kind and str(back) == str(error) == text_of(error.finding())
+    assert error.finding("the run waits").what == "the run waits: no run x"
+
+
+def test_a_finding_of_a_later_version_is_an_error_all_the_same() -> None:
+    assert type(errors.error_of(Finding(code="yet_unknown", what="x"))) is errors.Internal
 
 
 def test_seeds_depend_on_every_part_and_stay_the_same_for_ever() -> None:

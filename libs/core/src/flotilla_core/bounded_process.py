@@ -30,7 +30,9 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
-from flotilla_core.errors import BY_REASON, FlotillaError, Internal
+from flotilla.common.v1.finding_pb2 import Finding
+from flotilla_core.errors import FlotillaError, Internal, error_of
+from flotilla_core.findings import parts_of
 
 Function = Callable[[dict[str, Any]], Any]
 
@@ -106,7 +108,7 @@ class BoundedProcess:
         if answer is None:
             raise OutOfBounds("its process ended without an answer")
         if (error := answer.get("error")) is not None:
-            raise _error_of(error)
+            raise error_of(Finding(**error))
         return answer["answer"]
 
     def _answer(self, frame: bytes) -> dict[str, Any] | None:
@@ -206,11 +208,6 @@ def _mib(count: int) -> str:
     return f"{count >> 20:,} MiB"
 
 
-def _error_of(told: dict[str, Any]) -> FlotillaError:
-    kind = BY_REASON.get(told["reason"], Internal)
-    return kind(told["what"], where=told["where"], why=told["why"], next_step=told["next_step"])
-
-
 def _frame(content: dict[str, Any]) -> bytes:
     text = json.dumps(content, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -273,15 +270,7 @@ def _told(function: Function, question: dict[str, Any]) -> dict[str, Any]:
         failure = Internal(
             "a process within bounds failed", why=f"{type(error).__name__}: {str(error)[:1000]}"
         )
-    return {
-        "error": {
-            "reason": failure.reason,
-            "what": failure.what,
-            "where": failure.where,
-            "why": failure.why,
-            "next_step": failure.next_step,
-        }
-    }
+    return {"error": parts_of(failure.finding())}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Every failure that Flotilla reports on purpose, as one class a reason.
 
 Invariants: an error says what failed, where, why and what to do next, and it keeps all four when it travels
-over gRPC (`flotilla_core.rpc.status`), whoever wrote its text. There is exactly one class for every `ErrorReason` of
-the contract.
+over gRPC (`flotilla_core.rpc.status`) or as a finding, whoever wrote its text. There is exactly one class for every
+`ErrorReason` of the contract.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from flotilla.common.v1 import error_pb2 as pb
-from flotilla_core.terminal import visible
+from flotilla.common.v1.finding_pb2 import SEVERITY_ERROR, Finding, Severity
+from flotilla_core.findings import text_of
 
 
 def unicode_text(text: str) -> str:
@@ -39,17 +40,20 @@ class FlotillaError(Exception):
         """
         return type(self)(self.what, where=self.where, why=self.why, next_step=self.next_step)
 
+    def finding(self, before: str = "", severity: Severity.ValueType = SEVERITY_ERROR) -> Finding:
+        """Return what a user should know of it; `before` says what follows from it."""
+        return Finding(
+            severity=severity,
+            code=pb.ErrorReason.Name(self.reason).removeprefix("ERROR_REASON_").lower(),
+            what=f"{before}: {self.what}" if before else self.what,
+            where=self.where,
+            why=self.why,
+            next_step=self.next_step,
+        )
+
     def __str__(self) -> str:
         """Return all of it as one text, which may be shown on a terminal as it is."""
-        message = self.what
-        if self.where:
-            message += f" ({self.where})"
-        if self.why:
-            message += f": {self.why}"
-        if self.next_step:
-            separator = "" if message.endswith((".", "\n")) else "."
-            message += f"{separator} {self.next_step}"
-        return visible(message)
+        return text_of(self.finding())
 
 
 class InvalidConfig(FlotillaError):
@@ -196,3 +200,10 @@ class DiskFull(FlotillaError):
 
 
 BY_REASON: dict[int, type[FlotillaError]] = {kind.reason: kind for kind in FlotillaError.__subclasses__()}
+
+
+def error_of(finding: Finding) -> FlotillaError:
+    """Return the error that a finding tells of; a reason that this build does not know is `Internal`."""
+    reason = dict(pb.ErrorReason.items()).get(f"ERROR_REASON_{finding.code.upper()}", Internal.reason)
+    kind = BY_REASON.get(reason, Internal)
+    return kind(finding.what, where=finding.where, why=finding.why, next_step=finding.next_step)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 
-from flotilla_core.errors import BY_REASON, FlotillaError, Internal
+from flotilla.common.v1.finding_pb2 import Finding
+from flotilla_core.errors import FlotillaError, error_of
+from flotilla_core.findings import parts_of
 
 
 class Report:
@@ -24,10 +26,9 @@ class Report:
         self._send({})
 
     def failed(self, error: FlotillaError) -> None:
-        parts = {"what": error.what, "where": error.where, "why": error.why, "next_step": error.next_step}
-        self._send({"reason": error.reason, **parts})
+        self._send(parts_of(error.finding()))
 
-    def _send(self, values: dict[str, object]) -> None:
+    def _send(self, values: dict[str, str | int]) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
@@ -42,7 +43,4 @@ class Report:
 def read_report(line: bytes) -> FlotillaError | None:
     """Return the error that a report line holds, or None when the stack is up."""
     values = json.loads(line)
-    if not values:
-        return None
-    kind = BY_REASON.get(values.pop("reason"), Internal)
-    return kind(values.pop("what"), **values)
+    return error_of(Finding(**values)) if values else None

@@ -10,7 +10,8 @@ import itertools
 import time
 from typing import Any
 
-from flotilla_core.errors import BY_REASON, FlotillaError, Internal
+from flotilla.common.v1.finding_pb2 import Finding
+from flotilla_core.errors import FlotillaError, error_of
 from flotilla_trainer.gang.local_rank import LocalRank
 from flotilla_trainer.gang.remote_rank import RemoteRank
 from flotilla_trainer.wire.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
@@ -135,11 +136,6 @@ class RankProcess:
         if answer is None or answer.done() or self._judged:
             return
         if frame.kind == "refused":
-            answer.set_exception(_refusal(frame.fields))
+            answer.set_exception(error_of(Finding(**frame.fields)))
         else:
             answer.set_result(frame)
-
-
-def _refusal(fields: dict[str, Any]) -> FlotillaError:
-    kind = BY_REASON.get(fields["reason"], Internal)
-    return kind(fields["what"], where=fields["where"], why=fields["why"], next_step=fields["next_step"])

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flotilla_core.errors import FlotillaError
+from flotilla_core.findings import parts_of
 from flotilla_trainer.wire.frames import PREFIX_BYTES, Array, Frame, decode, encode, lengths
 
 BEAT_S = 0.25
@@ -60,8 +61,7 @@ class FrontLink:
 
     def refuse(self, command: Frame, error: FlotillaError) -> None:
         """Answer that the command failed, with this and every other rank ready for the next one."""
-        parts = {part: getattr(error, part) for part in ("what", "where", "why", "next_step")}
-        self._send(Frame("refused", command.number, {"reason": int(error.reason), **parts}))
+        self._send(Frame("refused", command.number, parts_of(error.finding())))
 
     def _in_fork(self) -> None:
         """Leave the front to this rank: a process that a loss of the user's forked ends when it answers."""

@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from flotilla.common.v1 import finding_pb2 as _finding_pb2
 from flotilla.common.v1 import version_pb2 as _version_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -106,6 +107,7 @@ class Run(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     ETA_SECONDS_FIELD_NUMBER: _builtins.int
     ADVICE_FIELD_NUMBER: _builtins.int
+    FINDING_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     name: _builtins.str
     state: Global___RunState.ValueType
@@ -114,7 +116,7 @@ class Run(_message.Message):
     step: _builtins.int
     total_steps: _builtins.int
     reason: _builtins.str
-    """Why it failed or stopped: what, where, why, what next."""
+    """Why it failed, stopped or waits, as one text."""
     directory: _builtins.str
     eta_seconds: _builtins.float
     advice: _builtins.str
@@ -129,6 +131,10 @@ class Run(_message.Message):
     def ended_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def finding(self) -> _finding_pb2.Finding:
+        """What `reason` says, in its parts."""
+
     def __init__(
         self,
         *,
@@ -147,10 +153,11 @@ class Run(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         eta_seconds: _builtins.float = ...,
         advice: _builtins.str = ...,
+        finding: _finding_pb2.Finding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "ended_at", b"ended_at", "phase_since", b"phase_since", "policy_version", b"policy_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "ended_at", b"ended_at", "finding", b"finding", "phase_since", b"phase_since", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "eta_seconds", b"eta_seconds", "metrics", b"metrics", "name", b"name", "phase", b"phase", "phase_since", b"phase_since", "policy_version", b"policy_version", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "created_at", b"created_at", "directory", b"directory", "ended_at", b"ended_at", "eta_seconds", b"eta_seconds", "finding", b"finding", "metrics", b"metrics", "name", b"name", "phase", b"phase", "phase_since", b"phase_since", "policy_version", b"policy_version", "reason", b"reason", "run_id", b"run_id", "state", b"state", "step", b"step", "total_steps", b"total_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -299,17 +306,23 @@ class Notice(_message.Message):
 
     LEVEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    FINDING_FIELD_NUMBER: _builtins.int
     level: Global___NoticeLevel.ValueType
     text: _builtins.str
+    @_builtins.property
+    def finding(self) -> _finding_pb2.Finding:
+        """What `text` says, in its parts."""
+
     def __init__(
         self,
         *,
         level: Global___NoticeLevel.ValueType = ...,
         text: _builtins.str = ...,
+        finding: _finding_pb2.Finding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finding", b"finding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finding", b"finding", "level", b"level", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
