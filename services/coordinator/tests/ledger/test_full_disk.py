@@ -13,6 +13,7 @@ from flotilla_coordinator.ledger import schema
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_core.errors import DiskFull
+from flotilla_core.findings import info
 
 RUN = "run-20260314-0915-7f3a"
 LIMIT_S = 20.0
@@ -63,7 +64,8 @@ async def test_operations_wait_for_room_and_are_made_in_their_order(ledger: Ledg
     ledger.watch_disk(lambda full: told.append(full is not None))
     disk.fills()
     waiting = [
-        asyncio.ensure_future(ledger.update_run(RUN, reason=reason)) for reason in (LARGE, "second", "third")
+        asyncio.ensure_future(ledger.update_run(RUN, reason=info(reason)))
+        for reason in (LARGE, "second", "third")
     ]
     async with asyncio.timeout(LIMIT_S):
         while not told:
@@ -72,12 +74,12 @@ async def test_operations_wait_for_room_and_are_made_in_their_order(ledger: Ledg
     with pytest.raises(DiskFull, match=r"ledger\.sqlite"):
         await ledger.beat()
     assert not any(task.done() for task in waiting)
-    assert (await ledger.get_run(RUN)).reason == ""
+    assert (await ledger.get_run(RUN)).reason.what == ""
 
     disk.empties()
     async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*waiting)
-    assert (await ledger.get_run(RUN)).reason == "third"
+    assert (await ledger.get_run(RUN)).reason == info("third")
     assert ledger.full is None
     await ledger.beat()
     await asyncio.sleep(0)
@@ -90,11 +92,11 @@ async def test_a_wish_of_a_user_is_handed_in_and_a_new_run_is_refused_while_the_
     await begun(ledger)
     ledger.watch_disk(lambda full: None)
     disk.fills()
-    held = asyncio.ensure_future(ledger.update_run(RUN, reason=LARGE))
+    held = asyncio.ensure_future(ledger.update_run(RUN, reason=info(LARGE)))
     await asyncio.sleep(0)  # it is the first in the queue
     async with asyncio.timeout(LIMIT_S):
         await ledger.update_run(RUN, state=RunState.PAUSED, stays=False)
-        await ledger.stopping(RUN, "enough")
+        await ledger.stopping(RUN, info("enough"))
         with pytest.raises(DiskFull):
             await ledger.save_run(RunRecord("other", "run", RunState.RUNNING, "", "/tmp", 0.0))
     assert (await ledger.get_run(RUN)).state is RunState.RUNNING
@@ -108,7 +110,7 @@ async def test_a_wish_of_a_user_is_handed_in_and_a_new_run_is_refused_while_the_
 async def test_a_coordinator_that_goes_waits_for_no_room(ledger: Ledger, disk: Disk) -> None:
     await begun(ledger)
     disk.fills()
-    held = asyncio.ensure_future(ledger.update_run(RUN, reason=LARGE))
+    held = asyncio.ensure_future(ledger.update_run(RUN, reason=info(LARGE)))
     await asyncio.sleep(0)
     ledger.give_up_waiting()
     async with asyncio.timeout(LIMIT_S):
@@ -122,8 +124,8 @@ async def test_what_fails_for_another_reason_is_refused_beside_those_that_wait(
 ) -> None:
     await begun(ledger)
     disk.fills()
-    held = asyncio.ensure_future(ledger.update_run(RUN, reason=LARGE))
-    unknown = asyncio.ensure_future(ledger.update_run("nobody", reason="x"))
+    held = asyncio.ensure_future(ledger.update_run(RUN, reason=info(LARGE)))
+    unknown = asyncio.ensure_future(ledger.update_run("nobody", reason=info("x")))
     await asyncio.sleep(0)
     disk.empties()
     async with asyncio.timeout(LIMIT_S):

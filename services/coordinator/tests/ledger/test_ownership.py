@@ -18,6 +18,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_core.errors import FailedPrecondition, StaleVersion
+from flotilla_core.findings import info
 from flotilla_core.process_identity import ProcessIdentity
 
 RUN = "run-20260314-0915-7f3a"
@@ -58,16 +59,16 @@ async def test_one_that_is_silent_is_taken_for_dead_and_writes_nothing_when_it_w
     now = time.time() + ownership.SILENT_S
     monkeypatch.setattr(ownership.time, "time", lambda: now)
     ours = Ledger.open(theirs.path, Owner.of_this_process("coordinator-b"))
-    await ours.update_run(RUN, reason="ours")
+    await ours.update_run(RUN, reason=info("ours"))
     assert not theirs.lost
     outcomes = await asyncio.gather(
-        theirs.update_run(RUN, reason="theirs"), theirs.beat(), return_exceptions=True
+        theirs.update_run(RUN, reason=info("theirs")), theirs.beat(), return_exceptions=True
     )
     assert [type(outcome) for outcome in outcomes] == [StaleVersion, StaleVersion]
     assert "coordinator-b" in str(outcomes[0]) and theirs.lost
     with pytest.raises(StaleVersion):
         await theirs.check_owner()
-    assert (await theirs.get_run(RUN)).reason == "ours"  # it may still read
+    assert (await theirs.get_run(RUN)).reason == info("ours")  # it may still read
     await ours.beat()
     ours.close()
 
@@ -122,10 +123,10 @@ async def test_fences_grow_over_all_runs_and_bear_the_name_of_their_ledger(tmp_p
 async def test_a_run_that_has_ended_is_not_marked_as_about_to_stop(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     await ledger.save_run(RECORD)
-    await ledger.stopping(RUN, "enough")
+    await ledger.stopping(RUN, info("enough"))
     assert (await ledger.get_run(RUN)).state is RunState.STOPPING
-    await ledger.update_run(RUN, state=RunState.STOPPED, reason="enough")
-    await ledger.stopping(RUN, "again")
+    await ledger.update_run(RUN, state=RunState.STOPPED, reason=info("enough"))
+    await ledger.stopping(RUN, info("again"))
     record = await ledger.get_run(RUN)
-    assert (record.state, record.reason) == (RunState.STOPPED, "enough")
+    assert (record.state, record.reason) == (RunState.STOPPED, info("enough"))
     ledger.close()

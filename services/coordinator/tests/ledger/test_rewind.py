@@ -26,6 +26,7 @@ from flotilla_coordinator.runs.checkpoints import Progress
 from flotilla_coordinator.runs.resume import StartPoint, restore
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.errors import FailedPrecondition, NotFound
+from flotilla_core.findings import info
 from flotilla_core.version import Version
 
 RUN = "count-20260314-0915-7f3a"
@@ -121,7 +122,7 @@ async def test_a_fall_back_brings_everything_after_the_checkpoint_back(
     await issued(ledger, 5)
     await ledger.dropped(RUN, [f"{RUN}/0/5/0"], "reward_error")
     await ledger.drop_in_flight(RUN, "run_ended")
-    await ledger.update_run(RUN, state=RunState.FAILED, reason="the trainer died", ended_at=1.0)
+    await ledger.update_run(RUN, state=RunState.FAILED, reason=info("the trainer died"), ended_at=1.0)
     assert check(tmp_path / "ledger.sqlite", RUN).passed
 
     voided = await ledger.fall_back(RUN, Version(1, 2), step=2, cursor={"position": 2})
@@ -130,7 +131,7 @@ async def test_a_fall_back_brings_everything_after_the_checkpoint_back(
         (f"{RUN}/0/3/0", f"{RUN}/0/3/1"),
     ]
     run = await ledger.get_run(RUN)
-    assert (run.state, run.reason, run.ended_at) == (RunState.RUNNING, "", None)
+    assert (run.state, run.reason.what, run.ended_at) == (RunState.RUNNING, "", None)
     assert (run.step, run.version, run.cursor) == (2, Version(1, 2), {"position": 2})
     assert await states(ledger, 1) == [SampleState.CONSUMED] * 2
     for step in (2, 3, 4):

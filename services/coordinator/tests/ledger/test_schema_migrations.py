@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sqlite3
 import time
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.common.v1.finding_pb2 import Finding
+from flotilla_coordinator.ledger import queries
 from flotilla_coordinator.ledger import schema as ledger_schema
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -30,6 +33,7 @@ RELEASED = {
         "c76361e2830b122a",
         "fcbba4eef96e65aa",
         "bfbfcbc939eb93d5",
+        "ae5a7f6dd35a55ec",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }
@@ -51,10 +55,11 @@ def old_ledger(path: Path, number: int) -> None:
     db.execute("CREATE TABLE migrations (number INTEGER PRIMARY KEY, applied_at REAL NOT NULL)")
     for done, script in enumerate(ledger_schema.MIGRATIONS[:number], start=1):
         db.executescript(f"{script} INSERT INTO migrations VALUES ({done}, {time.time()});")
+    reason = "the trainer died" if number < len(ledger_schema.MIGRATIONS) else '{"what": "the trainer died"}'
     db.executescript(
         f"""
-        INSERT INTO runs (key, run_id, name, state, config_yaml, directory, created_at, step, version_step, admitted)
-            VALUES (1, '{RUN}', 'old', 7, '{{}}', '/runs/old', 1.0, 1, 1, 2);
+        INSERT INTO runs (key, run_id, name, state, config_yaml, directory, created_at, reason, step, version_step,
+            admitted) VALUES (1, '{RUN}', 'old', 7, '{{}}', '/runs/old', 1.0, '{reason}', 1, 1, 2);
         INSERT INTO groups (key, group_id, prompt_text, prompt_token_ids)
             VALUES (1, '{RUN}/0/0', '1+1=', x'01000000');
         INSERT INTO updates VALUES (1, '{RUN}/0.1', 1, 0, 0, 'applied');
@@ -78,8 +83,11 @@ def old_ledger(path: Path, number: int) -> None:
 async def test_a_run_of_an_old_ledger_is_judged_and_goes_on(tmp_path: Path, number: int) -> None:
     path = tmp_path / "ledger.sqlite"
     old_ledger(path, number)
+    with contextlib.closing(ledger_schema.connect_read_only(path)) as unmigrated:
+        before = queries.run(unmigrated, RUN)
     ledger = Ledger.open(path)
     assert check(path, RUN).passed
+    assert before == await ledger.get_run(RUN) and before.reason == Finding(what="the trainer died")
     voided = await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
     assert [update.update_id for update in voided] == [f"{RUN}/0.1"]
     fence = await ledger.begin(RUN, 1)

@@ -25,6 +25,7 @@ from flotilla_coordinator.ledger.records import (
 )
 from flotilla_coordinator.rollouts.samples import recorded_samples
 from flotilla_core.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound
+from flotilla_core.findings import info
 from flotilla_core.version import Version
 
 RUN = "count-20260314-0915-7f3a"
@@ -303,9 +304,9 @@ async def test_runs_that_have_not_ended_are_told_in_the_order_of_their_start(led
 
 async def test_a_run_changes_only_where_it_is_told_to(ledger: Ledger) -> None:
     before = await ledger.get_run(RUN)
-    await ledger.update_run(RUN, state=RunState.FAILED, reason="no disk", ended_at=12.5)
+    await ledger.update_run(RUN, state=RunState.FAILED, reason=info("no disk"), ended_at=12.5)
     after = await ledger.get_run(RUN)
-    assert (after.state, after.reason, after.ended_at) == (RunState.FAILED, "no disk", 12.5)
+    assert (after.state, after.reason, after.ended_at) == (RunState.FAILED, info("no disk"), 12.5)
     assert (after.config_yaml, after.created_at, after.step) == (
         before.config_yaml,
         before.created_at,

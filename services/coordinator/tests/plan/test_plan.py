@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.plan import plan as planning
 from flotilla_coordinator.plan import plan_run, remarks
@@ -17,6 +18,7 @@ from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import MOST_GROUPS, MOST_SAMPLES
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
 from flotilla_core.config import RunConfig, StackConfig
+from flotilla_core.findings import info
 
 RECOMPUTED = {"activation_checkpointing": True, "tokens_per_microbatch": 4096}
 PARAMETERS = {"embed": [20, 8], "layer": [3, 8, 8]}
@@ -414,15 +416,14 @@ def test_the_start_of_a_run_says_from_which_weights(
     run: dict[str, Any], stack: StackConfig, tmp_path: Path
 ) -> None:
     (told,) = remarks(plan(run, stack))
-    assert told == (
-        run_pb2.NOTICE_LEVEL_INFO,
-        f"starting weights: {stack.model} (the stack's model as it is; initial_weights starts from others)",
+    assert told == info(
+        f"starting weights: {stack.model} (the stack's model as it is; initial_weights starts from others)"
     )
     warm = make_model(tmp_path / "warm")
     run["rollout"]["prompts_per_step"] = 64
-    (level, text), (warning, _) = remarks(plan(run, stack, initial_weights=warm))
-    assert (level, text) == (run_pb2.NOTICE_LEVEL_INFO, f"starting weights: {warm} (initial_weights)")
-    assert warning == run_pb2.NOTICE_LEVEL_WARNING
+    told, other = remarks(plan(run, stack, initial_weights=warm))
+    assert told == info(f"starting weights: {warm} (initial_weights)")
+    assert other.severity == SEVERITY_WARNING
 
 
 def test_what_may_surprise_is_a_warning(run: dict[str, Any], stack: StackConfig, tmp_path: Path) -> None:

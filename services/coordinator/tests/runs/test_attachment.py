@@ -79,7 +79,9 @@ class Run:
         self.learners = Learners(session, beside, critic_steps=2)
         self.checkpoints = SimpleNamespace(shelf=CheckpointShelf(path / "checkpoints"), newest=-1)
         self.source = SimpleNamespace(restore=self._go_on)
-        self.status = SimpleNamespace(notice=lambda _level, text: self.told.append(text), run=run_pb2.Run())
+        self.status = SimpleNamespace(
+            notice=lambda finding: self.told.append(finding.what), run=run_pb2.Run()
+        )
         self.told: list[str] = []
         self.disk = DiskWaits(
             cast(Any, SimpleNamespace(disk_has_room=lambda _: None)), RunControl(cast(Any, None))

@@ -167,7 +167,7 @@ async def test_what_a_plan_says_of_the_changed_settings_is_said(bench: Bench) ->
     run = await bench.runs.start(CONFIG, "r1")
     told: list[str] = []
     active = bench.active(run)
-    active.status.notice = lambda level, text: told.append(text)  # type: ignore[method-assign]
+    active.status.notice = lambda finding: told.append(finding.what)  # type: ignore[method-assign]
     await bench.runs.configure(run.run_id, ["rollout.max_staleness=10"])
     assert told == ["rollout.max_staleness = 10 is much"]
     await bench.runs.configure(run.run_id, ["steps=99"])

@@ -307,7 +307,7 @@ async def test_a_loop_that_nobody_calls_saves_and_ends_as_stopped_with_the_reaso
     start_point: Any = SimpleNamespace()
     bench.monkeypatch.setattr(serve_client_module, "restore", nothing)
     await asyncio.wait_for(serve_client_module.serve_client(loop, start_point, active), 5)
-    assert saved == [0] and active.control.stop_requested and "loop_idle_timeout_s" in active.stop_reason
+    assert saved == [0] and active.control.stop_requested and "loop_idle_timeout_s" in active.stop_reason.what
     with pytest.raises(Cancelled):
         loop.draw(1)
 
@@ -361,7 +361,7 @@ async def test_a_chat_is_rendered_and_gets_no_further_special_tokens(bench: Benc
 async def test_a_reason_why_samples_have_no_reward_is_told_once(bench: Bench) -> None:
     run = bench.loop().run
     told: list[str] = []
-    bench.monkeypatch.setattr(run.status, "notice", lambda level, text: told.append(text))
+    bench.monkeypatch.setattr(run.status, "notice", lambda finding: told.append(finding.what))
     for step, why in enumerate(["boom", "boom", "bang"]):
         made = Version(0, step + 1)
         update = train.UpdateResult(update_id=ids.update_id(RUN, made), policy_version=made.to_proto())

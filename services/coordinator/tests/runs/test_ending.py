@@ -28,6 +28,7 @@ from flotilla_coordinator.trainers.learners import Learners
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import FlotillaError, RankFailed, Unavailable, WeightGroupFailed
+from flotilla_core.findings import info
 from flotilla_core.roles import CRITIC, POLICY
 from flotilla_testing.files import NO_FILES, to_nobody
 from flotilla_trackers import follow
@@ -200,12 +201,16 @@ async def test_a_tracker_that_hangs_holds_up_neither_a_run_nor_its_end(
     assert len(following) == 1 and not following[0].done()
 
 
-async def test_a_failure_is_one_message(start: Start) -> None:
+async def test_a_failure_is_one_message_in_its_parts(start: Start) -> None:
     async def loop(run: Any, start_point: StartPoint) -> None:
-        raise RankFailed("rank 1 was killed", next_step="see its log")
+        raise error
 
-    record = await start(loop).end()
-    assert record.state == RunState.FAILED and record.reason == "rank 1 was killed. see its log"
+    error = RankFailed("rank 1 was killed", where="trainer", why="no memory", next_step="see its log")
+    bench = start(loop)
+    record = await bench.end()
+    assert record.state == RunState.FAILED and record.reason == error.finding()
+    told = bench.active.status.run
+    assert (told.finding, told.reason) == (error.finding(), str(error))
 
 
 @pytest.mark.parametrize("role", [POLICY, CRITIC])
@@ -281,7 +286,7 @@ async def test_a_trainer_that_is_lost_again_and_again_ends_the_run_with_the_reas
 
     record = await start(loop).end()
     assert record.state == RunState.FAILED and len(tries) == 1 + MOST_IN_A_ROW
-    assert "got no further in between" in record.reason and "rank 1 was killed" in record.reason
+    assert "got no further in between" in record.reason.what and "rank 1 was killed" in record.reason.why
 
 
 async def test_a_stop_ends_what_waits_and_says_why(start: Start) -> None:
@@ -296,7 +301,7 @@ async def test_a_stop_ends_what_waits_and_says_why(start: Start) -> None:
     bench.active.request_stop("enough")
     bench.active.cancel()
     record = await bench.end()
-    assert record.state == RunState.STOPPED and record.reason == "enough"
+    assert record.state == RunState.STOPPED and record.reason == info("enough")
 
 
 async def test_a_run_that_is_left_to_the_next_coordinator_keeps_its_gangs_and_its_record(
@@ -336,7 +341,7 @@ async def test_a_stop_before_the_services_are_there_ends_at_once(
     await asyncio.wait_for(building.wait(), 50)
     bench.active.request_stop("")
     record = await bench.end()
-    assert record.state == RunState.STOPPED and record.reason == "stopped by request"
+    assert record.state == RunState.STOPPED and record.reason == info("stopped by request")
 
 
 def test_a_run_shows_how_far_the_service_is_that_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

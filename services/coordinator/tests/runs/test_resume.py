@@ -19,6 +19,7 @@ from flotilla_coordinator.runs import start
 from flotilla_coordinator.runs.registry import LIST_LIMIT, Runs
 from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, NotFound
+from flotilla_core.findings import info
 from flotilla_core.version import Version
 
 CONFIG = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact}]\n"
@@ -36,7 +37,7 @@ class Bench:
 
     async def left(self, state: RunState, config: str = CONFIG) -> None:
         """Record a run as a killed coordinator leaves it."""
-        record = RunRecord(RUN, "run", state, config, str(self.directory.path), 1.0, reason="enough")
+        record = RunRecord(RUN, "run", state, config, str(self.directory.path), 1.0, reason=info("enough"))
         await self.ledger.save_run(replace(record, step=2, version=Version(4, 2)))
 
     async def recorded(self, state: RunState) -> None:
@@ -51,7 +52,9 @@ class Bench:
         self.directory.write_event(run_pb2.RunEvent(sequence=7, run=run))
         (self.directory.path / "outcome.json").write_text(json_format.MessageToJson(run))
         await self.ledger.save_run(
-            RunRecord(RUN, "run", state, CONFIG, str(self.directory.path), 1.0, 2.0, "why", 2, Version(4, 2))
+            RunRecord(
+                RUN, "run", state, CONFIG, str(self.directory.path), 1.0, 2.0, info("why"), 2, Version(4, 2)
+            )
         )
 
 
@@ -172,7 +175,7 @@ async def test_a_run_under_which_coordinators_die_again_and_again_waits_for_a_us
     assert "taken over 2 times" in run.reason and f"flotilla run resume {RUN}" in run.reason
     (listed,) = await bench.runs.list(0)
     assert (listed.state, listed.reason) == (run.state, run.reason)
-    assert (await bench.ledger.get_run(RUN)).reason == run.reason
+    assert (await bench.ledger.get_run(RUN)).reason == run.finding
 
 
 async def test_a_user_who_resumes_a_run_lets_it_be_taken_over_again(bench: Bench) -> None:

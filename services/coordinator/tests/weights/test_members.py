@@ -25,7 +25,7 @@ async def test_an_instance_that_refuses_its_weights_again_and_again_gets_none_un
         tokenizer=nothing,
         model="/model",
         wait_limit_s=1.0,
-        notice=lambda _level, text: told.append(("said", text)),
+        notice=lambda finding: told.append(("said", finding.what)),
         spared=nothing,
     )
     for passing in (Unavailable("it does not answer"), Unauthenticated("it does not take our token now")):

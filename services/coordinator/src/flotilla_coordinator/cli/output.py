@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from flotilla.common.v1.error_pb2 import ErrorReason
+from flotilla.common.v1.finding_pb2 import Finding, Severity
 from flotilla.common.v1.version_pb2 import PolicyVersion
 from flotilla.coordinator.v1.run_pb2 import Run, RunState
 from flotilla_core.errors import FlotillaError
@@ -54,8 +54,14 @@ def print_error(error: FlotillaError, *, as_json: bool) -> None:
         if text:
             say(f"  {name + ':':6} {text.strip().replace(chr(10), chr(10) + ' ' * 9)}")
     if as_json:
-        reason = ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_").lower()
-        print_json({"error": {"reason": reason, "what": error.what, **parts}})
+        print_json({"error": {"reason": error.finding().code, "what": error.what, **parts}})
+
+
+def finding_json(finding: Finding) -> dict[str, str]:
+    """Describe a finding by all its parts."""
+    severity = Severity.Name(finding.severity).removeprefix("SEVERITY_").lower()
+    parts = ("code", "what", "where", "why", "next_step")
+    return {"severity": severity, **{part: getattr(finding, part) for part in parts}}
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

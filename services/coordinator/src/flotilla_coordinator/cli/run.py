@@ -169,7 +169,7 @@ def show(
         return
     from flotilla_core.telemetry.metrics import in_groups
 
-    metrics, reason = values.pop("metrics"), values.pop("reason")
+    metrics, reason, _ = (values.pop(name) for name in ("metrics", "reason", "finding"))
     for moment in ("created_at", "ended_at"):
         values[moment] = local_time(getattr(found, moment)) if found.HasField(moment) else None
     for name, value in values.items():

@@ -33,6 +33,7 @@ from flotilla_coordinator.cli.options import RUN_FAILED, wait
 from flotilla_coordinator.cli.output import (
     console_on,
     duration,
+    finding_json,
     print_json,
     print_line,
     print_table,
@@ -255,6 +256,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "created_at": run.created_at.ToJsonString() if run.HasField("created_at") else None,
         "ended_at": run.ended_at.ToJsonString() if run.HasField("ended_at") else None,
         "reason": run.reason,
+        "finding": finding_json(run.finding) if run.HasField("finding") else None,
         "advice": run.advice,
         "directory": run.directory,
         "metrics": dict(run.metrics),

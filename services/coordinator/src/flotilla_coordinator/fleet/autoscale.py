@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from flotilla.coordinator.v1 import run_pb2
+from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING, Finding
 from flotilla_core.config import AutoscaleConfig
 from flotilla_core.errors import FlotillaError
+from flotilla_core.findings import info
 from flotilla_core.rpc import Replica
 
 Change = Callable[[int], Awaitable[None]]
@@ -63,7 +64,7 @@ class Autoscaler:
         config: AutoscaleConfig,
         *,
         advise: Callable[[str], None],
-        notice: Callable[[run_pb2.NoticeLevel.ValueType, str], None],
+        notice: Callable[[Finding], None],
         generators: Callable[[], int],
         change: Change,
         may_act: Callable[[], bool],
@@ -113,14 +114,14 @@ class Autoscaler:
             )
         elif self._told != (direction := text.partition(":")[0]):
             self._told = direction
-            self._notice(run_pb2.NOTICE_LEVEL_INFO, f"advice: {text}")
+            self._notice(info(f"advice: {text}"))
 
     async def _act(self, by: int, text: str) -> None:
-        self._notice(run_pb2.NOTICE_LEVEL_INFO, f"autoscale: {text}")
+        self._notice(info(f"autoscale: {text}"))
         try:
             await self._change(by)
         except FlotillaError as error:
-            self._notice(run_pb2.NOTICE_LEVEL_WARNING, f"autoscale: the change failed: {error}")
+            self._notice(error.finding("autoscale: the change failed", SEVERITY_WARNING))
         finally:
             self._window.clear()
             self._resting_steps = self._config.cooldown_steps

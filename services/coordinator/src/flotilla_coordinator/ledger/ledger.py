@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_coordinator.ledger import ownership, queries, run_rows, schema, transitions, updates
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
@@ -250,7 +251,7 @@ class Ledger:
         """Record that a user resumes the run."""
         await self._writer.submit(lambda db: run_rows.asked_for(db, run_id))
 
-    async def stopping(self, run_id: str, reason: str) -> None:
+    async def stopping(self, run_id: str, reason: Finding) -> None:
         """Record that a user stops the run: it does not continue if the coordinator dies.
 
         Returns also where that waits for room on the disk.
@@ -285,7 +286,7 @@ class Ledger:
         run_id: str,
         *,
         state: RunState | None = None,
-        reason: str | None = None,
+        reason: Finding | None = None,
         ended_at: float | None = None,
         config_yaml: str | None = None,
         step: int | None = None,
@@ -296,7 +297,7 @@ class Ledger:
         """Change the given columns; with `stays` false, return also where that waits for room on the disk."""
         changes = {
             "state": state,
-            "reason": reason,
+            "reason": None if reason is None else run_rows.reason_text(reason),
             "ended_at": ended_at,
             "config_yaml": config_yaml,
             "step": step,

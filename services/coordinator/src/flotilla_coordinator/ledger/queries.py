@@ -7,6 +7,7 @@ import sqlite3
 
 import numpy as np
 
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
     GroupOutcome,
@@ -133,11 +134,19 @@ def _run_record(row: tuple[object, ...]) -> RunRecord:
         directory=str(directory),
         created_at=float(str(created)),
         ended_at=None if ended is None else float(str(ended)),
-        reason=str(reason),
+        reason=_reason(str(reason)),
         step=int(str(step)),
         version=Version(int(str(lineage)), int(str(version_step))),
         cursor=None if cursor is None else json.loads(str(cursor)),
     )
+
+
+def _reason(text: str) -> Finding:
+    # A file that is read before this version has migrated it has plain text.
+    try:
+        return Finding(**json.loads(text))
+    except (ValueError, TypeError):
+        return Finding(what=text)
 
 
 def _sample_record(row: tuple[object, ...]) -> SampleRecord:

@@ -6,13 +6,14 @@ Invariants: the numbers of the states are those of the coordinator's contract; a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_core.version import Version
 
 Int32Array = npt.NDArray[np.int32]
@@ -219,7 +220,8 @@ class RunRecord:
     directory: str
     created_at: float
     ended_at: float | None = None
-    reason: str = ""
+    reason: Finding = field(default_factory=Finding)
+    """The reason why it failed or was stopped; empty where there is none."""
     step: int = 0
     """The number of steps done."""
     version: Version = START

@@ -14,9 +14,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.ledger.rows import run_key
 from flotilla_core.errors import AlreadyExists, FailedPrecondition, NotFound
+from flotilla_core.findings import parts_of
 from flotilla_core.rpc import Fence
 from flotilla_core.version import Version
 
@@ -40,7 +42,7 @@ def insert(db: sqlite3.Connection, run: RunRecord) -> None:
         "directory": run.directory,
         "created_at": run.created_at,
         "ended_at": run.ended_at,
-        "reason": run.reason,
+        "reason": reason_text(run.reason),
         "step": run.step,
         "version_lineage": run.version.lineage,
         "version_step": run.version.step,
@@ -73,6 +75,12 @@ def cursor_text(cursor: dict[str, Any] | None) -> str | None:
     return None if cursor is None else json.dumps(cursor, sort_keys=True)
 
 
+def reason_text(reason: Finding) -> str:
+    """Return the reason as the column holds it."""
+    parts = parts_of(reason)
+    return json.dumps(parts) if parts else ""
+
+
 def begin(db: sqlite3.Connection, run_id: str, lineage: int) -> Fence:
     """Record a new start of the run, and return its fence."""
     cursor = db.execute(
@@ -100,13 +108,13 @@ def asked_for(db: sqlite3.Connection, run_id: str) -> None:
     db.execute("UPDATE runs SET takeovers = 0 WHERE key = ?", (run_key(db, run_id),))
 
 
-def stopping(db: sqlite3.Connection, run_id: str, reason: str) -> None:
+def stopping(db: sqlite3.Connection, run_id: str, reason: Finding) -> None:
     """Mark an active run as stopping; one that has ended meanwhile keeps its end."""
     db.execute(
         "UPDATE runs SET state = ?, reason = ? WHERE key = ? AND state IN (?, ?, ?)",
         (
             RunState.STOPPING,
-            reason,
+            reason_text(reason),
             run_key(db, run_id),
             RunState.PENDING,
             RunState.RUNNING,

@@ -164,6 +164,11 @@ _TRAINED_TOKENS = """
 ALTER TABLE payloads ADD COLUMN trained BLOB;
 """
 
+# The end of a run is told in parts: what, where, why and what to do next.
+_REASON_IN_PARTS = """
+UPDATE runs SET reason = json_object('what', reason) WHERE reason != '';
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _BEGINNINGS,
@@ -174,6 +179,7 @@ MIGRATIONS: tuple[str, ...] = (
     _STALENESS,
     _TAKEOVERS,
     _TRAINED_TOKENS,
+    _REASON_IN_PARTS,
 )
 
 

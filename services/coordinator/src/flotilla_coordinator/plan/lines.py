@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_core.findings import info, warning
 
 Line = tuple[str, str, str]
 """Name, value and explanation."""
@@ -21,10 +23,9 @@ def shown_bytes(number: float) -> str:
     return f"{number:.3g} TiB"
 
 
-def remarks(plan: run_pb2.Plan) -> Iterator[tuple[run_pb2.NoticeLevel.ValueType, str]]:
+def remarks(plan: run_pb2.Plan) -> Iterator[Finding]:
     """Return the weights that the run starts from, and every warning."""
     for line in plan.lines:
         if line.name == STARTING_WEIGHTS:
-            yield run_pb2.NOTICE_LEVEL_INFO, f"{line.name}: {line.value} ({line.explanation})"
-    for warning in plan.warnings:
-        yield run_pb2.NOTICE_LEVEL_WARNING, warning
+            yield info(f"{line.name}: {line.value} ({line.explanation})")
+    yield from map(warning, plan.warnings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
@@ -12,6 +13,7 @@ from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import DiskFull
+from flotilla_core.findings import info
 
 LEDGER = "ledger"
 
@@ -29,7 +31,8 @@ class RunHandle:
     client: ClientLoop | None = None
     """The loop of a run whose steps a client makes; it takes calls once `opened` is set."""
     opened: asyncio.Event = field(default_factory=asyncio.Event)
-    stop_reason: str = ""
+    stop_reason: Finding = field(default_factory=lambda: info("the coordinator was stopped"))
+    """The reason of an early end that is no failure; a user who stops the run gives another one."""
     ending: bool = False
     """True once the run is being closed and recorded, which nothing interrupts."""
     abandoned: bool = False
@@ -47,7 +50,7 @@ class RunHandle:
         if full is None:
             self.status.disk_has_room(LEDGER)
             return
-        self.status.wait_for_disk(LEDGER, str(full))
+        self.status.wait_for_disk(LEDGER, full)
         if self.status.ended:
             self.events.close()  # watchers have its end, and only its record waits
         elif self.control.stop_requested:
@@ -55,7 +58,7 @@ class RunHandle:
 
     def request_stop(self, reason: str) -> None:
         """End after the current step; before the first step, and where a full disk delays the run, at once."""
-        self.stop_reason = reason or "stopped by request"
+        self.stop_reason = info(reason or "stopped by request")
         waits = self.status.waits_for_disk
         self.control.stop()
         if self.context is None or waits:

@@ -33,6 +33,7 @@ from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core import telemetry
 from flotilla_core.config import RunConfig, StackConfig
+from flotilla_core.findings import warning
 from flotilla_core.service import Activities
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
@@ -228,16 +229,16 @@ class RunContext:
         self.metrics.update(batch.metrics)
         self.metrics.update(updates.metrics)
         mismatch = policy_mismatch_warning(self.policy.agreement, updates.metrics)
-        for warning in filter(None, (mismatch, narrow_clip_warning(self.config, version, updates.metrics))):
-            self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
+        for text in filter(None, (mismatch, narrow_clip_warning(self.config, version, updates.metrics))):
+            self.status.notice(warning(text))
         for update, why in updates.skipped.items():
-            self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"{update} skipped: {why}")
+            self.status.notice(warning(f"{update} skipped: {why}"))
         for skipped in updates.skipped_steps:
-            self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"optimizer step skipped: {skipped}")
+            self.status.notice(warning(f"optimizer step skipped: {skipped}"))
         why = batch.unscored.partition(": ")[2]
         if why and why not in self._told_unscored and len(self._told_unscored) < MOST_UNSCORED_NOTICES:
             self._told_unscored.add(why)
-            self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, batch.unscored)
+            self.status.notice(warning(batch.unscored))
         self.cursor = batch.cursor
         if not self.source.samples_from_policy:
             await self.ledger.update_run(
@@ -344,4 +345,4 @@ class RunContext:
         text = (
             f"the evaluation after {step} steps lost its generator; a newer version is evaluated in its place"
         )
-        self.status.notice(run_pb2.NOTICE_LEVEL_WARNING, text)
+        self.status.notice(warning(text))

@@ -45,7 +45,7 @@ class DiskWaits:
         try:
             while True:
                 if full is not None:
-                    self._status.wait_for_disk(what, str(full))
+                    self._status.wait_for_disk(what, full)
                     await self._pause(max(TRY_AGAIN_S, took_s * SHARE_OF_TIME))
                     if self._control.stop_requested:
                         raise full
@@ -62,7 +62,7 @@ class DiskWaits:
 
     async def wait(self, full: DiskFull) -> None:
         """Wait for some time, where another process writes, or until the run is told to end."""
-        self._status.wait_for_disk("service", str(full))
+        self._status.wait_for_disk("service", full)
         try:
             await self._pause(TRY_AGAIN_S * SHARE_OF_TIME)
         finally:

@@ -15,6 +15,7 @@ import asyncio
 import time
 from dataclasses import dataclass, replace
 
+from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING, Finding
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -35,10 +36,12 @@ from flotilla_core.errors import (
     DiskFull,
     Exhausted,
     FlotillaError,
+    Internal,
     RankFailed,
     StaleVersion,
     Unavailable,
 )
+from flotilla_core.findings import info, text_of, warning
 from flotilla_core.logger import get_logger
 from flotilla_core.service import Host
 from flotilla_core.telemetry import names
@@ -65,28 +68,29 @@ class RunExecutor:
     async def execute(self, start_point: StartPoint) -> None:
         """Take the run to its end; raise nothing but the cancellation of the coordinator itself."""
         active = self.active
-        state, reason = run_pb2.RUN_STATE_FAILED, ""
+        state, reason = run_pb2.RUN_STATE_FAILED, Finding()
         try:
             active.status.set_state(run_pb2.RUN_STATE_RUNNING)
             self.trackers.begin(active.run_id, self.directory.path, active.config, self._tracker_says)
             await self._run(start_point)
             stopped = active.control.stop_requested
             state = run_pb2.RUN_STATE_STOPPED if stopped else run_pb2.RUN_STATE_SUCCEEDED
-            reason = active.stop_reason if stopped else ""
+            reason = active.stop_reason if stopped else Finding()
         except asyncio.CancelledError:
-            state, reason = run_pb2.RUN_STATE_STOPPED, active.stop_reason or "the coordinator was stopped"
+            state, reason = run_pb2.RUN_STATE_STOPPED, active.stop_reason
             if not active.control.stop_requested:
                 raise
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()  # the request has been met; what follows is the record
         except FlotillaError as error:
-            reason = str(error)
+            reason = error.finding()
             if isinstance(error, DiskFull) and active.control.stop_requested:
                 state, reason = run_pb2.RUN_STATE_STOPPED, active.stop_reason
-            log.error("run failed", run_id=active.run_id, reason=reason, exc_info=True)
+            log.error("run failed", run_id=active.run_id, reason=text_of(reason), exc_info=True)
         except Exception as error:
             # This is the task boundary of a run: any other error is a defect, reported as the run's end.
-            reason = f"internal error: {error!r}; see the coordinator's log"
+            defect = Internal("internal error", why=repr(error), next_step="See `flotilla logs coordinator`.")
+            reason = defect.finding()
             log.exception("run failed", run_id=active.run_id)
         finally:
             active.ending = True
@@ -102,13 +106,13 @@ class RunExecutor:
             else:
                 self.trackers.abandon(active.run_id)
 
-    def _tracker_says(self, warning: bool, text: str) -> None:
+    def _tracker_says(self, is_bad: bool, text: str) -> None:
         """Announce how a tracker of the run goes, while the run has watchers."""
         status = self.active.status
         if status.ended:
             log.info(text, run_id=self.active.run_id)
         else:
-            status.notice(run_pb2.NOTICE_LEVEL_WARNING if warning else run_pb2.NOTICE_LEVEL_INFO, text)
+            status.notice(warning(text) if is_bad else info(text))
 
     async def _run(self, start_point: StartPoint) -> None:
         """Run the loop, again from the last checkpoint whenever a gang is lost."""
@@ -145,7 +149,7 @@ class RunExecutor:
             log.warning("the ledger was not written", error=str(error))
         return True
 
-    async def _record_end(self, state: run_pb2.RunState.ValueType, reason: str) -> None:
+    async def _record_end(self, state: run_pb2.RunState.ValueType, reason: Finding) -> None:
         """Write the terminal state to every record, free the services for other runs, and let watchers end."""
         active = self.active
         active.context = None
@@ -164,7 +168,7 @@ class RunExecutor:
             )
             notice = await self._concluded()
             if notice:
-                active.status.notice(run_pb2.NOTICE_LEVEL_INFO, notice)
+                active.status.notice(info(notice))
         # No caller handles errors here, and a full disk must not leave watchers waiting for an end that never comes.
         except Exception:
             log.exception("the end of the run could not be recorded whole", run_id=active.run_id)
@@ -251,9 +255,8 @@ class Recovery:
                 why=str(error),
                 next_step=f"see `flotilla logs {lost[0].slot}`, then `flotilla run resume {run.run_id}`",
             ) from error
-        run.status.notice(
-            run_pb2.NOTICE_LEVEL_WARNING, f"{what}, the run waits for a gang and continues: {error}"
-        )
+        before = f"{what}, the run waits for a gang and continues"
+        run.status.notice(error.finding(before, SEVERITY_WARNING))
         for gang in lost:
             await self._fleet.gang_lost(gang.role, gang.instance_id, str(error))
         return await self._anew(run, start_point)

@@ -30,6 +30,7 @@ from flotilla_core.bus import EventStream
 from flotilla_core.config import RunConfig, dump_yaml, load_text
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import DiskFull, FailedPrecondition, FlotillaError
+from flotilla_core.findings import info, warning
 from flotilla_core.logger import get_logger
 from flotilla_core.service import Host
 from flotilla_core.tasks import BackgroundTasks
@@ -161,9 +162,9 @@ class Runs:
             # This is one turn of the event loop, up to the ledger's queue: a concurrent end of a pause either sees the
             # stop or is before it in the queue, and the end of the run is behind it.
             active.request_stop(reason)
-            active.status.set_state(run_pb2.RUN_STATE_STOPPING, reason)
+            active.status.set_state(run_pb2.RUN_STATE_STOPPING, active.stop_reason)
             asyncio.get_running_loop().call_later(STOP_GRACE_S, active.cancel)
-            await self.ledger.stopping(found.run_id, reason)
+            await self.ledger.stopping(found.run_id, active.stop_reason)
             return active.status.run
 
         return await self._calls.shielded(act())
@@ -198,7 +199,7 @@ class Runs:
         except FlotillaError:
             active.control.unpause()
             raise
-        active.status.notice(run_pb2.NOTICE_LEVEL_INFO, "a pause after the current step was asked for")
+        active.status.notice(info("a pause after the current step was asked for"))
 
     async def _unpause(self, active: RunHandle) -> None:
         """End a pause, unless the run is about to end, because its end would be overwritten in the ledger."""
@@ -234,9 +235,9 @@ class Runs:
                 active.control.configure(before)
             raise
         if active is not None:
-            for warning in plan.warnings:
-                if any(key in warning for key in changes):
-                    active.status.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
+            for text in plan.warnings:
+                if any(key in text for key in changes):
+                    active.status.notice(warning(text))
 
     async def _try_disk(self, active: RunHandle) -> None:
         """Let a run that waits for room on a disk check at once."""
@@ -299,7 +300,7 @@ class Runs:
                 if self.host.stack.coordinator.keep_runs and not active.control.stop_requested:
                     active.left = True
                 else:
-                    active.control.stop_requested, active.stop_reason = True, "the coordinator was stopped"
+                    active.control.stop_requested = True
                 active.abandoned = True
                 active.cancel()
                 tasks.append(active.task)

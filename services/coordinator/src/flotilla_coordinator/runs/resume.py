@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from flotilla.coordinator.v1 import run_pb2
+from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.ledger.records import RunRecord
 from flotilla_coordinator.runs.checkpoints import Progress
@@ -23,6 +23,7 @@ from flotilla_coordinator.trainers.session import LearningSession
 from flotilla_core import ids
 from flotilla_core.checkpoint import on_disk
 from flotilla_core.errors import Cancelled, Damaged, DeadlineExceeded, RankFailed, Unavailable
+from flotilla_core.findings import info
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.version import Version
 
@@ -87,10 +88,7 @@ async def restore(run: RunContext, start_point: StartPoint) -> None:
     else:
         origin = "No checkpoint yet: restarting from the initial weights"
     again = f"{len(voided)} updates are repeated" if voided else "no update lost"
-    run.status.notice(
-        run_pb2.NOTICE_LEVEL_INFO,
-        f"{origin}, as version {run.policy.version}; {again}",
-    )
+    run.status.notice(info(f"{origin}, as version {run.policy.version}; {again}"))
 
 
 async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
@@ -107,7 +105,7 @@ async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
             if wanted:
                 raise
             refused = error
-            run.status.notice(run_pb2.NOTICE_LEVEL_WARNING, f"checkpoint {name} is not used: {error}")
+            run.status.notice(error.finding(f"checkpoint {name} is not used", SEVERITY_WARNING))
             continue
         return name, Progress.from_bytes(content, name)
     if refused is not None:
@@ -181,10 +179,8 @@ async def _continue_from(run: RunContext, record: RunRecord) -> None:
     run.owes_evaluation = due and all(evaluation["step"] != steps_done for evaluation in evaluations)
     await _complete_last_metrics(run, record)
     run.begun = True
-    run.status.notice(
-        run_pb2.NOTICE_LEVEL_INFO,
-        f"the run continues after step {steps_done} with the sessions that it had, as version {record.version}",
-    )
+    what = f"the run continues after step {steps_done} with the sessions that it had, as version {record.version}"
+    run.status.notice(info(what))
 
 
 async def _complete_last_metrics(run: RunContext, record: RunRecord) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from flotilla.common.v1.finding_pb2 import SEVERITY_ERROR, Finding
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.fleet import Fleet, ResourceRequest
 from flotilla_coordinator.fleet.run_fleet import RunFleet
@@ -28,10 +29,10 @@ from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.executor import RunExecutor
 from flotilla_coordinator.runs.resume import FROM_START, StartPoint
 from flotilla_coordinator.runs.status import (
-    INTERRUPTED,
     RunStatus,
     continued_run,
     interrupted_run,
+    interruption,
     record_end,
 )
 from flotilla_core import ids
@@ -51,6 +52,7 @@ from flotilla_core.errors import (
     NotFound,
 )
 from flotilla_core.files import make_private_folder
+from flotilla_core.findings import info, warning
 from flotilla_core.logger import get_logger
 from flotilla_core.service import Host
 from flotilla_core.transfer import own_folder
@@ -61,11 +63,6 @@ log = get_logger(__name__)
 
 EVERY_RUN = -1
 MOST_IN_A_ROW = 2
-AGAIN_AND_AGAIN = (
-    "the run was taken over {times} times after its coordinator had died, without a step in between, and is not taken "
-    "over again by itself. See `flotilla logs coordinator`, then continue it: flotilla run resume {run_id}"
-)
-REFUSED = "the run was not continued after its coordinator had died: {error}. Continue it: flotilla run resume {run_id}"
 
 
 class RunStarter:
@@ -99,8 +96,8 @@ class RunStarter:
         await self._ledger.save_run(
             RunRecord(run_id, config.name, RunState.RUNNING, config_yaml, str(directory.path), time.time())
         )
-        for level, text in remarks(plan):
-            active.status.notice(level, text)
+        for remark in remarks(plan):
+            active.status.notice(remark)
         fleet = await self._fleet.admit(run_id, ResourceRequest.of(config))
         return self._execute(active, directory, StartPoint(), fleet)
 
@@ -166,7 +163,7 @@ class RunStarter:
                 str(directory.path),
                 now,
                 ended_at=now,
-                reason=f"it was brought here from {where}",
+                reason=info(f"it was brought here from {where}"),
                 step=progress.steps_done,
                 version=progress.version,
                 cursor=progress.cursor,
@@ -202,13 +199,13 @@ class RunStarter:
                 return await self._reopened(record, config, directory, start_point), start_point
             # A directory that is missing, or full, affects this run alone.
             except (FlotillaError, OSError) as error:
-                why = REFUSED.replace("{error}", str(error).rstrip("."))
+                why = _refused(record, error)
         await self._ledger.drop_in_flight(record.run_id, DropReason.RUN_INTERRUPTED)
         run = await asyncio.to_thread(interrupted_run, record, why)
         await self._ledger.update_run(
             record.run_id,
             state=RunState(run.state),
-            reason=run.reason,
+            reason=run.finding,
             ended_at=run.ended_at.ToNanoseconds() / 1e9,
             step=run.step,
         )
@@ -246,15 +243,13 @@ class RunStarter:
         # A pause survives its coordinator; a user who resumes a run ends the pause.
         paused = start_point.after_coordinator and record.state is RunState.PAUSED
         state = RunState.PAUSED if paused else RunState.RUNNING
-        await self._ledger.update_run(run_id, state=state, reason="", stays=False)
+        await self._ledger.update_run(run_id, state=state, reason=Finding(), stays=False)
         newest = await asyncio.to_thread(directory.last_sequence)
         events = EventLog(lambda event: self._publish(run_id, directory, event), after=newest)
         status = RunStatus(run, events, learns_by_rewards=config.learns_by_rewards)
         active = RunHandle(run_id, RunControl(config, paused=paused), status, events)
         if start_point.after_coordinator:
-            status.notice(
-                run_pb2.NOTICE_LEVEL_WARNING, "the coordinator had died and was restarted; the run continues"
-            )
+            status.notice(warning("the coordinator had died and was restarted; the run continues"))
         return active
 
     async def _checked(self, config_yaml: str, *, begins: bool = True) -> tuple[RunConfig, run_pb2.Plan]:
@@ -301,20 +296,34 @@ def _check_checkpoint(record: RunRecord, config: RunConfig, shelf: CheckpointShe
     )
 
 
-def reason_not_to_resume(record: RunRecord, takeovers: int) -> str:
-    """Say why a run that was taken over repeatedly is not continued by itself; empty where it is."""
+def reason_not_to_resume(record: RunRecord, takeovers: int) -> Finding | None:
+    """Say why a run that an earlier coordinator left is not continued by itself; None where it is."""
     if record.state is RunState.STOPPING or RunDirectory(Path(record.directory)).read_outcome() is not None:
-        return INTERRUPTED
+        return interruption(record.run_id)
     # A paused run makes no step, however healthy its coordinators are.
     if takeovers >= MOST_IN_A_ROW and record.state is not RunState.PAUSED:
-        return AGAIN_AND_AGAIN.replace("{times}", str(takeovers))
+        return Finding(
+            severity=SEVERITY_ERROR,
+            what=f"the run was taken over {takeovers} times after its coordinator had died, without a step in between, "
+            "and is not taken over again by itself",
+            next_step=f"See `flotilla logs coordinator`, then continue it: flotilla run resume {record.run_id}",
+        )
     try:
         config = load_text(RunConfig, record.config_yaml, source="run")
     except InvalidConfig as error:
-        return REFUSED.replace("{error}", str(error).rstrip("."))
+        return _refused(record, error)
     if config.resume == "by_user" or config.loop == "client":
-        return INTERRUPTED
-    return ""
+        return interruption(record.run_id)
+    return None
+
+
+def _refused(record: RunRecord, error: FlotillaError | OSError) -> Finding:
+    return Finding(
+        severity=SEVERITY_ERROR,
+        what="the run was not continued after its coordinator had died",
+        why=str(error).rstrip("."),
+        next_step=f"Continue it: flotilla run resume {record.run_id}",
+    )
 
 
 def _copied_run(place: str) -> tuple[str, str, str]:

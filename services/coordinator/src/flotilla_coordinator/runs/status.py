@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flotilla.common.v1.finding_pb2 import SEVERITY_ERROR, SEVERITY_WARNING, Finding
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.evaluation.figures import ACCURACY, before, held_out_text
 from flotilla_coordinator.ledger.records import RunRecord, RunState
@@ -27,7 +28,8 @@ from flotilla_coordinator.records.report import conclude
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.warnings import LearningSignal
 from flotilla_core.config import RunConfig, load_text
-from flotilla_core.errors import InvalidConfig
+from flotilla_core.errors import DiskFull, InvalidConfig
+from flotilla_core.findings import info, text_of, warning
 from flotilla_core.logger import get_logger
 from flotilla_core.version import Version
 
@@ -49,10 +51,6 @@ TERMINAL = (run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_STOPPED, run_pb2.RUN_
 log = get_logger(__name__)
 
 REMEMBERED_CONFIGURATIONS = 100
-INTERRUPTED = (
-    "the coordinator stopped while the run was active; its samples are accounted for in the ledger. "
-    "Continue it: flotilla run resume {run_id}"
-)
 
 
 class RemainingTime:
@@ -94,13 +92,13 @@ class RunStatus:
         self._events = events
         self.remaining = RemainingTime()
         self._signal = LearningSignal() if learns_by_rewards else None
-        self._state, self._reason, self._phase = run.state, run.reason, run.phase
+        self._state, self._reason, self._phase = run.state, Finding(), run.phase
         self._progress: dict[str, str] = {}
         """The work of the services that the run waits for in its present phase, by their names."""
         self._told_at = self._noticed_at = 0.0
         self._shown = (self._state, self._phase)
-        self._full: dict[str, str] = {}
-        """The writes for which a disk has no room, and the reason of each."""
+        self._full: dict[str, DiskFull] = {}
+        """The writes for which a disk has no room, and the error of each."""
 
     def enter(self, phase: str) -> None:
         """Begin a phase of the loop."""
@@ -125,11 +123,11 @@ class RunStatus:
             self._announce(metrics=False)
         if now - self._noticed_at >= PROGRESS_NOTICE_S:
             self._noticed_at = now
-            self.notice(run_pb2.NOTICE_LEVEL_INFO, self.run.phase)
+            self.notice(info(self.run.phase))
 
-    def set_state(self, state: run_pb2.RunState.ValueType, reason: str = "") -> None:
+    def set_state(self, state: run_pb2.RunState.ValueType, reason: Finding | None = None) -> None:
         """Change the state of the run."""
-        self._state, self._reason = state, reason
+        self._state, self._reason = state, reason or Finding()
         if state in TERMINAL:
             self._phase = ""
             self.run.eta_seconds = 0
@@ -139,13 +137,13 @@ class RunStatus:
         self._show()
         self._announce()
 
-    def wait_for_disk(self, what: str, why: str) -> None:
+    def wait_for_disk(self, what: str, full: DiskFull) -> None:
         """Show that the run cannot continue before the disk has room for `what`."""
         is_news = not self._full
-        self._full[what] = why
+        self._full[what] = full
         if is_news and self._state in GOES_ON:
-            text = f"the run is paused and continues by itself when the disk has room: {why}"
-            self.notice(run_pb2.NOTICE_LEVEL_WARNING, text)
+            before = "the run is paused and continues by itself when the disk has room"
+            self.notice(full.finding(before, SEVERITY_WARNING))
         if is_news:
             self._show()
             self._announce(metrics=False)
@@ -156,7 +154,7 @@ class RunStatus:
             return
         self._show()
         if self._state in GOES_ON:
-            self.notice(run_pb2.NOTICE_LEVEL_INFO, "the disk has room again, and the run continues")
+            self.notice(info("the disk has room again, and the run continues"))
         self._announce(metrics=False)
 
     @property
@@ -187,13 +185,13 @@ class RunStatus:
         self._events.append(
             run_pb2.RunEvent(step=run_pb2.StepMetrics(step=steps_done, metrics=dict(metrics)))
         )
-        if self._signal is not None and (warning := self._signal.step_done(steps_done, metrics)):
-            self.notice(run_pb2.NOTICE_LEVEL_WARNING, warning)
+        if self._signal is not None and (found := self._signal.step_done(steps_done, metrics)):
+            self.notice(warning(found))
 
     def reconfigured(self, total_steps: int, changes: str) -> None:
         """Announce that the run continues with other settings."""
         self.run.total_steps = total_steps
-        self.notice(run_pb2.NOTICE_LEVEL_INFO, f"from step {self.run.step} on: {changes}")
+        self.notice(info(f"from step {self.run.step} on: {changes}"))
         self._announce(metrics=False)
 
     def advise(self, advice: str) -> None:
@@ -207,24 +205,27 @@ class RunStatus:
         if self._signal is not None:
             self._signal.evaluated(evaluation.accuracy)
         _add_evaluation(self.run, step, evaluation.figures)
-        text = f"{held_out_text(evaluation.figures)} after {step} steps"
-        self.notice(run_pb2.NOTICE_LEVEL_INFO, text)
+        self.notice(info(f"{held_out_text(evaluation.figures)} after {step} steps"))
 
-    def notice(self, level: run_pb2.NoticeLevel.ValueType, text: str) -> None:
+    def notice(self, finding: Finding) -> None:
         """Announce something that a user should read."""
-        self._events.append(run_pb2.RunEvent(notice=run_pb2.Notice(level=level, text=text)))
+        level = run_pb2.NoticeLevel.ValueType(finding.severity)
+        notice = run_pb2.Notice(level=level, text=text_of(finding), finding=finding)
+        self._events.append(run_pb2.RunEvent(notice=notice))
 
     def _show(self) -> None:
         """Set the shown state, phase and reason, with a full disk above the run's own."""
         state, reason, phase = self._state, self._reason, self._phase
         if self.waits_for_disk:
-            state, reason, phase = run_pb2.RUN_STATE_PAUSED, next(iter(self._full.values())), WAITS_FOR_DISK
+            full = next(iter(self._full.values()))
+            state, reason, phase = run_pb2.RUN_STATE_PAUSED, full.finding(), WAITS_FOR_DISK
         if (state, phase) != self._shown:
             self.run.phase_since.FromNanoseconds(time.time_ns())
             self._shown = state, phase
         if self._progress and not self.waits_for_disk:
             phase = f"{phase}: " + "; ".join(f"{who} is {what}" for who, what in self._progress.items())
-        self.run.state, self.run.reason, self.run.phase = state, reason, phase
+        self.run.state, self.run.phase = state, phase
+        give_reason(self.run, reason)
 
     def _announce(self, *, metrics: bool = True) -> None:
         snapshot = run_pb2.Run()
@@ -234,10 +235,20 @@ class RunStatus:
         self._events.append(run_pb2.RunEvent(run=snapshot))
 
 
+def give_reason(run: run_pb2.Run, reason: Finding) -> None:
+    """Set why the run failed, stopped or waits; an empty finding removes it."""
+    run.reason = text_of(reason)
+    run.ClearField("finding")
+    if reason.what:
+        run.finding.CopyFrom(reason)
+
+
 def stored_run(record: RunRecord) -> run_pb2.Run:
     """Return the run as it ended, or as far as the ledger has it."""
     ended = RunDirectory(Path(record.directory)).read_outcome()
     if ended is not None:
+        if not ended.HasField("finding"):  # An earlier version wrote it.
+            give_reason(ended, Finding(what=ended.reason))
         return ended
     run = run_pb2.Run(
         run_id=record.run_id,
@@ -246,16 +257,25 @@ def stored_run(record: RunRecord) -> run_pb2.Run:
         step=record.step,
         total_steps=_total_steps(record.config_yaml),
         policy_version=record.version.to_proto(),
-        reason=record.reason,
         directory=record.directory,
     )
+    give_reason(run, record.reason)
     run.created_at.FromNanoseconds(int(record.created_at * 1e9))
     if record.ended_at is not None:
         run.ended_at.FromNanoseconds(int(record.ended_at * 1e9))
     return run
 
 
-def interrupted_run(record: RunRecord, why: str = INTERRUPTED) -> run_pb2.Run:
+def interruption(run_id: str) -> Finding:
+    """Return why a run that was active when its coordinator stopped has ended."""
+    return Finding(
+        severity=SEVERITY_ERROR,
+        what="the coordinator stopped while the run was active; its samples are accounted for in the ledger",
+        next_step=f"Continue it: flotilla run resume {run_id}",
+    )
+
+
+def interrupted_run(record: RunRecord, why: Finding | None = None) -> run_pb2.Run:
     """Return the end of a run whose coordinator died before it could record one."""
     run = stored_run(record)
     directory = RunDirectory(Path(record.directory))
@@ -263,7 +283,8 @@ def interrupted_run(record: RunRecord, why: str = INTERRUPTED) -> run_pb2.Run:
         if record.state is RunState.STOPPING:
             run.state = run_pb2.RUN_STATE_STOPPED
         else:
-            run.state, run.reason = run_pb2.RUN_STATE_FAILED, why.replace("{run_id}", record.run_id)
+            run.state = run_pb2.RUN_STATE_FAILED
+            give_reason(run, why or interruption(record.run_id))
         run.ended_at.FromNanoseconds(int((directory.last_written() or time.time()) * 1e9))
     if not run.metrics:
         _add_metrics(run, directory)
@@ -273,7 +294,8 @@ def interrupted_run(record: RunRecord, why: str = INTERRUPTED) -> run_pb2.Run:
 def continued_run(record: RunRecord) -> run_pb2.Run:
     """Return a run that is about to continue, with its metrics so far and without an end."""
     run = interrupted_run(record)
-    run.state, run.reason = run_pb2.RUN_STATE_PENDING, ""
+    run.state = run_pb2.RUN_STATE_PENDING
+    give_reason(run, Finding())
     run.ClearField("ended_at")
     return run
 

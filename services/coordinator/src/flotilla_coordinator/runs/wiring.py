@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 
-from flotilla.coordinator.v1 import run_pb2
+from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.tokenizer import Tokenizer
@@ -43,6 +42,7 @@ from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, RewardTermConfig, dump_yaml
 from flotilla_core.errors import FlotillaError, Unavailable
+from flotilla_core.findings import warning
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
 
@@ -57,7 +57,7 @@ class RunWiring:
     ) -> None:
         self._host = host
         self._fleet = fleet
-        fleet.on_wait = partial(status.notice, run_pb2.NOTICE_LEVEL_WARNING)
+        fleet.on_wait = self._warn
         self._ledger = ledger
         self._run_id = run_id
         self._control = control
@@ -233,7 +233,7 @@ class RunWiring:
             now = time.monotonic()
             if now - told.get(str(error), -NOTICE_EVERY_S) >= NOTICE_EVERY_S:
                 told[str(error)] = now
-                self._warn(f"samples are issued again: {error}")
+                self._status.notice(error.finding("samples are issued again", SEVERITY_WARNING))
 
         return Generation(
             self._run_id,
@@ -246,7 +246,7 @@ class RunWiring:
         )
 
     def _warn(self, text: str) -> None:
-        self._status.notice(run_pb2.NOTICE_LEVEL_WARNING, text)
+        self._status.notice(warning(text))
 
     def _source(
         self,

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from google.protobuf.duration_pb2 import Duration
 
 from flotilla.common.v1 import weights_pb2
+from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING, Finding
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
-from flotilla.coordinator.v1 import run_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.data.tokenizer import Tokenizer, of_same_tokenizer
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Mismatch, Unauthenticated, Unavailable
@@ -188,7 +188,7 @@ class Candidates:
         tokenizer: Tokenizer,
         model: Path | str,
         wait_limit_s: float,
-        notice: Callable[[run_pb2.NoticeLevel.ValueType, str], None],
+        notice: Callable[[Finding], None],
         spared: Callable[[list[GeneratorReplica]], list[GeneratorReplica]],
     ) -> None:
         self._pool = pool
@@ -209,7 +209,7 @@ class Candidates:
         """Take a generator out of the group: it failed, or will never fit."""
         if isinstance(error, Mismatch):  # it will never fit, even when it is healthy
             self._pool.drain(replica.instance_id, str(error))
-            self._notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} is refused: {error}")
+            self._notice(error.finding(f"{replica.name} is refused"))
             return
         # Who does not take our calls now (it is away, or its token or clock differs) says nothing of its weights.
         if not isinstance(error, Unavailable | DeadlineExceeded | Unauthenticated):
@@ -217,7 +217,7 @@ class Candidates:
         if self._refusals[replica.instance_id] >= MOST_REFUSALS:
             why = f"no weights until it restarts, after {MOST_REFUSALS} refusals"
             self._pool.drain(replica.instance_id, f"{why}: {error}")
-            self._notice(run_pb2.NOTICE_LEVEL_ERROR, f"{replica.name} gets {why}, last: {error}")
+            self._notice(error.finding(f"{replica.name} gets {why}, last"))
             return
         self._pool.eject(replica.instance_id, str(error))
-        self._notice(run_pb2.NOTICE_LEVEL_WARNING, f"{replica.name} left the weight group: {error}")
+        self._notice(error.finding(f"{replica.name} left the weight group", SEVERITY_WARNING))
