@@ -15,7 +15,7 @@ from flotilla_coordinator.api.loop_servicer import LoopServicer
 from flotilla_core.service.operate import OperateServicer
 from flotilla_core.transfer import FileServicer
 from flotilla_generator.servicer import GeneratorServicer
-from flotilla_launch.servicer import LauncherServicer
+from flotilla_launch.serve import LauncherServicer
 from flotilla_reward.service import RewardServicer
 from flotilla_trainer.agent import RankServicer
 from flotilla_trainer.front.servicer import TrainerServicer

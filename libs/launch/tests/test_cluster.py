@@ -12,9 +12,10 @@ from flotilla.launcher.v1.launcher_pb2 import ProcessState
 from flotilla_core.config import StackConfig, dump_yaml, load
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.files import make_private_folder
-from flotilla_launch.cluster import ClusterLauncher, Unit
+from flotilla_launch.cluster import Cluster, Unit
 from flotilla_launch.launcher import launcher_for
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.placed_stack import PlacedStack
 from flotilla_launch.ray.nodes import RayNodes, check
 from flotilla_launch.state import PlacedFile, write_json
 from flotilla_launch.table import Nodes, Row
@@ -23,7 +24,7 @@ READY, STARTING = ProcessState.PROCESS_STATE_READY, ProcessState.PROCESS_STATE_S
 
 
 class Machines:
-    """An engine whose units are entries of a list; agents are what a test writes."""
+    """A scheduler whose units are entries of a list; agents are what a test writes."""
 
     name = "machines"
     listing = "machines"
@@ -81,7 +82,7 @@ async def test_what_an_agent_told_elsewhere_is_not_believed(stacks, machines: Ma
         (replace(unit, place="", waits="no machine"), STARTING),
     ):
         machines.there["generator-0"] = now
-        listed = (await ClusterLauncher(paths, machines).state()).processes
+        listed = (await PlacedStack(paths, Cluster(paths, machines)).state()).processes
         assert {one.state for one in listed if one.name == "generator-0"} == {expected}
 
 
@@ -89,7 +90,7 @@ async def test_a_unit_that_dies_while_the_stack_comes_up_ends_the_start_with_its
     stacks, machines: Machines
 ) -> None:
     machines.dies = "generator-0"
-    launcher = ClusterLauncher(machines.paths, machines)
+    launcher = PlacedStack(machines.paths, Cluster(machines.paths, machines))
     waits: list[str] = []
     machines_waiting = machines.start
 
@@ -120,7 +121,7 @@ async def test_without_ray_a_stack_on_ray_is_refused_and_nothing_is_remembered(
 HOSTS = {"nproc": 2, "hosts": [{"name": "a", "ranks": 1}, {"name": "b", "ranks": 1}]}
 
 
-def spread(stacks, machines: Machines) -> ClusterLauncher:
+def spread(stacks, machines: Machines) -> PlacedStack:
     """A launcher whose machines all have their agents, which tell what they run and end when they shall."""
     paths = machines.paths
     paths.make()
@@ -131,7 +132,7 @@ def spread(stacks, machines: Machines) -> ClusterLauncher:
     for node in ("head", "generator-0", "trainer", "trainer-at-b"):
         machines.there[node] = Unit(node, node, f"unit {node}", "running", lives=True, place="m1", holds=True)
         agents_tell(machines, node)
-    return ClusterLauncher(paths, machines)
+    return PlacedStack(paths, Cluster(paths, machines))
 
 
 def agents_tell(machines: Machines, node: str) -> None:

@@ -10,10 +10,11 @@ import yaml
 
 from flotilla_core.config import StackConfig, load_text
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_launch.compose.engine import ComposeEngine
 from flotilla_launch.compose.file import Project, check, contained, container_table, render, secrets_of
-from flotilla_launch.compose.launcher import ComposeLauncher
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.placed_stack import PlacedStack
 
 STACK = """
 name: chat
@@ -116,7 +117,8 @@ async def test_where_docker_is_missing_up_says_so_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    launcher = ComposeLauncher(StackPaths.of(tmp_path / "state", "chat"))
-    with pytest.raises(FailedPrecondition, match="Docker cannot be run"):
+    paths = StackPaths.of(tmp_path / "state", "chat")
+    launcher = PlacedStack(paths, ComposeEngine(paths))
+    with pytest.raises(FailedPrecondition, match="docker cannot be run"):
         await launcher.place(stack_of(tmp_path), on_progress=lambda _: None, on_wait=lambda _: None)
     assert not (tmp_path / "state").exists()

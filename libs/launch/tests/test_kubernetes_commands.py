@@ -27,12 +27,13 @@ from flotilla_core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from flotilla_launch.kubernetes import launcher as under_test
+from flotilla_launch.kubernetes import pods
 from flotilla_launch.kubernetes.commands import Cluster, meaning_of
-from flotilla_launch.kubernetes.launcher import KubernetesLauncher
+from flotilla_launch.kubernetes.engine import KubernetesEngine
 from flotilla_launch.kubernetes.values import CHART
 from flotilla_launch.launcher import launcher_of
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.placed_stack import PlacedStack
 from flotilla_launch.state import PlacedFile
 
 RECORDER = """
@@ -106,7 +107,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(under_test, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(KubernetesEngine, "look_every_s", 0.01)
     return Recorder(folder)
 
 
@@ -120,8 +121,12 @@ def stack(tmp_path: Path) -> StackConfig:
     )
 
 
-def launcher_of_stack(stack: StackConfig) -> KubernetesLauncher:
-    return KubernetesLauncher(StackPaths.of(stack.state_dir, stack.name))
+def engine_of(stack: StackConfig) -> KubernetesEngine:
+    return KubernetesEngine(StackPaths.of(stack.state_dir, stack.name))
+
+
+def launcher_of_stack(stack: StackConfig) -> PlacedStack:
+    return PlacedStack(StackPaths.of(stack.state_dir, stack.name), engine_of(stack))
 
 
 async def placed(stack: StackConfig) -> bool:
@@ -232,7 +237,7 @@ async def test_logs_are_those_of_the_pods(recorder: Recorder, stack: StackConfig
     recorder.answers(
         ("logs coordinator-0", "one\ntwo\n", ""), ("logs trainer-0", "", "Error: container is waiting")
     )
-    logs = await launcher_of_stack(stack).logs()
+    logs = await engine_of(stack).logs()
     recorder.lines()
     assert [line async for line in logs["coordinator"].tail(5, follow=True)] == ["one", "two"]
     assert recorder.lines() == [f"{KUBECTL} logs coordinator-0 --tail=5 --follow"]
@@ -245,7 +250,7 @@ async def test_runs_are_asked_for_beside_the_coordinator(recorder: Recorder, sta
     told = json.dumps({"runs": [{"run_id": "r-1", "step": 7, "state": "running"}]})
     recorder.answers(("flotilla run list", told, ""))
     recorder.lines()
-    (run,) = await launcher_of_stack(stack).runs()
+    (run,) = await engine_of(stack).runs()
     assert (run.run_id, run.step, run.state) == ("r-1", 7, RunState.RUN_STATE_RUNNING)
     assert recorder.lines() == [f"{KUBECTL} exec chat-flotilla-coordinator-0 -- flotilla run list --json"]
     reach = PlacedFile.read(stack.state_dir / "chat" / "placed.json").reach
@@ -273,7 +278,7 @@ async def test_a_release_of_somebody_else_is_not_taken_over(recorder: Recorder, 
 async def test_a_pod_whose_image_cannot_be_pulled_ends_up(
     recorder: Recorder, stack: StackConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(under_test, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(pods, "PATIENCE_S", 0.0)
     objects = json.loads(listing())
     stuck = objects["items"][-1]
     stuck["status"] = {

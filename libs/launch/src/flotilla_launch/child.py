@@ -1,7 +1,8 @@
 """One service process with its log file, started by this launcher or by one before it.
 
 Invariants: it leads a session of its own and lives as long as the lease of its stack, whatever happens to the launcher
-that started it; it and all that descends from it carry a mark in their environment that belongs to this start alone.
+that started it; it and all that descends from it carry a mark in their environment that belongs to this start alone. It
+is started again a number of times within ten minutes, each after a longer wait.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,6 +23,10 @@ from flotilla_core.process_identity import ProcessIdentity, boot_id, stat_fields
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_launch import lease
 from flotilla_launch.process_tree import MARK
+
+WINDOW_S = 600.0
+_BACKOFF_S = (0.2, 1.0, 3.0, 10.0)
+"""The waits before a restart, the first one after one death."""
 
 
 def new_mark(prefix: Path) -> str:
@@ -90,3 +97,30 @@ class Child:
 
     async def wait(self) -> int:
         return await self._group.wait()
+
+
+class RestartBudget:
+    """Counts the restarts of one process; the next launcher continues with the count."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._spent: deque[float] = deque()
+
+    @property
+    def spent(self) -> list[float]:
+        """When, on the monotonic clock, which all processes of one boot share."""
+        return list(self._spent)
+
+    def refill(self, spent: Iterable[float] = ()) -> None:
+        """Begin with a full budget, or with what a former launcher had left."""
+        self._spent = deque(spent)
+
+    def spend(self) -> float | None:
+        """Seconds to wait before the restart that this call counts; None when nothing is left for one."""
+        now = time.monotonic()
+        while self._spent and now - self._spent[0] > WINDOW_S:
+            self._spent.popleft()
+        if len(self._spent) >= self._most:
+            return None
+        self._spent.append(now)
+        return _BACKOFF_S[min(len(self._spent), len(_BACKOFF_S)) - 1]

@@ -17,28 +17,27 @@ from flotilla_core.errors import FailedPrecondition
 from flotilla_core.trust import Token
 from flotilla_launch import local
 from flotilla_launch.client import LauncherClient, is_up, require
-from flotilla_launch.cluster import ClusterLauncher, Engine
-from flotilla_launch.compose.file import check as check_compose
-from flotilla_launch.compose.file import contained, container_table
-from flotilla_launch.compose.launcher import ComposeLauncher
+from flotilla_launch.cluster import Cluster
+from flotilla_launch.compose.engine import ComposeEngine
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.guardian import starts_launcher_again
-from flotilla_launch.kubernetes.launcher import KubernetesLauncher
-from flotilla_launch.kubernetes.table import Release, rows_of
-from flotilla_launch.kubernetes.values import check as check_kubernetes
-from flotilla_launch.kubernetes.values import given_values, values_of
+from flotilla_launch.kubernetes.engine import KubernetesEngine
 from flotilla_launch.paths import StackPaths
-from flotilla_launch.ray.engine import RayEngine
-from flotilla_launch.slurm.engine import SlurmEngine
+from flotilla_launch.placed_stack import Engine, PlacedStack, Say
+from flotilla_launch.ray.scheduler import RayScheduler
+from flotilla_launch.slurm.scheduler import SlurmScheduler
 from flotilla_launch.state import PlacedFile
 from flotilla_launch.table import Placed, Row, ThisHost, agent_rows, table_of
 
 LOCAL, COMPOSE, KUBERNETES, ATTACHED = "local", "compose", "kubernetes", "attached"
-ENGINES: dict[str, Callable[[StackPaths], Engine]] = {"slurm": SlurmEngine, "ray": RayEngine}
-LAUNCHERS = (LOCAL, COMPOSE, *ENGINES, KUBERNETES)
+ENGINES: dict[str, Callable[[StackPaths], Engine]] = {
+    COMPOSE: ComposeEngine,
+    "slurm": lambda paths: Cluster(paths, SlurmScheduler(paths)),
+    "ray": lambda paths: Cluster(paths, RayScheduler(paths)),
+    KUBERNETES: KubernetesEngine,
+}
+LAUNCHERS = (LOCAL, *ENGINES)
 ON_THIS_HOST = (LOCAL, COMPOSE)
-
-Say = Callable[[str], None]
 
 
 class Launcher(Protocol):
@@ -154,20 +153,9 @@ def planned(stack: StackConfig, name: str, executables: Path | None = None) -> l
     Refuse what the launcher would refuse.
     """
     paths = StackPaths.of(stack.state_dir, stack.name)
-    if name == COMPOSE:
-        check_compose(stack)
-        gpus = Gpus.of_host()
-        gpus.require(stack, stack.generator.replicas)
-        directory = paths.directory.resolve()
-        return container_table(contained(stack, directory), gpus, directory)
-    if name == KUBERNETES:
-        check_kubernetes(stack)
-        return rows_of(stack, Release.of(stack, values_of(stack, given_values(stack), None)))
     executables = executables or local.executables_directory()
     if name in ENGINES:
-        engine = ENGINES[name](paths)
-        engine.check(stack)
-        return table_of(stack, engine.nodes(stack), directory=paths.directory, executables=executables)
+        return ENGINES[name](paths).plan(stack, executables)
     gpus = Gpus.of_host()
     gpus.require(stack, stack.generator.replicas)
     rows = table_of(stack, ThisHost(gpus), directory=paths.directory, executables=executables)
@@ -175,8 +163,4 @@ def planned(stack: StackConfig, name: str, executables: Path | None = None) -> l
 
 
 def _launcher(name: str, paths: StackPaths) -> Launcher:
-    if name == COMPOSE:
-        return ComposeLauncher(paths)
-    if name == KUBERNETES:
-        return KubernetesLauncher(paths)
-    return ClusterLauncher(paths, ENGINES[name](paths)) if name in ENGINES else LocalLauncher(paths)
+    return PlacedStack(paths, ENGINES[name](paths)) if name in ENGINES else LocalLauncher(paths)

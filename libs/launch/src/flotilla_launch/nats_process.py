@@ -24,8 +24,7 @@ from flotilla_core.errors import FlotillaError
 from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust.certificates import TlsFiles
-from flotilla_launch.budget import RestartBudget
-from flotilla_launch.child import new_mark
+from flotilla_launch.child import RestartBudget, new_mark
 from flotilla_launch.placement import reserve_port
 from flotilla_launch.process_tree import MARK, end_tree
 from flotilla_launch.records import ProcessRecord

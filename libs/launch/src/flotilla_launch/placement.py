@@ -15,7 +15,7 @@ from pathlib import Path
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.addresses import is_free
 from flotilla_core.config import StackConfig
-from flotilla_core.errors import Exhausted, InvalidConfig, InvalidRequest
+from flotilla_core.errors import Exhausted, FailedPrecondition, InvalidConfig, InvalidRequest
 from flotilla_core.gangs import gang_of, ranks_beside, roles_of, slots_of_role, spread_gangs
 from flotilla_core.kinds import KINDS, OF_GANGS, SCALABLE, Kind, kind_name, kind_of
 from flotilla_core.rpc.interface import ports_of
@@ -37,7 +37,12 @@ class Slot:
 def check_scalable(kind: ServiceKind.ValueType) -> None:
     """Raise InvalidRequest for a kind whose number is fixed by the stack file."""
     if kind not in SCALABLE:
-        raise InvalidRequest(f"{kind_name(kind)} cannot be scaled", where="kind")
+        raise InvalidRequest(
+            f"{kind_name(kind)} cannot be scaled",
+            where="kind",
+            why="a stack has exactly one",
+            next_step=f"scale one of: {', '.join(map(kind_name, SCALABLE))}",
+        )
 
 
 def refuse(what: str, refused: Iterable[tuple[bool, str, str]]) -> None:
@@ -46,6 +51,28 @@ def refuse(what: str, refused: Iterable[tuple[bool, str, str]]) -> None:
         if applies:
             where, _, why = reason.partition(": ")
             raise InvalidConfig(what, where=where, why=why, next_step=next_step)
+
+
+def refused_by_engines(stack: StackConfig) -> list[tuple[bool, str, str]]:
+    """Return what no launcher but that of processes on this host can do, as `refuse` takes it."""
+    attached = [slot.name for slot in slots_of(stack) if slot.attached is not None]
+    return [
+        (
+            bool(attached),
+            f"{', '.join(attached)}: attached, and there the launcher starts every service",
+            "leave attach out of the stack file",
+        ),
+        (
+            stack.autoscale is not None and stack.autoscale.mode == "act",
+            "autoscale.mode act: a run cannot scale a stack there",
+            "set autoscale.mode: advise, and follow the advice with flotilla scale",
+        ),
+        (
+            stack.placement == "colocated",
+            "placement colocated: there generators have GPUs of their own",
+            "set placement: separate",
+        ),
+    ]
 
 
 def replica(kind: ServiceKind.ValueType, index: int) -> Slot:
@@ -98,6 +125,17 @@ def difference(running: StackConfig, wanted: StackConfig) -> list[str]:
         for key in sorted(old.keys() | new.keys())
         if key not in live and old.get(key) != new.get(key)
     ]
+
+
+def require_same(running: StackConfig, wanted: StackConfig, directory: Path) -> None:
+    """Raise FailedPrecondition for a stack that differs from the running one in more than replica counts."""
+    if differing := difference(running, wanted):
+        raise FailedPrecondition(
+            f"stack {running.name!r} already runs with another configuration",
+            where=str(directory),
+            why="\n  " + "\n  ".join(differing) + "\n",
+            next_step="run `flotilla down` first, or give the new stack another name",
+        )
 
 
 def reserve_port(host: str, among: str | None = None) -> int:

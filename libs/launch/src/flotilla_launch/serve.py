@@ -2,6 +2,9 @@
 
 Invariants: however it ends in order, no process of the stack is left, nor its socket or state files; one that is
 killed, or fails with what it took over, leaves the stack as it is, for the guardian to start the next launcher.
+Repeating a call changes nothing, because every call names a wanted state; `Restart` alone does not, and no caller
+repeats it. A change that was begun continues when its caller goes away (a deadline, a closed terminal) and is never
+left half done; only the stop of the whole stack interrupts it.
 """
 
 from __future__ import annotations
@@ -9,10 +12,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
-from flotilla.launcher.v1.launcher_pb2_grpc import add_LauncherServiceServicer_to_server
-from flotilla_core.config import StackConfig, dump_yaml
+from grpc.aio import ServicerContext
+
+from flotilla.launcher.v1 import launcher_pb2 as pb
+from flotilla.launcher.v1.launcher_pb2_grpc import (
+    LauncherServiceServicer,
+    add_LauncherServiceServicer_to_server,
+)
+from flotilla_core.config import StackConfig, dump_yaml, load_text
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.files import write_atomically
@@ -26,12 +37,14 @@ from flotilla_launch.guardian import GuardianKeeper, end_guardian
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.records import Phase, StackRecord
 from flotilla_launch.report import Report
-from flotilla_launch.servicer import LauncherServicer
 from flotilla_launch.stack_lock import hold_lock
 from flotilla_launch.state import LauncherFile
 from flotilla_launch.supervisor import Supervisor
 
 log = get_logger()
+
+Result = TypeVar("Result")
+Context = ServicerContext[Any, Any]
 
 
 async def serve(stack: StackConfig, report: Report, *, executables: Path, take_over: bool = False) -> None:
@@ -125,3 +138,51 @@ def _servers(stack: StackConfig, paths: StackPaths) -> list[RpcServer]:
 def _supervised(paths: StackPaths) -> bool:
     file = LauncherFile.read(paths.launcher_file)
     return file is not None and file.identity.alive()
+
+
+class LauncherServicer(LauncherServiceServicer):
+    """Translates calls; the supervisor decides."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._changes: set[asyncio.Task[Any]] = set()
+
+    async def Apply(self, request: pb.ApplyRequest, context: Context) -> pb.ApplyResponse:
+        stack = load_text(StackConfig, request.stack_yaml)
+        changed = await self._finished(self._supervisor.apply(stack))
+        return pb.ApplyResponse(changed=changed, processes=self._supervisor.processes())
+
+    async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:
+        log.info("stop", name=request.name or "the whole stack", request_id=request.request_id)
+        if request.name:
+            await self._finished(self._supervisor.stop_process(request.name))
+        else:
+            await self._finished(self._supervisor.stop_all())
+        return pb.StopResponse()
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
+        processes = await self._finished(self._supervisor.scale(request.kind, request.replicas))
+        return pb.ScaleResponse(processes=processes)
+
+    async def Restart(self, request: pb.RestartRequest, context: Context) -> pb.RestartResponse:
+        change = self._supervisor.restart(request.name, Path(request.executables))
+        return pb.RestartResponse(process=await self._finished(change))
+
+    async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:
+        await self._supervisor.refresh_attached()
+        return pb.ListResponse(
+            stack=self._supervisor.stack.name,
+            nats_url=self._supervisor.nats_url,
+            processes=self._supervisor.processes(),
+        )
+
+    async def _finished(self, change: Coroutine[Any, Any, Result]) -> Result:
+        task = asyncio.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                self._supervisor.require_running()  # The stop of the stack has cancelled it: say so.
+            raise

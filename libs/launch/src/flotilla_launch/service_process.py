@@ -26,8 +26,7 @@ from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import UNKNOWN_STATUS
 from flotilla_core.trust import Token
 from flotilla_launch import shared_memory
-from flotilla_launch.budget import RestartBudget
-from flotilla_launch.child import Child, new_mark
+from flotilla_launch.child import Child, RestartBudget, new_mark
 from flotilla_launch.environment import Variables, resolved
 from flotilla_launch.health import is_serving
 from flotilla_launch.logs import failure_excerpt

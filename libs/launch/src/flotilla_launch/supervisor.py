@@ -29,17 +29,18 @@ from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust import TokenFile
 from flotilla_launch.child import under_lease
-from flotilla_launch.external_service import ExternalService
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.guardian import GuardianKeeper
+from flotilla_launch.health import ExternalService
 from flotilla_launch.nats_process import NAME as NATS
 from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.placement import (
     Slot,
-    difference,
+    check_scalable,
     replica,
     replicas_of,
+    require_same,
     reserve_port,
     slots_of,
 )
@@ -122,14 +123,7 @@ class Supervisor:
     async def apply(self, stack: StackConfig) -> bool:
         """Return whether anything changed. Only replica counts can change while the stack lives."""
         async with self._change():
-            differing = difference(self.stack, stack)
-            if differing:
-                raise FailedPrecondition(
-                    f"stack {self.stack.name!r} already runs with another configuration",
-                    where=str(self.paths.directory),
-                    why="\n  " + "\n  ".join(differing) + "\n",
-                    next_step="run `flotilla down` first, or give the new stack another name",
-                )
+            require_same(self.stack, stack, self.paths.directory)
             changed = self._nats is not None and await self._nats.start_again()
             for kind in SCALABLE:
                 wanted = replicas_of(stack, kind)
@@ -144,13 +138,7 @@ class Supervisor:
 
     async def scale(self, kind: ServiceKind.ValueType, replicas: int) -> list[ProcessStatus]:
         """Returns when the new replicas are READY or the superfluous ones are gone."""
-        if kind not in SCALABLE:
-            raise InvalidRequest(
-                f"{kind_name(kind)} cannot be scaled",
-                where="kind",
-                why="a stack has exactly one",
-                next_step=f"scale one of: {', '.join(map(kind_name, SCALABLE))}",
-            )
+        check_scalable(kind)
         if replicas > MOST_REPLICAS:
             raise InvalidRequest(
                 f"{replicas} replicas of the {kind_name(kind)} are too many for one host",

@@ -410,7 +410,8 @@ class RayConfig(ConfigModel):
 
 
 class KubernetesConfig(ConfigModel):
-    """`kubernetes` in `stack.yaml`: where `flotilla up --on kubernetes` installs the chart."""
+    """`kubernetes` in `stack.yaml`: where `flotilla up --on kubernetes` installs the chart. Experimental: no cluster has
+    run it yet."""
 
     context: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_]\S{0,252}$")
     """Context of kubectl; empty takes the current one of the first `up`, and stays with it."""
@@ -484,7 +485,7 @@ class StackConfig(ConfigModel):
     ray: RayConfig = Field(default_factory=RayConfig)
     """Resources that the stack takes on a Ray cluster."""
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
-    """Place of the stack on a Kubernetes cluster."""
+    """Place of the stack on a Kubernetes cluster; experimental."""
     autoscale: AutoscaleConfig | None = None
     """Adjusts the number of generators to what a run measures; absent: the number stays as configured."""
     file_cache_gib: float = Field(default=256.0, gt=0, le=1_000_000)

@@ -25,7 +25,7 @@ from flotilla_core.kinds import WITH_MODEL
 from flotilla_core.log_files import KEPT_BYTES, MOST_BYTES
 from flotilla_core.roles import role_of_process
 from flotilla_launch.gpus import VISIBLE, Gpus
-from flotilla_launch.placement import Slot, refuse, slots_of
+from flotilla_launch.placement import Slot, refuse, refused_by_engines, slots_of
 from flotilla_launch.table import NATS, Endpoints, Resources, Row, table_of
 
 PORT = 7070
@@ -97,13 +97,7 @@ class Project:
 
 def check(stack: StackConfig) -> None:
     """Raise InvalidConfig for a stack that cannot run in containers of one host."""
-    attached = [slot.name for slot in slots_of(stack) if slot.attached is not None]
     refused = (
-        (
-            bool(attached),
-            f"{', '.join(attached)}: attached, and here the launcher starts every service",
-            "leave attach out of the stack file",
-        ),
         (
             stack.nats.url is not None,
             f"nats.url {stack.nats.url}: a container has other addresses than this host",
@@ -115,20 +109,11 @@ def check(stack: StackConfig) -> None:
             "leave bind.tls out: traffic between the containers does not leave this host",
         ),
         (
-            stack.autoscale is not None and stack.autoscale.mode == "act",
-            "autoscale.mode act: the coordinator would have to command Docker",
-            "set autoscale.mode: advise, and follow the advice with flotilla scale",
-        ),
-        (
             any(len(gang_of(stack, role).hosts) > 1 for role in roles_of(stack)),
             "hosts of a gang: all its ranks are in one container",
             "leave hosts out",
         ),
-        (
-            stack.placement == "colocated",
-            "placement colocated: a container has GPUs of its own",
-            "set placement: separate",
-        ),
+        *refused_by_engines(stack),
     )
     refuse("this stack cannot run in containers", refused)
 

@@ -7,7 +7,6 @@ in the error, under what it means and what to do.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from flotilla_core.errors import (
-    DeadlineExceeded,
     FailedPrecondition,
     FlotillaError,
     InvalidConfig,
@@ -25,11 +23,10 @@ from flotilla_core.errors import (
     Unavailable,
 )
 from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
-from flotilla_core.subprocess_group import outputs
+from flotilla_launch.engine_commands import end, outcome, refused, started
 
 _ASK_LIMIT_S = 60.0
 _CHANGE_LIMIT_S = 300.0
-_END_S = 5.0
 _MISSING = {
     "helm": "install Helm (3.14 or newer), or install the chart by other means: deploy/helm/README.md",
     "kubectl": "install kubectl, of a version near that of the cluster",
@@ -165,7 +162,7 @@ class Cluster:
     async def lines(self, *arguments: str) -> AsyncGenerator[str]:
         """Give each line that kubectl prints, until it ends or the reader stops."""
         command = self.kubectl_command(*arguments)
-        process = await _started(command)
+        process = await started(command, _MISSING[command[0]])
         assert process.stdout is not None and process.stderr is not None
         try:
             rest = b""
@@ -181,7 +178,7 @@ class Cluster:
                 told = await process.stderr.read(LONGEST_LINE_BYTES)
                 raise meaning_of(command, told.decode(errors="replace"))
         finally:
-            await _end(process)
+            await end(process)
 
 
 async def current_context() -> str:
@@ -191,21 +188,10 @@ async def current_context() -> str:
 
 async def run(command: Sequence[str], limit_s: float) -> str:
     """Run a command; return what it prints, and raise what its error means."""
-    process = await _started(command)
-    try:
-        out, err = await asyncio.wait_for(outputs(process), limit_s)
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"{command[0]} does not answer",
-            where=" ".join(command),
-            why=f"nothing within {limit_s:.0f} s",
-            next_step="see whether kubectl get pods answers",
-        ) from None
-    finally:
-        await _end(process)
-    if process.returncode:
-        raise meaning_of(command, err.decode(errors="replace"))
-    return out.decode(errors="replace")
+    status, out, err = await outcome(command, limit_s, _MISSING[command[0]])
+    if status:
+        raise meaning_of(command, err)
+    return out
 
 
 def meaning_of(command: Sequence[str], text: str) -> FlotillaError:
@@ -216,38 +202,4 @@ def meaning_of(command: Sequence[str], text: str) -> FlotillaError:
     for meaning in _MEANINGS:
         if re.search(meaning.pattern, text):
             return meaning.kind(meaning.what, where=where, why=why, next_step=meaning.next_step)
-    return FailedPrecondition(
-        f"{command[0]} refuses",
-        where=where,
-        why=why or "it says nothing",
-        next_step="run the command by hand",
-    )
-
-
-async def _started(command: Sequence[str]) -> asyncio.subprocess.Process:
-    try:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-    except OSError as error:
-        raise FailedPrecondition(
-            f"{command[0]} cannot be run",
-            where="PATH",
-            why=str(error.strerror),
-            next_step=_MISSING[command[0]],
-        ) from None
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a command that was left; one that has ended is left as it is."""
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), _END_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    return refused(command, why, "run the command by hand")

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1 import launcher_pb2 as pb
 from flotilla_core.kinds import KINDS, SCALABLE
 from flotilla_launch.kubernetes.table import Release
+from flotilla_launch.placed_stack import Trouble
 from flotilla_launch.table import NATS, Row
 
 Object = Mapping[str, Any]
+
+PATIENCE_S = 30.0
+"""An image that cannot be pulled once may be there the next time."""
 
 _READY = pb.ProcessState.PROCESS_STATE_READY
 _STARTING = pb.ProcessState.PROCESS_STATE_STARTING
@@ -32,15 +35,6 @@ _BY_ITSELF = ("ContainerCreating", "PodInitializing")
 """Reasons for waiting that a start has anyway."""
 _COMPONENT, _ROLE = "app.kubernetes.io/component", "flotilla.role"
 _INDEX = "apps.kubernetes.io/pod-index"
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Says why a pod will not be READY by waiting, and what to do."""
-
-    name: str
-    why: str
-    next_step: str
 
 
 def processes_of(
@@ -85,7 +79,7 @@ def troubles(
         process = waiting.get(name_of(pod))
         if process is not None and (next_step := _cure(pod, restart_budget)):
             why = process.error or f"it was started again {process.restarts} times"
-            found.append(Trouble(process.name, why, next_step))
+            found.append(Trouble(process.name, why, next_step, PATIENCE_S))
     return found
 
 

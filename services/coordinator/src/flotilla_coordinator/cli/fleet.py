@@ -42,8 +42,9 @@ from flotilla_core.gangs import model_of, roles_of, started, with_model
 from flotilla_core.kinds import KINDS, Kind
 from flotilla_core.model_folder import model_folder
 from flotilla_launch.client import is_up
-from flotilla_launch.kubernetes.launcher import KubernetesLauncher
+from flotilla_launch.kubernetes.engine import KubernetesEngine
 from flotilla_launch.launcher import (
+    KUBERNETES,
     LAUNCHERS,
     LOCAL,
     ON_THIS_HOST,
@@ -73,7 +74,8 @@ def up(
             "--on",
             metavar="LAUNCHER",
             show_default="that of the running stack, or local",
-            help="local (this host), compose (containers of this host), slurm, ray or kubernetes.",
+            help="local (this host), compose (containers of this host), slurm, ray, or kubernetes (experimental: no "
+            "cluster has run it).",
         ),
     ] = None,
     plan: Annotated[
@@ -336,10 +338,9 @@ async def _refuse_to_starve(paths: StackPaths, kind: Kind, replicas: int) -> Non
 async def _going_on(paths: StackPaths) -> list[Run]:
     """Return runs that have not ended; a paused run keeps its services, because it may continue at any time."""
     working = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
-    launcher = launcher_of(paths)
-    if isinstance(launcher, KubernetesLauncher):
+    if launcher_of(paths).name == KUBERNETES:
         try:
-            runs = await launcher.runs()
+            runs = await KubernetesEngine(paths).runs()
         except FlotillaError:
             runs = []  # The coordinator may be what is broken.
     else:

@@ -22,8 +22,8 @@ from flotilla_coordinator.cli.services import ServiceAddress, find_services
 from flotilla_coordinator.cli.stack import stack_paths
 from flotilla_core import rpc
 from flotilla_core.errors import FlotillaError, NotFound
-from flotilla_launch.kubernetes.launcher import KubernetesLauncher, PodLog
-from flotilla_launch.launcher import launcher_of
+from flotilla_launch.kubernetes.engine import KubernetesEngine, PodLog
+from flotilla_launch.launcher import KUBERNETES, launcher_of
 from flotilla_launch.logs import read_logs
 
 Source: TypeAlias = ServiceAddress | PodLog
@@ -88,8 +88,8 @@ def _files(stack: str | None) -> dict[str, Path]:
 
 async def _of_pods(stack: str | None) -> dict[str, PodLog]:
     """Return the logs of the pods of a stack on Kubernetes; none for one that is elsewhere."""
-    launcher = launcher_of(stack_paths(stack))
-    return await launcher.logs() if isinstance(launcher, KubernetesLauncher) else {}
+    paths = stack_paths(stack)
+    return await KubernetesEngine(paths).logs() if launcher_of(paths).name == KUBERNETES else {}
 
 
 async def _elsewhere(

@@ -1,19 +1,17 @@
-"""Slurm as an engine: submits jobs, lists them and cancels them.
+"""Slurm as a scheduler: submits jobs, lists them and cancels them.
 
 Invariant: jobs are found by their name, which holds the mark of the placement and the node of the table.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 from flotilla_core.config import StackConfig
-from flotilla_core.errors import FailedPrecondition, Unavailable
 from flotilla_core.files import write_atomically
-from flotilla_core.subprocess_group import outputs
 from flotilla_launch.cluster import Unit
+from flotilla_launch.engine_commands import outcome, refused
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.slurm.job import Job, SlurmNodes, check, script
 from flotilla_launch.state import PlacedFile
@@ -33,7 +31,7 @@ _ENDED = (
 )
 
 
-class SlurmEngine:
+class SlurmScheduler:
     """Runs the nodes of a stack as components of jobs."""
 
     name = "slurm"
@@ -85,33 +83,8 @@ class SlurmEngine:
 
 async def _slurm(*command: str, must: bool = True) -> str:
     """Run a command of Slurm; return what it prints."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-    except OSError as error:
-        raise FailedPrecondition(
-            f"{command[0]} cannot be run",
-            why=str(error.strerror),
-            next_step="run the command where Slurm's own commands are, such as a login node",
-        ) from None
-    try:
-        out, err = await asyncio.wait_for(outputs(process), _TOOL_LIMIT_S)
-    except TimeoutError:
-        raise Unavailable(
-            f"{command[0]} does not answer",
-            why=f"nothing within {_TOOL_LIMIT_S:.0f} s",
-            next_step="try again",
-        ) from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode and must:
-        raise FailedPrecondition(
-            f"{command[0]} refuses",
-            where=" ".join(command),
-            why=err.decode(errors="replace").strip(),
-            next_step="see the section slurm of the stack file",
-        )
-    return out.decode(errors="replace")
+    missing = "run the command where Slurm's own commands are, such as a login node"
+    status, out, err = await outcome(command, _TOOL_LIMIT_S, missing)
+    if status and must:
+        raise refused(command, err, "see the section slurm of the stack file")
+    return out

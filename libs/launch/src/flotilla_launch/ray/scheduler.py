@@ -1,4 +1,4 @@
-"""Ray as an engine: a detached actor in a detached placement group for each node of the table.
+"""Ray as a scheduler: a detached actor in a detached placement group for each node of the table.
 
 Invariants: an actor has one name, which holds stack, placement and node, so any shell finds it. Its group has the same
 name and one bundle, so what it holds is on one machine; the table says how much it is. The nodes of a gang on several
@@ -25,7 +25,7 @@ from flotilla_launch.table import Nodes, Row
 _ANSWER_LIMIT_S = 10.0
 
 
-class RayEngine:
+class RayScheduler:
     """Runs the nodes of a stack as actors."""
 
     name = "ray"
