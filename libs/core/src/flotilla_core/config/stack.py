@@ -410,8 +410,7 @@ class RayConfig(ConfigModel):
 
 
 class KubernetesConfig(ConfigModel):
-    """`kubernetes` in `stack.yaml`: where `flotilla up --on kubernetes` installs the chart. Experimental: no cluster has
-    run it yet."""
+    """`kubernetes` in `stack.yaml`, which is experimental: where `flotilla up --on kubernetes` installs the chart."""
 
     context: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_]\S{0,252}$")
     """Context of kubectl; empty takes the current one of the first `up`, and stays with it."""
