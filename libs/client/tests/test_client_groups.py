@@ -14,7 +14,7 @@ from flotilla.coordinator.v1 import loop_pb2 as pb
 from flotilla_client import EvaluationResult, Group, HeldOutResult, Prompt, Sample
 from flotilla_client.loop import loss_function
 from flotilla_core.errors import InvalidRequest
-from flotilla_core.tensors import from_tensor
+from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 
 
@@ -82,6 +82,10 @@ def test_a_chat_is_a_prompt_and_comes_back_with_its_text_and_tokens() -> None:
     chat = [{"role": "user", "content": "1+1?"}]
     message = Prompt.of(chat).to_proto()
     assert (message.text, message.HasField("token_ids")) == ("", False)
-    message.text = "<user>1+1?"
-    assert Prompt.from_proto(message) == Prompt("<user>1+1?", messages=chat)
+    back = pb.LoopGroup(group_id="g", prompt=message)
+    back.prompt.text = "<user>1+1?"
+    back.prompt.token_ids.CopyFrom(to_tensor(np.array([7], np.int32)))
+    prompt = Group.from_proto(back, Prompt.of(chat)).prompt
+    assert prompt.token_ids is not None and prompt.token_ids.tolist() == [7]
+    assert (prompt.text, prompt.messages) == ("<user>1+1?", chat)
     assert Prompt.of("text") == Prompt("text") and Prompt.of(prompt := Prompt("x")) is prompt

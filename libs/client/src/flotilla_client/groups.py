@@ -6,8 +6,9 @@ Invariants: token ids and log-probabilities are those that were sampled, never m
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from google.protobuf import json_format
 from google.protobuf.struct_pb2 import Struct
 from numpy.typing import NDArray
 
+from flotilla.common.v1.chat_pb2 import Message, Tool, ToolCall
 from flotilla.common.v1.version_pb2 import VersionSpan
 from flotilla.coordinator.v1 import loop_pb2 as pb
 from flotilla.trainer.v1 import trainer_pb2
@@ -36,12 +38,15 @@ class Prompt:
     conversation: str = ""
     """Any name; prompts that share it go to one generator while it has room, because its cache knows their
     beginning."""
-    messages: Sequence[Mapping[str, str]] = ()
-    """A chat in place of a text: `role` and `content` of each message. The model's template renders it, and the group
-    that comes back has the rendered text and its tokens."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """A chat in place of a text: `role` and `content` of each message, and the `tool_calls` and `tool_call_id` of
+    OpenAI's chats. The model's template renders it, and the group that comes back has the rendered text and its
+    tokens."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The functions that the model may call, each as `{"type": "function", "function": {...}}`."""
 
     @classmethod
-    def of(cls, given: Prompt | str | Sequence[Mapping[str, str]]) -> Prompt:
+    def of(cls, given: Prompt | str | Sequence[Mapping[str, Any]]) -> Prompt:
         """Return a prompt from itself, a text, or the messages of a chat."""
         if isinstance(given, Prompt):
             return given
@@ -57,7 +62,6 @@ class Prompt:
             message.answer,
             json_format.MessageToDict(message.info),
             message.conversation,
-            [{"role": one.role, "content": one.content} for one in message.messages],
         )
 
     def to_proto(self) -> pb.LoopPrompt:
@@ -71,7 +75,8 @@ class Prompt:
             answer=self.answer,
             info=info,
             conversation=self.conversation,
-            messages=[pb.LoopMessage(role=one["role"], content=one["content"]) for one in self.messages],
+            chat=map(_message, self.messages),
+            tools=[Tool(function=_json(one["function"])) for one in self.tools],
         )
 
 
@@ -136,8 +141,8 @@ class Group:
         return np.array([sample.reward for sample in self.samples])
 
     @classmethod
-    def from_proto(cls, message: pb.LoopGroup) -> Group:
-        """Read it from the wire."""
+    def from_proto(cls, message: pb.LoopGroup, prompt: Prompt) -> Group:
+        """Read it from the wire, as the answer to a prompt."""
         samples = [
             Sample(
                 sample_id=sample.sample_id,
@@ -149,7 +154,8 @@ class Group:
             )
             for sample in message.samples
         ]
-        return cls(message.group_id, Prompt.from_proto(message.prompt), samples)
+        ids = from_tensor(message.prompt.token_ids)
+        return cls(message.group_id, replace(prompt, text=message.prompt.text, token_ids=ids), samples)
 
     def train_group(self) -> trainer_pb2.TrainGroup:
         """Return its message for the trainer."""
@@ -187,6 +193,21 @@ class Group:
                 next_step="take groups as `sample` returns them, or set prompt.token_ids",
             )
         return self.prompt.token_ids
+
+
+def _message(given: Mapping[str, Any]) -> Message:
+    calls = [
+        ToolCall(
+            id=one.get("id"), name=one["function"]["name"], arguments=_json(one["function"]["arguments"])
+        )
+        for one in given.get("tool_calls") or ()
+    ]
+    said, answers = given.get("content") or "", given.get("tool_call_id") or ""
+    return Message(role=given["role"], content=said, tool_calls=calls, tool_call_id=answers)
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _int32(values: Any) -> NDArray[np.int32]:

@@ -139,7 +139,7 @@ class Loop:
 
     async def sample(
         self,
-        prompts: Sequence[Prompt | str | Sequence[Mapping[str, str]]],
+        prompts: Sequence[Prompt | str | Sequence[Mapping[str, Any]]],
         samples_per_prompt: int = 1,
         *,
         temperature: float | None = None,
@@ -164,7 +164,7 @@ class Loop:
         stream = rpc.server_stream(self._stub.SampleGroups, request, idle_timeout_s=_STEP_S)
         async with aclosing(stream) as replies:
             async for reply in replies:
-                groups[reply.index] = Group.from_proto(reply.group)
+                groups[reply.index] = Group.from_proto(reply.group, whole[reply.index])
         return [groups[index] for index in range(len(whole))]
 
     async def score(self, groups: Sequence[Group]) -> list[NDArray[np.float64]]:

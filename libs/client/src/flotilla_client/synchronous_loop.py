@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ class SyncLoop(WaitingLoop):
 
     def sample(
         self,
-        prompts: Sequence[Prompt | str | Sequence[Mapping[str, str]]],
+        prompts: Sequence[Prompt | str | Sequence[Mapping[str, Any]]],
         samples_per_prompt: int = 1,
         *,
         temperature: float | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,13 @@ import numpy as np
 import pytest
 from ledger_counts import counts_of
 
+from flotilla.common.v1.chat_pb2 import Message, Tool
 from flotilla.coordinator.v1 import loop_pb2, run_pb2
 from flotilla.trainer.v1 import trainer_pb2 as train
+from flotilla_client.groups import Prompt as ClientSide
+from flotilla_coordinator.api.loop_servicer import LoopServicer
+from flotilla_coordinator.data.chat_turns import Chat, prompt_text
+from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason, RunRecord, RunState
@@ -35,10 +41,12 @@ from flotilla_coordinator.trainers.learners import Learners, StepUpdates
 from flotilla_core import ids, rpc
 from flotilla_core.agreement import AgreementLimits
 from flotilla_core.config import RunConfig, StackConfig
-from flotilla_core.errors import Cancelled, FlotillaError, InvalidRequest, Unavailable
+from flotilla_core.errors import Cancelled, FlotillaError, InvalidConfig, InvalidRequest, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_data.chats import chat_of, tools_of
+from flotilla_testing import chat_templates
 
 RUN = "run-1"
 CONFIG = {
@@ -48,6 +56,7 @@ CONFIG = {
     "data": {"train": "x.jsonl"},
     "rewards": [{"reward": "exact"}],
 }
+TOKENIZER = SimpleNamespace(decode=lambda token_ids: "2")
 PROMPT = ClientPrompt("1+1=", np.array([1, 2, 3], np.int32))
 
 
@@ -119,10 +128,9 @@ class Bench:
         self.scorer: Any = SimpleNamespace()
         self.monkeypatch = monkeypatch
 
-    def loop(self) -> ClientLoop:
+    def loop(self, tokenizer: Any = TOKENIZER) -> ClientLoop:
         trainer: Any = self.trainer
         generators: Any = self.generators
-        tokenizer: Any = SimpleNamespace(decode=lambda token_ids: "2")
         prompts: Any = SimpleNamespace(cursor={"position": 0})
         context: Any = RunContext(
             run_id=RUN,
@@ -345,17 +353,71 @@ async def test_a_chat_is_rendered_and_gets_no_further_special_tokens(bench: Benc
         return [7]
 
     tokenizer: Any = SimpleNamespace(
-        render_chat=lambda messages: "".join(f"<{one['role']}>{one['content']}" for one in messages),
+        render_chats=lambda chats: [
+            "".join(f"<{one['role']}>{one['content']}" for one in chat.messages) for chat in chats
+        ],
         encode=encode,
     )
     nothing: Any = None
     sampling = ClientSampling(RUN, bench.config.rollout, 0, tokenizer, nothing, nothing)
-    chat = [{"role": "user", "content": "1+1?"}]
-    prompt = sampling.prompt("", None, messages=chat, answer="2", info={"level": 1})
+    chat = Chat([{"role": "user", "content": "1+1?"}], None, "")
+    prompt = sampling.prompt("", None, chat=chat, answer="2", info={"level": 1})
     assert (prompt.text, prompt.token_ids.tolist()) == ("<user>1+1?", [7])
     assert (prompt.answer, prompt.info) == ("2", {"level": 1})
     assert sampling.prompt("1+1=", None).text == "1+1="
     assert asked == [("<user>1+1?", False), ("1+1=", True)]
+
+
+async def asked_by_a_client(bench: Bench, folder: Path, *prompts: loop_pb2.LoopPrompt) -> list[str]:
+    """Return the texts that a loop samples from, for a model whose template writes calls and tools."""
+    opened = asyncio.Event()
+    opened.set()
+    loop = bench.loop(Tokenizer.load(chat_templates.write_tokenizer(folder, chat_templates.QWEN25)))
+    runs: Any = SimpleNamespace(active=lambda run_id: SimpleNamespace(client=loop, opened=opened))
+    request = loop_pb2.SampleGroupsRequest(run_id=RUN, prompts=prompts, samples_per_prompt=1)
+    context: Any = None
+    replies = [reply async for reply in LoopServicer(runs).SampleGroups(request, context)]
+    return [reply.group.prompt.text for reply in sorted(replies, key=lambda reply: reply.index)]
+
+
+async def test_a_chat_of_a_client_reads_as_that_of_a_row_with_its_calls_and_tools(
+    bench: Bench, tmp_path: Path
+) -> None:
+    called = {"name": "weather", "arguments": '{"unit": "C", "city": "Paris"}'}
+    chat = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": called}]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "a": 1}}}
+    old = loop_pb2.LoopPrompt(messages=[loop_pb2.LoopMessage(role="user", content="Weather?")])
+    given = (ClientSide(messages=chat, tools=[tool]).to_proto(), ClientSide.of(chat[:1]).to_proto(), old)
+    texts = await asked_by_a_client(bench, tmp_path / "model", *given)
+    messages = chat_of(chat, "")
+    assert messages is not None
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    assert texts[0] == prompt_text(Chat(messages, tools_of([tool], ""), ""), tokenizer)
+    assert '"arguments": {"unit": "C", "city": "Paris"}' in texts[0] and '"parameters": {"type"' in texts[0]
+    assert texts[1] == texts[2] == prompt_text(Chat(messages[:1], None, ""), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (loop_pb2.LoopPrompt(), "the prompt is empty (prompt 0)"),
+        (loop_pb2.LoopPrompt(chat=[Message(content="x")]), "a chat message has no role (prompt 0)"),
+        (
+            loop_pb2.LoopPrompt(text="x", tools=[Tool(function='{"name": "f"}')]),
+            "the tools have no chat",
+        ),
+        (loop_pb2.LoopPrompt(chat=[Message(role="user")], tools=[Tool(function="{}")]), "a tool has no name"),
+    ],
+)
+async def test_a_chat_from_which_something_would_be_lost_is_refused(
+    bench: Bench, tmp_path: Path, prompt: loop_pb2.LoopPrompt, says: str
+) -> None:
+    with pytest.raises((InvalidRequest, InvalidConfig), match=re.escape(says)):
+        await asked_by_a_client(bench, tmp_path / "model", prompt)
 
 
 async def test_a_reason_why_samples_have_no_reward_is_told_once(bench: Bench) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
 from flotilla.common.v1 import version_pb2
 from flotilla.coordinator.v1 import loop_pb2 as pb
 from flotilla.coordinator.v1.loop_pb2_grpc import LoopServiceServicer
 from flotilla.reward.v1 import reward_pb2
+from flotilla_coordinator.data.chat_turns import Chat
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.runs.client.loop import ClientLoop
@@ -25,6 +27,7 @@ from flotilla_coordinator.runs.registry import Runs
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_data.chats import chat_of, loaded, tools_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -69,10 +72,11 @@ class LoopServicer(LoopServiceServicer):
             raise InvalidRequest("there is nothing to sample", where="prompts, samples_per_prompt")
         prompts = []
         for index, prompt in enumerate(request.prompts):
-            if not prompt.text and not prompt.messages and not prompt.HasField("token_ids"):
-                raise InvalidRequest("the prompt is empty", where=f"prompt {index}")
+            where = f"prompt {index}"
+            chat = _chat(prompt, where)
+            if not prompt.text and chat is None and not prompt.HasField("token_ids"):
+                raise InvalidRequest("the prompt is empty", where=where)
             given = from_tensor(prompt.token_ids) if prompt.HasField("token_ids") else None
-            chat = [{"role": one.role, "content": one.content} for one in prompt.messages]
             prompts.append(
                 loop.sampling.prompt(
                     prompt.text,
@@ -80,7 +84,7 @@ class LoopServicer(LoopServiceServicer):
                     prompt.conversation,
                     answer=prompt.answer,
                     info=to_json(prompt.info),
-                    messages=chat,
+                    chat=chat,
                 )
             )
         changes: dict[str, Any] = {
@@ -187,6 +191,18 @@ class LoopServicer(LoopServiceServicer):
             why=why,
             next_step="start a run with `loop: client`, or wait for this one with OpenLoop",
         )
+
+
+def _chat(prompt: pb.LoopPrompt, where: str) -> Chat | None:
+    """Return the chat of a prompt in the form of those in data files."""
+    given = [MessageToDict(one, preserving_proto_field_name=True) for one in (*prompt.chat, *prompt.messages)]
+    tools = tools_of([loaded(one.function) for one in prompt.tools], where)
+    messages = chat_of(given, where)
+    if messages is None:
+        raise InvalidRequest("a chat message has no role", where=where)
+    if prompt.tools and not (messages and tools):
+        raise InvalidRequest("a tool has no name" if messages else "the tools have no chat", where=where)
+    return Chat(messages, tools, where) if messages else None
 
 
 def _prompt_message(prompt: Prompt) -> pb.LoopPrompt:

@@ -64,9 +64,9 @@ class Chat:
     where: str
 
 
-def prompt_text(messages: Messages, tools: Tools, tokenizer: Tokenizer, where: str) -> str:
+def prompt_text(chat: Chat, tokenizer: Tokenizer) -> str:
     """Return the text that the model continues."""
-    (text,) = prompt_texts([Chat(messages, tools, where)], tokenizer)
+    (text,) = prompt_texts([chat], tokenizer)
     if isinstance(text, InvalidConfig):
         raise text
     return text
@@ -119,7 +119,7 @@ def _turn(
     before: Messages, message: dict[str, Any], tools: Tools, tokenizer: Tokenizer, what: str, where: str
 ) -> tuple[str, int, bool]:
     """Return the text of a chat up to the end of a turn, where the turn begins, and whether an end token ends it."""
-    start = prompt_text(before, tools, tokenizer, where)
+    start = prompt_text(Chat(before, tools, where), tokenizer)
     whole = _rendered([*before, message], tools, tokenizer, where, begin_answer=False)
     if not whole.startswith(start):
         raise InvalidConfig(

@@ -22,6 +22,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from flotilla.common.v1 import chat_pb2 as flotilla_dot_common_dot_v1_dot_chat__pb2
 from flotilla.common.v1 import rules_pb2 as flotilla_dot_common_dot_v1_dot_rules__pb2
 from flotilla.common.v1 import tensor_pb2 as flotilla_dot_common_dot_v1_dot_tensor__pb2
 from flotilla.common.v1 import version_pb2 as flotilla_dot_common_dot_v1_dot_version__pb2
@@ -30,7 +31,7 @@ from flotilla.trainer.v1 import trainer_pb2 as flotilla_dot_trainer_dot_v1_dot_t
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"flotilla/coordinator/v1/loop.proto\x12\x17\x66lotilla.coordinator.v1\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1f\x66lotilla/common/v1/tensor.proto\x1a flotilla/common/v1/version.proto\x1a!flotilla/trainer/v1/session.proto\x1a!flotilla/trainer/v1/trainer.proto\x1a\x1cgoogle/protobuf/struct.proto\"4\n\x0bLoopMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x17\n\x07\x63ontent\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\"\xde\x01\n\nLoopPrompt\x12\x14\n\x04text\x18\x01 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12-\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x16\n\x06\x61nswer\x18\x03 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12%\n\x04info\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x0c\x63onversation\x18\x05 \x01(\t\x12\x36\n\x08messages\x18\x06 \x03(\x0b\x32$.flotilla.coordinator.v1.LoopMessage\"\xdd\x01\n\nLoopSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x14\n\x04text\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12-\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12,\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x36\n\rversion_spans\x18\x05 \x03(\x0b\x32\x1f.flotilla.common.v1.VersionSpan\x12\x11\n\ttruncated\x18\x06 \x01(\x08\"\x88\x01\n\tLoopGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x33\n\x06prompt\x18\x02 \x01(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\x12\x34\n\x07samples\x18\x03 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopSample\"!\n\x0fOpenLoopRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x84\x01\n\x10OpenLoopResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x39\n\x0epolicy_version\x18\x02 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x12\n\nsteps_done\x18\x03 \x01(\x04\x12\x11\n\tdirectory\x18\x04 \x01(\t\"B\n\x12\x44rawPromptsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1c\n\x05\x63ount\x18\x02 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x80\x84.A\"K\n\x13\x44rawPromptsResponse\x12\x34\n\x07prompts\x18\x01 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\"\x9e\x02\n\x13SampleGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x34\n\x07prompts\x18\x02 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\x12)\n\x12samples_per_prompt\x18\x03 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x00j\xf8@\x12\x18\n\x0btemperature\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12 \n\x13max_response_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x14\n\x04stop\x18\x07 \x03(\tB\x06\xea\xe1\x18\x02\x18\x01\x42\x0e\n\x0c_temperatureB\x16\n\x14_max_response_tokensB\x08\n\x06_top_p\"X\n\x14SampleGroupsResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x31\n\x05group\x18\x02 \x01(\x0b\x32\".flotilla.coordinator.v1.LoopGroup\"X\n\x12ScoreGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x32\n\x06groups\x18\x02 \x03(\x0b\x32\".flotilla.coordinator.v1.LoopGroup\"f\n\tLoopScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12(\n\x06reward\x18\x02 \x01(\x01\x42\x16\xea\xe1\x18\x12\t\xb1\xa1\x16*\xd3\xce\xd2\xc7\x11\xb1\xa1\x16*\xd3\xce\xd2GH\x00\x12\x11\n\x07\x66\x61ilure\x18\x03 \x01(\tH\x00\x42\t\n\x07outcome\"I\n\x13ScoreGroupsResponse\x12\x32\n\x06scores\x18\x01 \x03(\x0b\x32\".flotilla.coordinator.v1.LoopScore\"\x86\x01\n\x12ScoreTokensRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x36\n\tsequences\x18\x02 \x03(\x0b\x32#.flotilla.trainer.v1.ScoredSequence\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_temperature\"\x8a\x01\n\x13ScoreTokensResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x38\n\tsequences\x18\x02 \x03(\x0b\x32%.flotilla.trainer.v1.SequenceLogprobs\"\x97\x01\n\x13\x41\x64\x64GradientsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\x06groups\x18\x03 \x03(\x0b\x32\x1f.flotilla.trainer.v1.TrainGroup\x12+\n\x04loss\x18\x04 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Function\"\xce\x01\n\x14\x41\x64\x64GradientsResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12K\n\x07metrics\x18\x02 \x03(\x0b\x32:.flotilla.coordinator.v1.AddGradientsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Q\n\x14StepOptimizerRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\"\xe1\x01\n\x15StepOptimizerResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12L\n\x07metrics\x18\x02 \x03(\x0b\x32;.flotilla.coordinator.v1.StepOptimizerResponse.MetricsEntry\x12\x0f\n\x07skipped\x18\x03 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"8\n\x12SyncWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"s\n\x13SyncWeightsResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\ngenerators\x18\x03 \x03(\t\"\'\n\x15\x45valuatePolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x9b\x01\n\x16\x45valuatePolicyResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x10\n\x08\x61\x63\x63uracy\x18\x02 \x01(\x01\x12\x34\n\x04sets\x18\x03 \x03(\x0b\x32&.flotilla.coordinator.v1.HeldOutResult\"\xa4\x01\n\rHeldOutResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07prompts\x18\x02 \x01(\x04\x12\x44\n\x07metrics\x18\x03 \x03(\x0b\x32\x33.flotilla.coordinator.v1.HeldOutResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"6\n\x10SaveStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"!\n\x11SaveStateResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"D\n\x10SaveModelRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\"!\n\x11SaveModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\"\n\x10\x43loseLoopRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x13\n\x11\x43loseLoopResponse2\x81\n\n\x0bLoopService\x12_\n\x08OpenLoop\x12(.flotilla.coordinator.v1.OpenLoopRequest\x1a).flotilla.coordinator.v1.OpenLoopResponse\x12h\n\x0b\x44rawPrompts\x12+.flotilla.coordinator.v1.DrawPromptsRequest\x1a,.flotilla.coordinator.v1.DrawPromptsResponse\x12m\n\x0cSampleGroups\x12,.flotilla.coordinator.v1.SampleGroupsRequest\x1a-.flotilla.coordinator.v1.SampleGroupsResponse0\x01\x12h\n\x0bScoreGroups\x12+.flotilla.coordinator.v1.ScoreGroupsRequest\x1a,.flotilla.coordinator.v1.ScoreGroupsResponse\x12h\n\x0bScoreTokens\x12+.flotilla.coordinator.v1.ScoreTokensRequest\x1a,.flotilla.coordinator.v1.ScoreTokensResponse\x12k\n\x0c\x41\x64\x64Gradients\x12,.flotilla.coordinator.v1.AddGradientsRequest\x1a-.flotilla.coordinator.v1.AddGradientsResponse\x12n\n\rStepOptimizer\x12-.flotilla.coordinator.v1.StepOptimizerRequest\x1a..flotilla.coordinator.v1.StepOptimizerResponse\x12h\n\x0bSyncWeights\x12+.flotilla.coordinator.v1.SyncWeightsRequest\x1a,.flotilla.coordinator.v1.SyncWeightsResponse\x12q\n\x0e\x45valuatePolicy\x12..flotilla.coordinator.v1.EvaluatePolicyRequest\x1a/.flotilla.coordinator.v1.EvaluatePolicyResponse\x12\x62\n\tSaveState\x12).flotilla.coordinator.v1.SaveStateRequest\x1a*.flotilla.coordinator.v1.SaveStateResponse\x12\x62\n\tSaveModel\x12).flotilla.coordinator.v1.SaveModelRequest\x1a*.flotilla.coordinator.v1.SaveModelResponse\x12\x62\n\tCloseLoop\x12).flotilla.coordinator.v1.CloseLoopRequest\x1a*.flotilla.coordinator.v1.CloseLoopResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"flotilla/coordinator/v1/loop.proto\x12\x17\x66lotilla.coordinator.v1\x1a\x1d\x66lotilla/common/v1/chat.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1f\x66lotilla/common/v1/tensor.proto\x1a flotilla/common/v1/version.proto\x1a!flotilla/trainer/v1/session.proto\x1a!flotilla/trainer/v1/trainer.proto\x1a\x1cgoogle/protobuf/struct.proto\"4\n\x0bLoopMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x17\n\x07\x63ontent\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\"\xb2\x02\n\nLoopPrompt\x12\x14\n\x04text\x18\x01 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12-\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x16\n\x06\x61nswer\x18\x03 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12%\n\x04info\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x0c\x63onversation\x18\x05 \x01(\t\x12\x36\n\x08messages\x18\x06 \x03(\x0b\x32$.flotilla.coordinator.v1.LoopMessage\x12)\n\x04\x63hat\x18\x07 \x03(\x0b\x32\x1b.flotilla.common.v1.Message\x12\'\n\x05tools\x18\x08 \x03(\x0b\x32\x18.flotilla.common.v1.Tool\"\xdd\x01\n\nLoopSample\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x14\n\x04text\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12-\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12,\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x36\n\rversion_spans\x18\x05 \x03(\x0b\x32\x1f.flotilla.common.v1.VersionSpan\x12\x11\n\ttruncated\x18\x06 \x01(\x08\"\x88\x01\n\tLoopGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x33\n\x06prompt\x18\x02 \x01(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\x12\x34\n\x07samples\x18\x03 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopSample\"!\n\x0fOpenLoopRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x84\x01\n\x10OpenLoopResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x39\n\x0epolicy_version\x18\x02 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x12\n\nsteps_done\x18\x03 \x01(\x04\x12\x11\n\tdirectory\x18\x04 \x01(\t\"B\n\x12\x44rawPromptsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1c\n\x05\x63ount\x18\x02 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x80\x84.A\"K\n\x13\x44rawPromptsResponse\x12\x34\n\x07prompts\x18\x01 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\"\x9e\x02\n\x13SampleGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x34\n\x07prompts\x18\x02 \x03(\x0b\x32#.flotilla.coordinator.v1.LoopPrompt\x12)\n\x12samples_per_prompt\x18\x03 \x01(\rB\r\xea\xe1\x18\t\x11\x00\x00\x00\x00\x00j\xf8@\x12\x18\n\x0btemperature\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12 \n\x13max_response_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x14\n\x04stop\x18\x07 \x03(\tB\x06\xea\xe1\x18\x02\x18\x01\x42\x0e\n\x0c_temperatureB\x16\n\x14_max_response_tokensB\x08\n\x06_top_p\"X\n\x14SampleGroupsResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x31\n\x05group\x18\x02 \x01(\x0b\x32\".flotilla.coordinator.v1.LoopGroup\"X\n\x12ScoreGroupsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x32\n\x06groups\x18\x02 \x03(\x0b\x32\".flotilla.coordinator.v1.LoopGroup\"f\n\tLoopScore\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12(\n\x06reward\x18\x02 \x01(\x01\x42\x16\xea\xe1\x18\x12\t\xb1\xa1\x16*\xd3\xce\xd2\xc7\x11\xb1\xa1\x16*\xd3\xce\xd2GH\x00\x12\x11\n\x07\x66\x61ilure\x18\x03 \x01(\tH\x00\x42\t\n\x07outcome\"I\n\x13ScoreGroupsResponse\x12\x32\n\x06scores\x18\x01 \x03(\x0b\x32\".flotilla.coordinator.v1.LoopScore\"\x86\x01\n\x12ScoreTokensRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x36\n\tsequences\x18\x02 \x03(\x0b\x32#.flotilla.trainer.v1.ScoredSequence\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_temperature\"\x8a\x01\n\x13ScoreTokensResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x38\n\tsequences\x18\x02 \x03(\x0b\x32%.flotilla.trainer.v1.SequenceLogprobs\"\x97\x01\n\x13\x41\x64\x64GradientsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\x06groups\x18\x03 \x03(\x0b\x32\x1f.flotilla.trainer.v1.TrainGroup\x12+\n\x04loss\x18\x04 \x01(\x0b\x32\x1d.flotilla.trainer.v1.Function\"\xce\x01\n\x14\x41\x64\x64GradientsResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12K\n\x07metrics\x18\x02 \x03(\x0b\x32:.flotilla.coordinator.v1.AddGradientsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Q\n\x14StepOptimizerRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\"\xe1\x01\n\x15StepOptimizerResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12L\n\x07metrics\x18\x02 \x03(\x0b\x32;.flotilla.coordinator.v1.StepOptimizerResponse.MetricsEntry\x12\x0f\n\x07skipped\x18\x03 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"8\n\x12SyncWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"s\n\x13SyncWeightsResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\ngenerators\x18\x03 \x03(\t\"\'\n\x15\x45valuatePolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x9b\x01\n\x16\x45valuatePolicyResponse\x12\x39\n\x0epolicy_version\x18\x01 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12\x10\n\x08\x61\x63\x63uracy\x18\x02 \x01(\x01\x12\x34\n\x04sets\x18\x03 \x03(\x0b\x32&.flotilla.coordinator.v1.HeldOutResult\"\xa4\x01\n\rHeldOutResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07prompts\x18\x02 \x01(\x04\x12\x44\n\x07metrics\x18\x03 \x03(\x0b\x32\x33.flotilla.coordinator.v1.HeldOutResult.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"6\n\x10SaveStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"!\n\x11SaveStateResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"D\n\x10SaveModelRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\"!\n\x11SaveModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\"\n\x10\x43loseLoopRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x13\n\x11\x43loseLoopResponse2\x81\n\n\x0bLoopService\x12_\n\x08OpenLoop\x12(.flotilla.coordinator.v1.OpenLoopRequest\x1a).flotilla.coordinator.v1.OpenLoopResponse\x12h\n\x0b\x44rawPrompts\x12+.flotilla.coordinator.v1.DrawPromptsRequest\x1a,.flotilla.coordinator.v1.DrawPromptsResponse\x12m\n\x0cSampleGroups\x12,.flotilla.coordinator.v1.SampleGroupsRequest\x1a-.flotilla.coordinator.v1.SampleGroupsResponse0\x01\x12h\n\x0bScoreGroups\x12+.flotilla.coordinator.v1.ScoreGroupsRequest\x1a,.flotilla.coordinator.v1.ScoreGroupsResponse\x12h\n\x0bScoreTokens\x12+.flotilla.coordinator.v1.ScoreTokensRequest\x1a,.flotilla.coordinator.v1.ScoreTokensResponse\x12k\n\x0c\x41\x64\x64Gradients\x12,.flotilla.coordinator.v1.AddGradientsRequest\x1a-.flotilla.coordinator.v1.AddGradientsResponse\x12n\n\rStepOptimizer\x12-.flotilla.coordinator.v1.StepOptimizerRequest\x1a..flotilla.coordinator.v1.StepOptimizerResponse\x12h\n\x0bSyncWeights\x12+.flotilla.coordinator.v1.SyncWeightsRequest\x1a,.flotilla.coordinator.v1.SyncWeightsResponse\x12q\n\x0e\x45valuatePolicy\x12..flotilla.coordinator.v1.EvaluatePolicyRequest\x1a/.flotilla.coordinator.v1.EvaluatePolicyResponse\x12\x62\n\tSaveState\x12).flotilla.coordinator.v1.SaveStateRequest\x1a*.flotilla.coordinator.v1.SaveStateResponse\x12\x62\n\tSaveModel\x12).flotilla.coordinator.v1.SaveModelRequest\x1a*.flotilla.coordinator.v1.SaveModelResponse\x12\x62\n\tCloseLoop\x12).flotilla.coordinator.v1.CloseLoopRequest\x1a*.flotilla.coordinator.v1.CloseLoopResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -59,72 +60,72 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_HELDOUTRESULT_METRICSENTRY']._loaded_options = None
   _globals['_HELDOUTRESULT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_LOOPMESSAGE']._serialized_start=262
-  _globals['_LOOPMESSAGE']._serialized_end=314
-  _globals['_LOOPPROMPT']._serialized_start=317
-  _globals['_LOOPPROMPT']._serialized_end=539
-  _globals['_LOOPSAMPLE']._serialized_start=542
-  _globals['_LOOPSAMPLE']._serialized_end=763
-  _globals['_LOOPGROUP']._serialized_start=766
-  _globals['_LOOPGROUP']._serialized_end=902
-  _globals['_OPENLOOPREQUEST']._serialized_start=904
-  _globals['_OPENLOOPREQUEST']._serialized_end=937
-  _globals['_OPENLOOPRESPONSE']._serialized_start=940
-  _globals['_OPENLOOPRESPONSE']._serialized_end=1072
-  _globals['_DRAWPROMPTSREQUEST']._serialized_start=1074
-  _globals['_DRAWPROMPTSREQUEST']._serialized_end=1140
-  _globals['_DRAWPROMPTSRESPONSE']._serialized_start=1142
-  _globals['_DRAWPROMPTSRESPONSE']._serialized_end=1217
-  _globals['_SAMPLEGROUPSREQUEST']._serialized_start=1220
-  _globals['_SAMPLEGROUPSREQUEST']._serialized_end=1506
-  _globals['_SAMPLEGROUPSRESPONSE']._serialized_start=1508
-  _globals['_SAMPLEGROUPSRESPONSE']._serialized_end=1596
-  _globals['_SCOREGROUPSREQUEST']._serialized_start=1598
-  _globals['_SCOREGROUPSREQUEST']._serialized_end=1686
-  _globals['_LOOPSCORE']._serialized_start=1688
-  _globals['_LOOPSCORE']._serialized_end=1790
-  _globals['_SCOREGROUPSRESPONSE']._serialized_start=1792
-  _globals['_SCOREGROUPSRESPONSE']._serialized_end=1865
-  _globals['_SCORETOKENSREQUEST']._serialized_start=1868
-  _globals['_SCORETOKENSREQUEST']._serialized_end=2002
-  _globals['_SCORETOKENSRESPONSE']._serialized_start=2005
-  _globals['_SCORETOKENSRESPONSE']._serialized_end=2143
-  _globals['_ADDGRADIENTSREQUEST']._serialized_start=2146
-  _globals['_ADDGRADIENTSREQUEST']._serialized_end=2297
-  _globals['_ADDGRADIENTSRESPONSE']._serialized_start=2300
-  _globals['_ADDGRADIENTSRESPONSE']._serialized_end=2506
-  _globals['_ADDGRADIENTSRESPONSE_METRICSENTRY']._serialized_start=2460
-  _globals['_ADDGRADIENTSRESPONSE_METRICSENTRY']._serialized_end=2506
-  _globals['_STEPOPTIMIZERREQUEST']._serialized_start=2508
-  _globals['_STEPOPTIMIZERREQUEST']._serialized_end=2589
-  _globals['_STEPOPTIMIZERRESPONSE']._serialized_start=2592
-  _globals['_STEPOPTIMIZERRESPONSE']._serialized_end=2817
-  _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._serialized_start=2460
-  _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._serialized_end=2506
-  _globals['_SYNCWEIGHTSREQUEST']._serialized_start=2819
-  _globals['_SYNCWEIGHTSREQUEST']._serialized_end=2875
-  _globals['_SYNCWEIGHTSRESPONSE']._serialized_start=2877
-  _globals['_SYNCWEIGHTSRESPONSE']._serialized_end=2992
-  _globals['_EVALUATEPOLICYREQUEST']._serialized_start=2994
-  _globals['_EVALUATEPOLICYREQUEST']._serialized_end=3033
-  _globals['_EVALUATEPOLICYRESPONSE']._serialized_start=3036
-  _globals['_EVALUATEPOLICYRESPONSE']._serialized_end=3191
-  _globals['_HELDOUTRESULT']._serialized_start=3194
-  _globals['_HELDOUTRESULT']._serialized_end=3358
-  _globals['_HELDOUTRESULT_METRICSENTRY']._serialized_start=2460
-  _globals['_HELDOUTRESULT_METRICSENTRY']._serialized_end=2506
-  _globals['_SAVESTATEREQUEST']._serialized_start=3360
-  _globals['_SAVESTATEREQUEST']._serialized_end=3414
-  _globals['_SAVESTATERESPONSE']._serialized_start=3416
-  _globals['_SAVESTATERESPONSE']._serialized_end=3449
-  _globals['_SAVEMODELREQUEST']._serialized_start=3451
-  _globals['_SAVEMODELREQUEST']._serialized_end=3519
-  _globals['_SAVEMODELRESPONSE']._serialized_start=3521
-  _globals['_SAVEMODELRESPONSE']._serialized_end=3554
-  _globals['_CLOSELOOPREQUEST']._serialized_start=3556
-  _globals['_CLOSELOOPREQUEST']._serialized_end=3590
-  _globals['_CLOSELOOPRESPONSE']._serialized_start=3592
-  _globals['_CLOSELOOPRESPONSE']._serialized_end=3611
-  _globals['_LOOPSERVICE']._serialized_start=3614
-  _globals['_LOOPSERVICE']._serialized_end=4895
+  _globals['_LOOPMESSAGE']._serialized_start=293
+  _globals['_LOOPMESSAGE']._serialized_end=345
+  _globals['_LOOPPROMPT']._serialized_start=348
+  _globals['_LOOPPROMPT']._serialized_end=654
+  _globals['_LOOPSAMPLE']._serialized_start=657
+  _globals['_LOOPSAMPLE']._serialized_end=878
+  _globals['_LOOPGROUP']._serialized_start=881
+  _globals['_LOOPGROUP']._serialized_end=1017
+  _globals['_OPENLOOPREQUEST']._serialized_start=1019
+  _globals['_OPENLOOPREQUEST']._serialized_end=1052
+  _globals['_OPENLOOPRESPONSE']._serialized_start=1055
+  _globals['_OPENLOOPRESPONSE']._serialized_end=1187
+  _globals['_DRAWPROMPTSREQUEST']._serialized_start=1189
+  _globals['_DRAWPROMPTSREQUEST']._serialized_end=1255
+  _globals['_DRAWPROMPTSRESPONSE']._serialized_start=1257
+  _globals['_DRAWPROMPTSRESPONSE']._serialized_end=1332
+  _globals['_SAMPLEGROUPSREQUEST']._serialized_start=1335
+  _globals['_SAMPLEGROUPSREQUEST']._serialized_end=1621
+  _globals['_SAMPLEGROUPSRESPONSE']._serialized_start=1623
+  _globals['_SAMPLEGROUPSRESPONSE']._serialized_end=1711
+  _globals['_SCOREGROUPSREQUEST']._serialized_start=1713
+  _globals['_SCOREGROUPSREQUEST']._serialized_end=1801
+  _globals['_LOOPSCORE']._serialized_start=1803
+  _globals['_LOOPSCORE']._serialized_end=1905
+  _globals['_SCOREGROUPSRESPONSE']._serialized_start=1907
+  _globals['_SCOREGROUPSRESPONSE']._serialized_end=1980
+  _globals['_SCORETOKENSREQUEST']._serialized_start=1983
+  _globals['_SCORETOKENSREQUEST']._serialized_end=2117
+  _globals['_SCORETOKENSRESPONSE']._serialized_start=2120
+  _globals['_SCORETOKENSRESPONSE']._serialized_end=2258
+  _globals['_ADDGRADIENTSREQUEST']._serialized_start=2261
+  _globals['_ADDGRADIENTSREQUEST']._serialized_end=2412
+  _globals['_ADDGRADIENTSRESPONSE']._serialized_start=2415
+  _globals['_ADDGRADIENTSRESPONSE']._serialized_end=2621
+  _globals['_ADDGRADIENTSRESPONSE_METRICSENTRY']._serialized_start=2575
+  _globals['_ADDGRADIENTSRESPONSE_METRICSENTRY']._serialized_end=2621
+  _globals['_STEPOPTIMIZERREQUEST']._serialized_start=2623
+  _globals['_STEPOPTIMIZERREQUEST']._serialized_end=2704
+  _globals['_STEPOPTIMIZERRESPONSE']._serialized_start=2707
+  _globals['_STEPOPTIMIZERRESPONSE']._serialized_end=2932
+  _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._serialized_start=2575
+  _globals['_STEPOPTIMIZERRESPONSE_METRICSENTRY']._serialized_end=2621
+  _globals['_SYNCWEIGHTSREQUEST']._serialized_start=2934
+  _globals['_SYNCWEIGHTSREQUEST']._serialized_end=2990
+  _globals['_SYNCWEIGHTSRESPONSE']._serialized_start=2992
+  _globals['_SYNCWEIGHTSRESPONSE']._serialized_end=3107
+  _globals['_EVALUATEPOLICYREQUEST']._serialized_start=3109
+  _globals['_EVALUATEPOLICYREQUEST']._serialized_end=3148
+  _globals['_EVALUATEPOLICYRESPONSE']._serialized_start=3151
+  _globals['_EVALUATEPOLICYRESPONSE']._serialized_end=3306
+  _globals['_HELDOUTRESULT']._serialized_start=3309
+  _globals['_HELDOUTRESULT']._serialized_end=3473
+  _globals['_HELDOUTRESULT_METRICSENTRY']._serialized_start=2575
+  _globals['_HELDOUTRESULT_METRICSENTRY']._serialized_end=2621
+  _globals['_SAVESTATEREQUEST']._serialized_start=3475
+  _globals['_SAVESTATEREQUEST']._serialized_end=3529
+  _globals['_SAVESTATERESPONSE']._serialized_start=3531
+  _globals['_SAVESTATERESPONSE']._serialized_end=3564
+  _globals['_SAVEMODELREQUEST']._serialized_start=3566
+  _globals['_SAVEMODELREQUEST']._serialized_end=3634
+  _globals['_SAVEMODELRESPONSE']._serialized_start=3636
+  _globals['_SAVEMODELRESPONSE']._serialized_end=3669
+  _globals['_CLOSELOOPREQUEST']._serialized_start=3671
+  _globals['_CLOSELOOPREQUEST']._serialized_end=3705
+  _globals['_CLOSELOOPRESPONSE']._serialized_start=3707
+  _globals['_CLOSELOOPRESPONSE']._serialized_end=3726
+  _globals['_LOOPSERVICE']._serialized_start=3729
+  _globals['_LOOPSERVICE']._serialized_end=5010
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from flotilla.common.v1 import chat_pb2 as _chat_pb2
 from flotilla.common.v1 import tensor_pb2 as _tensor_pb2
 from flotilla.common.v1 import version_pb2 as _version_pb2
 from flotilla.trainer.v1 import session_pb2 as _session_pb2
@@ -25,6 +26,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LoopMessage(_message.Message):
+    """Only from clients of 0.1.0."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -55,6 +58,8 @@ class LoopPrompt(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     answer: _builtins.str
     conversation: _builtins.str
@@ -71,7 +76,15 @@ class LoopPrompt(_message.Message):
 
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoopMessage]:
+        """The chat of a client of 0.1.0."""
+
+    @_builtins.property
+    def chat(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]:
         """A chat in place of the text: rendered by the model's template, up to where the answer begins."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]:
+        """Those that the template writes into the chat."""
 
     def __init__(
         self,
@@ -82,10 +95,12 @@ class LoopPrompt(_message.Message):
         info: _struct_pb2.Struct | None = ...,
         conversation: _builtins.str = ...,
         messages: _abc.Iterable[Global___LoopMessage] | None = ...,
+        chat: _abc.Iterable[_chat_pb2.Message] | None = ...,
+        tools: _abc.Iterable[_chat_pb2.Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "conversation", b"conversation", "info", b"info", "messages", b"messages", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "chat", b"chat", "conversation", b"conversation", "info", b"info", "messages", b"messages", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

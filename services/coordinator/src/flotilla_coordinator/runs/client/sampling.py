@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from flotilla_coordinator.data.chat_turns import Chat, prompt_text
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -81,14 +82,14 @@ class ClientSampling:
         *,
         answer: str = "",
         info: dict[str, Any] | None = None,
-        messages: Sequence[dict[str, Any]] = (),
+        chat: Chat | None = None,
     ) -> ClientPrompt:
         """Return a prompt with its tokens; those of a chat come from its rendered text."""
-        if messages and token_ids is None:
-            text = self._tokenizer.render_chat(messages)
         if token_ids is None:
+            if chat is not None:
+                text = prompt_text(chat, self._tokenizer)
             # A rendered template has its own special tokens.
-            token_ids = np.array(self._tokenizer.encode(text, special=not messages), np.int32)
+            token_ids = np.array(self._tokenizer.encode(text, special=chat is None), np.int32)
         text = text or self._tokenizer.decode(token_ids.tolist())
         return ClientPrompt(text, token_ids.astype(np.int32), conversation, answer, info or {})
 
