@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.plan import checks, update_lines
+from flotilla_coordinator.plan import checks, sampling_lines
+from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_core.config import RunConfig, StackConfig
 
 TOKENS_OF_A_STEP = 1000
@@ -25,13 +26,13 @@ def run(steps: int = 100, **changes: Any) -> RunConfig:
 
 
 def warnings(config: RunConfig, memory: int = 1 << 40) -> list[str]:
-    return list(update_lines.asynchrony_warnings(config, TOKENS_OF_A_STEP, memory))
+    return Chapter.of(sampling_lines.asynchrony_warnings(config, TOKENS_OF_A_STEP, memory)).warnings
 
 
 def test_what_runs_ahead_is_counted() -> None:
-    _, value, explanation = update_lines.policy_line(run())
+    _, value, explanation = sampling_lines.policy_line(run())
     assert value == "max_staleness 3" and "by at most 3 steps" in explanation
-    _, value, explanation = update_lines.groups_line(run(), TOKENS_OF_A_STEP)
+    _, value, explanation = sampling_lines.groups_line(run(), TOKENS_OF_A_STEP)
     assert value == "at most 64" and "256 samples" in explanation  # 4 steps x 16 prompts x 4 samples
     assert not warnings(run())
 
@@ -39,7 +40,7 @@ def test_what_runs_ahead_is_counted() -> None:
 def test_running_further_ahead_than_the_run_is_long_is_a_warning() -> None:
     (warning,) = warnings(run(steps=3))
     assert "max_staleness = 3 admits all 3 steps at once" in warning
-    _, value, _ = update_lines.groups_line(run(steps=3), TOKENS_OF_A_STEP)
+    _, value, _ = sampling_lines.groups_line(run(steps=3), TOKENS_OF_A_STEP)
     assert value == "at most 48"
 
 
@@ -66,25 +67,25 @@ def test_old_samples_that_nothing_weighs_are_a_warning(algorithm: dict[str, Any]
 
 
 def test_more_samples_than_a_quarter_of_the_host_holds_are_a_warning() -> None:
-    held = update_lines.held_bytes(run(), TOKENS_OF_A_STEP)
+    held = sampling_lines.held_bytes(run(), TOKENS_OF_A_STEP)
     assert not warnings(run(), memory=4 * held)
     (warning,) = warnings(run(), memory=2 * held)
     assert "lower rollout.max_staleness" in warning
 
 
 def test_only_the_batch_that_is_trained_holds_what_a_teacher_finds_likeliest() -> None:
-    plain = update_lines.held_bytes(run(), TOKENS_OF_A_STEP)
-    taught = update_lines.held_bytes(run(algorithm={"teacher": {"top_k": 32}}), TOKENS_OF_A_STEP)
+    plain = sampling_lines.held_bytes(run(), TOKENS_OF_A_STEP)
+    taught = sampling_lines.held_bytes(run(algorithm={"teacher": {"top_k": 32}}), TOKENS_OF_A_STEP)
     assert taught - plain == TOKENS_OF_A_STEP * 32 * 8
 
 
 def test_an_evaluation_beside_the_training_needs_a_second_generator() -> None:
     pinned = {"evaluation": {"data": "heldout.jsonl", "pinned": True}}
-    (warning,) = checks.fleet_warnings(run(**pinned), StackConfig())
+    (warning,) = Chapter.of(checks.fleet_warnings(run(**pinned), StackConfig())).warnings
     assert "flotilla scale generator 2" in warning
     two = StackConfig.model_validate({"generator": {"replicas": 2}})
-    assert not checks.fleet_warnings(run(**pinned), two) and not checks.config_errors(run(**pinned))
-    (error,) = checks.config_errors(run(**pinned, loop="client"))
+    assert not [*checks.fleet_warnings(run(**pinned), two), *checks.config_errors(run(**pinned))]
+    (error,) = Chapter.of(checks.config_errors(run(**pinned, loop="client"))).errors
     assert "with loop: client leave it out" in error
 
 
@@ -94,9 +95,9 @@ def test_a_run_that_decodes_during_updates_is_refused_where_generators_sleep_the
 
     def refused(**changes: Any) -> list[str]:
         rollout = {"prompts_per_step": 16, "samples_per_prompt": 4} | changes.pop("rollout", {})
-        return checks.sleep_errors(run(**changes, rollout=rollout), stack)
+        return Chapter.of(checks.sleep_errors(run(**changes, rollout=rollout), stack)).errors
 
-    assert not refused() and not checks.sleep_errors(run(), StackConfig())
+    assert not refused() and not [*checks.sleep_errors(run(), StackConfig())]
     for changes, key in (
         ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness = 1"),
         ({"loop": "client"}, "loop: client"),
@@ -123,7 +124,7 @@ def test_the_kv_cache_at_a_sync_goes_by_the_staleness_and_says_what_it_costs(
     sizes = {"prompts_per_step": 16, "samples_per_prompt": 4, "sampling": {"max_response_tokens": 256}}
     rollout = sizes | {"max_staleness": staleness}
     stack = StackConfig.model_validate({"model": "/model", "generator": {"max_running_samples": 100}})
-    name, value, explanation = update_lines.kv_line(run(rollout=rollout, weights=weights), stack, 10)
+    name, value, explanation = sampling_lines.kv_line(run(rollout=rollout, weights=weights), stack, 10)
     assert (name, value) == ("KV cache at a sync", policy) and cost in explanation
 
 
@@ -138,13 +139,9 @@ def test_the_kv_cache_at_a_sync_goes_by_the_staleness_and_says_what_it_costs(
 def test_quantized_samples_are_trained_only_with_a_correction(algorithm: Any, refused: bool) -> None:
     config = run(algorithm=algorithm)
     stack = StackConfig.model_validate({"generator": {"quantization": "fp8"}})
-    assert not update_lines.quantization_errors(config, StackConfig())
-    assert not update_lines.quantization_lines(StackConfig())
-    errors = update_lines.quantization_errors(config, stack)
+    assert not [*sampling_lines.quantization(config, StackConfig())]
+    ((name, value, explanation),), _, errors = Chapter.of(sampling_lines.quantization(config, stack))
     assert bool(errors) is refused
     assert all("set algorithm.correction.importance to token" in error for error in errors)
-    ((name, value, explanation),) = update_lines.quantization_lines(stack)
-    assert (name, value) == (
-        "rollout precision",
-        "fp8",
-    ) and "which algorithm.correction corrects" in explanation
+    assert (name, value) == ("rollout precision", "fp8")
+    assert "which algorithm.correction corrects" in explanation

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flotilla_coordinator.plan import functions
+from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.functions import file_errors, loading_problems
 from flotilla_core.config import RunConfig
 
@@ -30,7 +31,7 @@ def run(rewards: list[dict[str, Any]], **algorithm: Any) -> RunConfig:
 
 def all_errors(config: RunConfig) -> list[str]:
     """Return the errors of the files, and those of loading the functions that they define."""
-    return [*file_errors(config), *loading_problems(config)[0]]
+    return Chapter.of(file_errors(config), loading_problems(config)).errors
 
 
 def test_rewards_of_ours_are_asked_for_by_their_service() -> None:
@@ -55,7 +56,7 @@ WRONG_REWARDS = {
 
 def test_path_that_is_too_long_is_refused_like_a_missing_file() -> None:
     config = run([{"reward": f"{'x/' * 2000}f.py:f"}]).with_paths_from(Path("/y" * 100))
-    (error,) = file_errors(config)
+    (error,) = Chapter.of(file_errors(config)).errors
     assert "does not exist" in error
 
 
@@ -104,7 +105,7 @@ def test_functions_that_work_are_no_problem_and_never_run_here(tmp_path: Path) -
         [{"reward": f"{file}:score", "parameters": {"scale": 2}}, {"reward": "exact"}],
         loss={"type": f"{file}:mine", "parameters": {"scale": 2}},
     )
-    assert (file_errors(config), loading_problems(config)) == ([], ([], []))
+    assert not [*file_errors(config), *loading_problems(config)]
     assert not [name for name in sys.modules if "never_imported_here" in name]
 
 
@@ -115,7 +116,7 @@ def test_an_import_without_an_end_is_a_warning_after_a_bounded_time(
     file = tmp_path / "mine.py"
     file.write_text(REWARD + "while True:\n    pass\n")
     began = time.monotonic()
-    errors, (warning,) = loading_problems(run([{"reward": f"{file}:score"}]))
+    _, (warning,), errors = Chapter.of(loading_problems(run([{"reward": f"{file}:score"}])))
     assert time.monotonic() - began < 10
     assert errors == [] and "took longer than 1 s" in warning and "rewards[0].reward" in warning
 

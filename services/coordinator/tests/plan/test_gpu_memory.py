@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.plan import data_lines, gpu_memory, size_limits
+from flotilla_coordinator.plan import gpu_memory, memory_lines, size_limits
 from flotilla_coordinator.plan.batching_choice import chosen_batching
+from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.gpu_memory import GIB, SharedGpu
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import (
@@ -78,9 +79,17 @@ def run_of(**changes: Any) -> RunConfig:
     return RunConfig.model_validate(described | changes)
 
 
+def problems(
+    config: RunConfig, stack: StackConfig, model: ModelFacts, rank: int, gpu: int, kept: int = 0
+) -> tuple[list[str], list[str]]:
+    """Return errors and warnings of a rank that takes so many bytes, of which some stay between updates."""
+    need = TrainerMemory(0, 0, 0, 0, activations=rank - kept, logits=0, reference=kept)
+    _, warnings, errors = Chapter.of(gpu_memory.gpu_problems(config, stack, model, need, gpu))
+    return errors, warnings
+
+
 def test_a_small_model_leaves_an_h200_to_a_large_cache_and_a_run_of_many_tokens() -> None:
-    shared = SharedGpu.of(facts(**QWEN3_600M), stack_of(), H200)
-    shared.require()
+    shared = SharedGpu.required(facts(**QWEN3_600M), stack_of(), H200)
     assert shared.resident < 12 * GIB and shared.generator < 6 * GIB
     in_flight = 256 * 1024 * gpu_memory.token_bytes(facts(**QWEN3_600M), stack_of().generator)
     assert shared.kv_cache > in_flight
@@ -91,8 +100,7 @@ def test_a_small_model_leaves_an_h200_to_a_large_cache_and_a_run_of_many_tokens(
 
 @pytest.mark.parametrize("total", [SMALL_GPU, H200])
 def test_the_parts_of_both_and_what_is_set_aside_are_the_whole_gpu(total: int) -> None:
-    shared = SharedGpu.of(facts(**QWEN3_600M), stack_of(generator={"max_model_tokens": 2048}), total)
-    shared.require()
+    shared = SharedGpu.required(facts(**QWEN3_600M), stack_of(generator={"max_model_tokens": 2048}), total)
     aside = total - shared.rank_room - shared.generator - shared.kv_cache
     assert 5 * GIB < aside < 5 * GIB + 0.05 * total, "with 2 GiB of buckets"
     assert shared.resident <= shared.rank_room
@@ -119,11 +127,10 @@ def test_a_cache_is_no_larger_than_its_samples_can_fill() -> None:
 
 def test_a_model_whose_state_does_not_fit_beside_a_generator_fits_over_two_gpus() -> None:
     model = facts(**QWEN3_8B)
-    one = SharedGpu.of(model, stack_of(), H200)
-    one.require()
+    one = SharedGpu.required(model, stack_of(), H200)
     assert not one.learns and one.frozen < one.rank_room < one.resident, "adapters can learn on it"
     with pytest.raises(FailedPrecondition, match=r"do not fit on one GPU.*raise trainer\.nproc"):
-        SharedGpu.of(model, stack_of(), SMALL_GPU).require()
+        SharedGpu.required(model, stack_of(), SMALL_GPU)
     assert SharedGpu.of(model, stack_of(trainer={"nproc": 2}, generator={"replicas": 2}), H200).learns
 
 
@@ -140,10 +147,10 @@ def test_the_stack_is_started_with_a_cache_of_a_fixed_size_and_is_divided_alike_
 def test_a_run_whose_rank_has_no_room_beside_the_generator_is_refused_by_its_keys() -> None:
     model, stack, config = facts(**QWEN3_600M), stack_of(), run_of()
     shared = SharedGpu.of(model, stack, SMALL_GPU)
-    assert gpu_memory.gpu_problems(config, stack, model, shared.rank_room, SMALL_GPU) == ([], [])
-    errors, (warning,) = gpu_memory.gpu_problems(config, stack, model, shared.rank_room + GIB, SMALL_GPU)
+    assert problems(config, stack, model, shared.rank_room, SMALL_GPU) == ([], [])
+    errors, (warning,) = problems(config, stack, model, shared.rank_room + GIB, SMALL_GPU)
     assert not errors and "beside the generator" in warning and "generator.kv_cache_gib = " in warning
-    (error,), _ = gpu_memory.gpu_problems(config, stack, model, 3 * shared.rank_room, SMALL_GPU)
+    (error,), _ = problems(config, stack, model, 3 * shared.rank_room, SMALL_GPU)
     assert "batching.tokens_per_microbatch = 8192" in error
 
 
@@ -156,8 +163,7 @@ def test_a_cache_that_sleeps_and_activations_are_counted_by_the_larger_of_both(t
     model = facts(**QWEN3_600M)
     short = {"max_model_tokens": 2048}
     beside = SharedGpu.of(model, stack_of(generator=short), total)
-    sleeper = SharedGpu.of(model, asleep(**short), total)
-    sleeper.require()
+    sleeper = SharedGpu.required(model, asleep(**short), total)
     assert sleeper.kv_cache >= beside.kv_cache and sleeper.rank_room == beside.rank_room + beside.kv_cache
     at_rest = sleeper.resident + gpu_memory.CHECK_BYTES
     assert sleeper.aside + sleeper.generator + max(sleeper.rank_room, at_rest + sleeper.kv_cache) <= total
@@ -171,7 +177,7 @@ def test_generators_that_a_run_does_not_have_sleep_for_nobody() -> None:
     given = run_of(algorithm={"type": "sft"}, rewards=[])
     assert gpu_memory.rank_room(run_of(), model, stack, H200) == shared.rank_room
     assert gpu_memory.rank_room(given, model, stack, H200) == shared.room_beside
-    _, (warning,) = gpu_memory.gpu_problems(given, stack, model, shared.room_beside + GIB, H200)
+    _, (warning,) = problems(given, stack, model, shared.room_beside + GIB, H200)
     assert "stays" in warning and gpu_memory.SLEEP not in warning
 
 
@@ -180,14 +186,10 @@ def test_a_rank_that_keeps_more_between_updates_than_the_cache_leaves_is_refused
     shared = SharedGpu.of(model, stack, H200)
     need = TrainerMemory.of(model, config, stack.trainer, 1024)
     assert need.kept < shared.resident < need.total
-    assert gpu_memory.gpu_problems(config, stack, model, need.total, H200, kept_bytes=need.kept) == ([], [])
-    _, (warning,) = gpu_memory.gpu_problems(
-        config, stack, model, need.total, H200, kept_bytes=shared.room_beside
-    )
+    assert problems(config, stack, model, need.total, H200, kept=need.kept) == ([], [])
+    _, (warning,) = problems(config, stack, model, need.total, H200, kept=shared.room_beside)
     assert "between updates" in warning and "lower generator.kv_cache_gib" in warning
-    (error,), _ = gpu_memory.gpu_problems(
-        config, stack, model, need.total, H200, kept_bytes=3 * shared.room_beside
-    )
+    (error,), _ = problems(config, stack, model, need.total, H200, kept=3 * shared.room_beside)
     assert error.partition(":")[0] == warning.partition(":")[0].replace(
         gpu_memory.shown_bytes(shared.room_beside), gpu_memory.shown_bytes(3 * shared.room_beside), 1
     )
@@ -197,26 +199,25 @@ def test_a_long_sample_that_fits_only_alternately_is_refused_by_that_key_with_it
     model, longest = facts(**QWEN3_600M), {"max_model_tokens": 40_960, "max_running_samples": 1}
     sizes = (gib * GIB for gib in range(10, 40))
     total = next(size for size in sizes if SharedGpu.of(model, asleep(**longest), size).learns)
-    beside = SharedGpu.of(model, stack_of(generator=longest), total)
     with pytest.raises(
         FailedPrecondition, match=r"set generator\.sleep_while_training to true.*KV cache has \d"
     ):
-        beside.require()
-    SharedGpu.of(model, asleep(**longest), total).require()
+        SharedGpu.required(model, stack_of(generator=longest), total)
+    SharedGpu.required(model, asleep(**longest), total)
 
 
 def test_a_rank_that_fits_only_alternately_is_told_the_key_and_what_it_would_have() -> None:
     model, config = facts(**QWEN3_600M), run_of()
     shared = SharedGpu.of(model, stack_of(), SMALL_GPU)
     need = shared.rank_room + GIB
-    _, (warning,) = gpu_memory.gpu_problems(config, stack_of(), model, need, SMALL_GPU)
+    _, (warning,) = problems(config, stack_of(), model, need, SMALL_GPU)
     assert f"set {gpu_memory.SLEEP} in stack.yaml, with which it has" in warning
     ahead = run_of(rollout={"prompts_per_step": 32, "samples_per_prompt": 8, "max_staleness": 1})
-    _, (warning,) = gpu_memory.gpu_problems(ahead, stack_of(), model, need, SMALL_GPU)
+    _, (warning,) = problems(ahead, stack_of(), model, need, SMALL_GPU)
     assert gpu_memory.SLEEP not in warning, "such a run decodes during updates"
-    assert gpu_memory.gpu_problems(config, asleep(), model, need, SMALL_GPU) == ([], [])
+    assert problems(config, asleep(), model, need, SMALL_GPU) == ([], [])
     room = SharedGpu.of(model, asleep(), SMALL_GPU).rank_room
-    _, (warning,) = gpu_memory.gpu_problems(config, asleep(), model, room + GIB, SMALL_GPU)
+    _, (warning,) = problems(config, asleep(), model, room + GIB, SMALL_GPU)
     assert "sleeps meanwhile" in warning and gpu_memory.SLEEP not in warning
 
 
@@ -250,17 +251,17 @@ def test_a_model_of_70b_has_a_standby_of_each_workers_part_beside_a_cache_on_its
 
 def test_an_eager_engine_on_a_gpu_is_warned_of() -> None:
     eager = stack_of(placement="separate", generator={"enforce_eager": True})
-    _, (warning,) = gpu_memory.gpu_problems(run_of(), eager, facts(**QWEN3_600M), GIB, H200)
+    _, (warning,) = problems(run_of(), eager, facts(**QWEN3_600M), GIB, H200)
     assert "generator.enforce_eager is true" in warning
 
 
 def test_an_engine_that_leaves_no_room_for_the_weights_that_arrive_is_warned_of() -> None:
     stack = stack_of(placement="separate", generator={"memory_fraction": 0.9})
-    assert gpu_memory.gpu_problems(run_of(), stack, facts(**QWEN3_600M), GIB, H200) == ([], [])
-    _, (warning,) = gpu_memory.gpu_problems(run_of(), stack, facts(**QWEN3_8B), GIB, H200)
+    assert problems(run_of(), stack, facts(**QWEN3_600M), GIB, H200) == ([], [])
+    _, (warning,) = problems(run_of(), stack, facts(**QWEN3_8B), GIB, H200)
     assert "stalls decoding for longer; lower it to 0.8" in warning
     adapters = run_of(lora={"rank": 8})
-    assert gpu_memory.gpu_problems(adapters, stack, facts(**QWEN3_8B), GIB, H200) == ([], [])
+    assert problems(adapters, stack, facts(**QWEN3_8B), GIB, H200) == ([], [])
 
 
 def test_a_cache_that_cannot_hold_the_samples_in_flight_is_warned_of() -> None:
@@ -268,7 +269,7 @@ def test_a_cache_that_cannot_hold_the_samples_in_flight_is_warned_of() -> None:
     separate = stack_of(placement="separate")
 
     def warned(kv_cache: int) -> list[str]:
-        return list(gpu_memory.kv_cache_warnings(config, separate, model, 100, kv_cache))
+        return Chapter.of(gpu_memory.kv_cache_warnings(config, separate, model, 100, kv_cache)).warnings
 
     # 256 samples of half of 512 tokens, and 32 prompts of 100 tokens, with 112 KiB each.
     need = (256 * 256 + 32 * 100) * 28 * 2048 * 2
@@ -291,7 +292,7 @@ def test_a_budget_that_was_set_above_what_a_step_has_is_warned_of() -> None:
     cut = MicroBatches.of(sequences=8, longest=281, budget=16_384, ranks=1)
 
     def warned(**batching: int) -> list[str]:
-        return list(spare_budget_warnings(run_of(batching=batching), cut, 1))
+        return Chapter.of(spare_budget_warnings(run_of(batching=batching), cut, 1)).warnings
 
     (warning,) = warned(tokens_per_microbatch=16_384)
     assert "16,384 is more than the 2,240 tokens of a step" in warning
@@ -356,16 +357,14 @@ def test_a_rank_whose_state_does_not_fit_is_told_the_key_that_puts_it_on_the_hos
     stack = stack_of(placement="separate", trainer={"dtype": "bfloat16"})
     away = stack_of(placement="separate", trainer={"dtype": "bfloat16", "cpu_offload": True})
 
-    def problems(of: StackConfig) -> list[str]:
+    def told(of: StackConfig) -> list[str]:
         need = TrainerMemory.of(model, config, of.trainer, 1024)
-        errors, warnings = gpu_memory.gpu_problems(
-            config, of, model, need.total, H100, state_bytes=need.state
-        )
-        return [each for each in errors + warnings if "a trainer rank needs" in each]
+        chapter = Chapter.of(gpu_memory.gpu_problems(config, of, model, need, H100))
+        return [each for each in chapter.errors + chapter.warnings if "a trainer rank needs" in each]
 
-    (refused,) = problems(stack)
+    (refused,) = told(stack)
     assert "less than the 122 GiB of its weights, gradients and moments: set trainer.cpu_offload" in refused
-    assert not any("cpu_offload" in each for each in problems(away))
+    assert not any("cpu_offload" in each for each in told(away))
 
 
 def test_what_is_not_on_the_gpu_is_on_the_host_in_blocks_of_powers_of_two() -> None:
@@ -401,18 +400,18 @@ def test_what_rests_on_the_host_is_shown_and_refused_where_the_host_has_less(
     model, stack = facts(**QWEN3_600M), stack_of(trainer={"dtype": "bfloat16", "cpu_offload": True})
     config = run_of(optimizer={"offload": True})
     host = HostMemory.of(model, config, stack.trainer)
-    ((name, value, explanation),) = data_lines.host_lines("trainer", host, offload=True)
+    ((name, value, explanation),) = Chapter.of(memory_lines.host_lines("trainer", host, offload=True)).lines
     assert (name, value) == ("host memory of a trainer rank", "10 GiB")
     assert (
         "pinned weights and gradients 5.6 GiB, AdamW 4.44 GiB; optimizer.offload changes nothing"
         in explanation
     )
-    assert not list(data_lines.host_lines("trainer", HostMemory(0, 0, 0), offload=True))
-    kept = data_lines.kept_on_host(config, stack, host)
+    assert not list(memory_lines.host_lines("trainer", HostMemory(0, 0, 0), offload=True))
+    kept = memory_lines.kept_on_host(stack, host, HostMemory(0, 0, 0))
     assert kept == {"trainer": host.total}
     monkeypatch.setattr(size_limits, "has_gpus", lambda: True)
     assert not list(size_limits.host_errors(kept, host.total))
-    (error,) = size_limits.host_errors(kept, host.total - 1)
+    (error,) = Chapter.of(size_limits.host_errors(kept, host.total - 1)).errors
     assert "(trainer 10 GiB)" in error and "set trainer.cpu_offload to false, use lora, or spread" in error
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_coordinator.plan.data_lines import model_lines
+from flotilla_coordinator.plan.data_lines import model_line
 from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
-from flotilla_core.config import RunConfig
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -42,6 +41,5 @@ def test_a_mixture_counts_all_experts_and_those_that_a_token_meets(mixture: Mode
     outside, one = sum(map(math.prod, DENSE.values())), 10 * 8
     assert (mixture.experts, mixture.visited_experts) == (4, 1)
     assert (mixture.parameters, mixture.active_parameters) == (outside + 4 * one, outside + one)
-    run = {"name": "run", "steps": 1, "data": {"train": "train.jsonl"}, "rewards": [{"reward": "exact"}]}
-    (line, *_) = model_lines(RunConfig.model_validate(run), mixture, None, SequenceLimit(64, None))
-    assert f"of the 4 experts of a layer a token visits 1: it meets {outside + one} parameters" in line[2]
+    explanation = model_line(mixture, SequenceLimit(64, None)).explanation
+    assert f"of the 4 experts of a layer a token visits 1: it meets {outside + one} parameters" in explanation

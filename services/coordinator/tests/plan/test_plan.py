@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ import tokenizers
 
 from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.plan import plan as planning
-from flotilla_coordinator.plan import plan_run, remarks
+from flotilla_coordinator.plan import plan_run, remarks, size_limits
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import MOST_GROUPS, MOST_SAMPLES
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
@@ -221,10 +221,7 @@ def test_no_updates_are_no_plan(run: dict[str, Any], stack: StackConfig) -> None
     ("changes", "part"),
     [
         ({"batching": RECOMPUTED}, "activations"),
-        (
-            {"batching": RECOMPUTED | {"activation_offload": True}},
-            "activations",
-        ),
+        ({"batching": RECOMPUTED | {"activation_offload": True}}, "activations"),
         ({"optimizer": {"offload": True}}, "AdamW"),
         ({"batching": {"logprob_chunk_tokens": 16, "tokens_per_microbatch": 4096}}, "logits"),
     ],
@@ -506,7 +503,7 @@ GIB = 1 << 30
 @pytest.fixture
 def long_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StackConfig:
     """A model of long sequences on a host with 64 GiB."""
-    monkeypatch.setattr(planning.size_limits, "host_memory", lambda: 64 * GIB)
+    monkeypatch.setattr(size_limits, "host_memory", lambda: 64 * GIB)
     model = make_model(tmp_path / "long-model", max_position_embeddings=20_000_000)
     return StackConfig(model=model, state_dir=tmp_path / "state")
 
@@ -556,7 +553,7 @@ def test_a_size_that_cannot_fit_is_refused(
 def test_ranks_that_the_host_cannot_hold_are_refused(
     run: dict[str, Any], long_stack: StackConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning.size_limits, "host_memory", lambda: GIB)
+    monkeypatch.setattr(size_limits, "host_memory", lambda: GIB)
     batching = {"tokens_per_microbatch": 10_000_000, "logprob_chunk_tokens": 10_000_000}
     many = rollout(prompts_per_step=10_000, sampling={"max_response_tokens": 100})
     error = the_error(plan(run, long_stack, batching=batching, rollout=many))
@@ -594,7 +591,7 @@ def test_a_large_run_of_real_work_fits(run: dict[str, Any], long_stack: StackCon
 def test_the_disk_counts_whole_so_that_a_run_that_fitted_is_not_refused_later(
     run: dict[str, Any], long_stack: StackConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = planning.shutil.disk_usage("/")._replace(total=10 * GIB, free=0)
+    usage = shutil.disk_usage("/")._replace(total=10 * GIB, free=0)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     assert not plan(run, long_stack).errors
     errors = plan(run, long_stack, steps=1_000_000).errors

@@ -10,8 +10,9 @@ import pytest
 
 from flotilla_coordinator.cli.config import paths_of_stack
 from flotilla_coordinator.cli.stack_checks import stack_checks
+from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.checks import role_errors
-from flotilla_coordinator.plan.update_lines import algorithm_lines
+from flotilla_coordinator.plan.update_lines import algorithm_chapter
 from flotilla_core.config import PolicyConfig, StackConfig
 
 
@@ -48,7 +49,7 @@ def test_a_run_whose_teachers_the_stack_does_not_start_is_refused_by_their_keys(
 ) -> None:
     asking = PolicyConfig.model_validate(algorithm)
     stack = stack_of(math={"replicas": 1}, far={"attach": "elsewhere:1"}, idle={})
-    errors = role_errors(asking, stack)
+    errors = Chapter.of(role_errors(asking, stack)).errors
     assert [error.startswith(said) for error in errors] == ([True] if said else [])
 
 
@@ -65,7 +66,7 @@ def test_the_model_folder_of_every_named_teacher_is_looked_at(tmp_path: Path) ->
 def test_the_plan_tells_of_the_teachers_and_their_weights() -> None:
     advantage = {"teachers": {"math": 0.7, "code": 0.3}}
     algorithm = PolicyConfig.model_validate({"type": "distillation", "advantage": advantage})
-    told = {name: explanation for name, _, explanation in algorithm_lines(algorithm)}
+    told = {name: explanation for name, _, explanation in Chapter.of(algorithm_chapter(algorithm)).lines}
     assert told["advantage"] == "coefficient 1, reward_weight 0, teachers math 0.7 and code 0.3"
 
 
@@ -97,6 +98,9 @@ def test_the_plan_tells_what_is_learned_from_the_likeliest_tokens_of_a_teacher(
     teacher: dict[str, Any], told: str
 ) -> None:
     algorithm = PolicyConfig.model_validate({"teacher": {"top_k": 8, **teacher}})
-    lines = {name: (value, explanation) for name, value, explanation in algorithm_lines(algorithm)}
+    lines = {
+        name: (value, explanation)
+        for name, value, explanation in Chapter.of(algorithm_chapter(algorithm)).lines
+    }
     assert lines["teacher"][0] == "in the loss"
     assert lines["teacher"][1].startswith(told)

@@ -98,14 +98,15 @@ def check(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
     checked = ["keys, types and bounds"]
     warnings: list[str] = []
     if isinstance(config, RunConfig):
+        from flotilla_coordinator.plan.chapter import Chapter
         from flotilla_coordinator.plan.checks import config_errors
         from flotilla_coordinator.plan.functions import functions_of, loading_problems
 
-        errors = config_errors(config)
+        errors = Chapter.of(config_errors(config)).errors
         paths = paths_of_run(config)
         checked.append("settings that contradict each other, groups and samples under way")
         if functions := functions_of(config):
-            problems, warnings = loading_problems(config)
+            _, warnings, problems = Chapter.of(loading_problems(config))
             errors += problems
             names = ", ".join(f"{function.key} {function.name}" for function in functions)
             checked.append(f"functions and their parameters ({names})")

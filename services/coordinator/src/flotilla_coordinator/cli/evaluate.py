@@ -31,6 +31,7 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import copies_folder, read_held_out
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, held_out_prompts
 from flotilla_coordinator.evaluation.figures import held_out_text
+from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.placement import placed
 from flotilla_coordinator.rollouts.generation import Generation
@@ -246,8 +247,7 @@ def _fleet(stack: StackConfig, subject: Subject) -> StackConfig:
 
 async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) -> Evaluation:
     """Start the fleet, evaluate, and stop the fleet; mistakes in the files are found before it starts."""
-    errors, _ = loading_problems(config)
-    if errors:
+    if errors := Chapter.of(loading_problems(config)).errors:
         raise InvalidConfig("the rewards would not work", where=f"run {config.name}", why="; ".join(errors))
     tokenizer = Tokenizer.load(subject.folder)
     held_out = read_held_out(config, tokenizer, copies_folder(fleet))

@@ -34,9 +34,9 @@ from flotilla_coordinator.cli.output import print_json, print_line, say
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import JoinedSets, read_held_out, read_sets, training_data
 from flotilla_coordinator.plan import plan_run
-from flotilla_coordinator.plan.checks import longest_sequence
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.placement import placed, seats
+from flotilla_coordinator.plan.run_facts import longest_sequence
 from flotilla_coordinator.plan.size_limits import host_memory, processor_computes_bfloat16
 from flotilla_coordinator.plan.trainer_memory import resident_bytes
 from flotilla_core.config import EvaluationConfig, PolicyConfig, RunConfig, StackConfig, load, load_text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flotilla_coordinator.plan.batching_choice import batching_of_run
-from flotilla_coordinator.plan.lines import remarks
+from flotilla_coordinator.plan.chapter import remarks
 from flotilla_coordinator.plan.plan import plan_run
 
 __all__ = ["batching_of_run", "plan_run", "remarks"]

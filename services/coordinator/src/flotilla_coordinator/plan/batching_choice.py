@@ -14,10 +14,10 @@ from itertools import product
 from typing import Any, Literal
 
 from flotilla_coordinator.data.prompts import PromptFile
-from flotilla_coordinator.plan.checks import longest_sequence
+from flotilla_coordinator.plan.chapter import Line, shown_bytes
 from flotilla_coordinator.plan.gpu_memory import compiles, gpu_of_this_host, rank_room
-from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
+from flotilla_coordinator.plan.run_facts import longest_sequence
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory, kept_bytes, offloads
 from flotilla_core.config import BatchingConfig, RunConfig, StackConfig
 from flotilla_core.config.training import UNCHOSEN_MICROBATCH_TOKENS
@@ -76,7 +76,7 @@ def batching_line(asked: BatchingConfig, chosen: BatchingConfig, gpu: int) -> Li
     """Say what was chosen, and for which GPU."""
     assert chosen.activation_checkpointing != "auto"
     layers = COMPUTED_AGAIN[chosen.activation_checkpointing]
-    return (
+    return Line(
         "micro-batch",
         f"{chosen.microbatch_budget:,} tokens",
         f"{'set' if asked == chosen else 'chosen'} for a GPU of {shown_bytes(gpu)}; layers {layers}",

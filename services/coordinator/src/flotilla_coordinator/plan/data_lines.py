@@ -1,4 +1,4 @@
-"""Describes what a run reads, as lines of its plan: prompts, evaluations, models, and what a weight sync sends.
+"""Describes what a run reads, as lines of its plan: model, prompts, evaluations, and what a weight sync sends.
 
 Invariants: evaluations are counted as the loop makes them: before the first step, every `evaluation.every_steps`, and
 after the last one. A generator's worker holds live and staged weights at the same time. With adapters only the adapters
@@ -13,75 +13,75 @@ from itertools import pairwise
 import numpy as np
 
 from flotilla_coordinator.data.prompts import PromptFile
-from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.data.training_sets import HeldOut, LoadedSet, reads_of
-from flotilla_coordinator.plan import checks
-from flotilla_coordinator.plan.lines import STARTING_WEIGHTS, Line, shown_bytes
-from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, SequenceLimit
-from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER, HostMemory, TrainerMemory
-from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, most_prompts_per_step
-from flotilla_coordinator.trainers.spec import critic_of
-from flotilla_core.config import (
-    CriticConfig,
-    PolicyConfig,
-    RolloutConfig,
-    RunConfig,
-    StackConfig,
-    bucket_size_mib,
-)
-from flotilla_core.gangs import model_of
-from flotilla_core.model_folder import model_folder
-from flotilla_core.roles import CRITIC
+from flotilla_coordinator.data.training_sets import LoadedSet, data_remarks, reads_of
+from flotilla_coordinator.plan.chapter import STARTING_WEIGHTS, Caution, Entries, Line, shown_bytes
+from flotilla_coordinator.plan.gpu_memory import token_bytes
+from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
+from flotilla_coordinator.plan.run_facts import RunFacts, longest_given
+from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER
+from flotilla_core.config import RunConfig, bucket_size_mib
 
 MOST_SHOWN = 240
 """The most letters of a part of the first row; its ends are shown."""
 ORDERS = {"shuffled": "shuffled", "as_written": "in file order", "by_field": "ascending by {field}"}
 
 
-def draw_lines(rollout: RolloutConfig) -> Iterator[Line]:
-    """Say how many prompts a step may draw, where it may draw more than it trains."""
-    if rollout.dynamic_sampling is None and not rollout.over_issue:
-        return
-    extra = []
-    if rollout.dynamic_sampling is not None:
-        extra.append("; groups of equal rewards are replaced")
-    if rollout.over_issue:
-        extra.append(f"; what is left over waits within max_staleness {rollout.max_staleness}")
-    yield (
-        "prompts drawn for a step",
-        f"at most {most_prompts_per_step(rollout)}",
-        f"{issued_per_step(rollout)} under way at first for a batch of {rollout.prompts_per_step}{''.join(extra)}",
+def model_chapter(run: RunFacts) -> Entries:
+    """Describe the model, its starting weights and its adapters."""
+    config, model, limit, adapters = run.config, run.model, run.limit, run.adapters
+    yield model_line(model, limit)
+    if config.initial_weights:
+        yield Line(STARTING_WEIGHTS, str(config.initial_weights), "initial_weights")
+    else:
+        how = "the stack's model as it is; initial_weights starts from others"
+        yield Line(STARTING_WEIGHTS, str(model.folder), how)
+    lora = config.lora
+    if lora is not None and adapters is not None:
+        yield Line(
+            "trainable",
+            _count(adapters.parameters, "parameters"),
+            f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {adapters.layers} linear layers "
+            f"({', '.join(adapters.names)}): {adapters.parameters / model.parameters:.2%} of the model's"
+            + (f"; from {lora.adapter}" if lora.adapter else ""),
+        )
+
+
+def model_line(model: ModelFacts, limit: SequenceLimit) -> Line:
+    """Describe the shape of the model."""
+    experts = (
+        f"; of the {model.experts} experts of a layer a token visits {model.visited_experts}: "
+        f"it meets {_count(model.active_parameters, 'parameters')}"
+    )
+    return Line(
+        "model",
+        _count(model.parameters, "parameters"),
+        f"{model.layers} layers, hidden size {model.hidden_size}, vocabulary {model.vocabulary_size}, "
+        f"sequences up to {limit.tokens} tokens"
+        + ("" if limit.tokens == limit.model else " (generator.max_model_tokens of the stack)")
+        + (experts if model.experts else ""),
     )
 
 
-def greedy_lines(config: RunConfig) -> Iterator[Line]:
-    """Describe the greedy responses, where the run compares its samples with them."""
-    algorithm = config.algorithm
-    if isinstance(algorithm, PolicyConfig) and algorithm.advantage.needs_greedy_reward:
-        yield (
-            "greedy responses",
-            "1 a prompt",
-            f"generated in addition to its {config.rollout.samples_per_prompt} samples and scored by the same rewards, "
-            f"never trained: {algorithm.advantage.type} compares with it",
-        )
+def _count(number: int, what: str) -> str:
+    for size, unit in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
+        if number >= size:
+            return f"{number / size:.3g}{unit} {what}"
+    return f"{number} {what}"
 
 
-def draw_warnings(config: RunConfig) -> Iterator[str]:
-    """Warn of ways to draw prompts that do not fit the advantage."""
-    rollout, algorithm = config.rollout, config.algorithm
-    if rollout.over_issue and rollout.max_staleness == 0:
-        yield (
-            "rollout.over_issue gives up whatever has not ended when a batch is full, for nothing may wait at "
-            "rollout.max_staleness = 0: long responses are lost; set it to 1"
-        )
-    if (
-        rollout.dynamic_sampling is not None
-        and isinstance(algorithm, PolicyConfig)
-        and algorithm.advantage.needed_group_samples < 2
-    ):
-        yield (
-            f"rollout.dynamic_sampling drops groups of equal rewards, from which advantage {algorithm.advantage.type} "
-            "would learn as well: leave it out"
+def data_chapter(run: RunFacts) -> Entries:
+    """Describe the data, and warn of prompts that were left out or cut, and of steps that are larger than the set."""
+    config, data = run.config, run.data
+    yield from data_lines(config, run.sets, data.longest_prompt)
+    yield from map(Caution, data_remarks([one.file for one in run.sets] + [file for _, file in run.held_out]))
+    total, longest = data.kept + data.dropped, f"data.max_prompt_tokens = {config.data.max_prompt_tokens}"
+    for count, happens in ((data.dropped, "are dropped"), (data.truncated, "lose their beginning")):
+        if count:
+            yield Caution(f"{count} of {total} prompts are longer than {longest} and {happens}")
+    if config.rollout.prompts_per_step > data.kept:
+        yield Caution(
+            f"rollout.prompts_per_step = {config.rollout.prompts_per_step} is more than the data set's "
+            f"{data.kept} prompts: prompts repeat within a step"
         )
 
 
@@ -96,47 +96,43 @@ def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> It
     epochs = f" = {least}{draws / rows:.2f} epochs" if len(sets) == 1 else ""
     streamed = any(one.file.streamed for one in sets)
     size = f"streamed, at most {longest} tokens each" if streamed else f"longest {longest} tokens"
-    yield (
-        "data",
-        f"{rows:,} prompts",
-        f"{size}; {steps} steps x {prompts} prompts{epochs}, {order}{rest}",
+    yield Line(
+        "data", f"{rows:,} prompts", f"{size}; {steps} steps x {prompts} prompts{epochs}, {order}{rest}"
     )
     for one in sets:
         columns = one.file.about.columns
         if columns is not None and columns.layout:
-            yield f"columns of {one.name}", columns.layout, columns.shown(reads_of(config))
+            yield Line(f"columns of {one.name}", columns.layout, columns.shown(reads_of(config)))
     if len(sets) == 1:
         return
     for one in sets:
         own = one.file.kept
-        yield (
+        yield Line(
             f"data set {one.name}",
             f"{own:,} prompts",
             f"{one.share:.1%} of the draws, about {draws * one.share / own:.2f} epochs; {one.path}",
         )
 
 
-def learned_lines(config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> Iterator[Line]:
+def first_row_chapter(run: RunFacts) -> Entries:
     """Show what the first row teaches: its text, with what is learned between >>> and <<<."""
-    (first,) = data.first(1)
+    (first,) = run.data.first(1)
     several = [f" ({place} of {len(first.given)})" for place in range(1, len(first.given) + 1)]
-    names = (
-        [" (chosen)", " (rejected)"]
-        if config.learns_from_pairs
-        else several
-        if len(first.given) > 1
-        else [""]
-    )
+    names = several if len(first.given) > 1 else [""]
+    if run.config.learns_from_pairs:
+        names = [" (chosen)", " (rejected)"]
+
+    def shown(tokens: np.ndarray) -> str:
+        return _shortened(run.tokenizer.decode(tokens.tolist(), skip_special=False))
+
     for name, answer in zip(names, first.given, strict=False):
         learned = np.ones(len(answer.token_ids), np.bool_) if answer.trained is None else answer.trained
         edges = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
-        shown = [_shortened(tokenizer.decode(first.token_ids.tolist(), skip_special=False))]
-        for begin, end in pairwise(edges):
-            text = _shortened(tokenizer.decode(answer.token_ids[begin:end].tolist(), skip_special=False))
-            shown.append(f">>>{text}<<<" if learned[begin] else text)
+        parts = ((learned[begin], shown(answer.token_ids[begin:end])) for begin, end in pairwise(edges))
+        text = "".join(f">>>{part}<<<" if learns else part for learns, part in parts)
         whole = len(first.token_ids) + len(learned)
-        value = f"row 1 of {data.kept:,}: {int(learned.sum())} of {whole} tokens are learned"
-        yield f"first row{name}", value, "".join(shown)
+        value = f"row 1 of {run.data.kept:,}: {int(learned.sum())} of {whole} tokens are learned"
+        yield Line(f"first row{name}", value, shown(first.token_ids) + text)
 
 
 def _shortened(text: str) -> str:
@@ -146,168 +142,65 @@ def _shortened(text: str) -> str:
     return repr(text)[1:-1]
 
 
-def evaluation_lines(config: RunConfig, held_out: Sequence[tuple[HeldOut, PromptFile]]) -> Iterator[Line]:
+def evaluation_chapter(run: RunFacts) -> Entries:
     """Describe the number and the size of the evaluations, for each held-out set where there are several."""
-    evaluation, steps = config.evaluation, config.steps
+    config, steps, held_out = run.config, run.config.steps, run.held_out
+    evaluation, pairs = config.evaluation, config.evaluates_pairs
     if evaluation is None:
         return
     every = evaluation.every_steps
     during = steps // every if every else 0
     after = 0 if every and steps % every == 0 else 1
     for one, file in held_out:
-        drawn = one.samples_per_prompt
-        kind = "pairs" if config.evaluates_pairs else "prompts"
+        name = one.name if len(held_out) > 1 else ""
+        drawn = f" x {one.samples_per_prompt} samples" if one.samples_per_prompt > 1 else ""
         how = f"at temperature {one.temperature:g}" if one.temperature else "greedy"
-        yield (
-            "evaluations" if len(held_out) == 1 else f"evaluations of {one.name}",
-            f"{1 + during + after} x {len(file.prompts)} {kind}"
-            + (f" x {drawn} samples" if drawn > 1 else ""),
-            f"{'ranked' if config.evaluates_pairs else how}: before, "
-            f"{f'every {every} steps, ' if every else ''}after"
-            + ("" if config.evaluates_pairs or one.success_at == 1 else _threshold(one.success_at)),
+        right = "" if one.success_at == 1 else f"; an answer is right from a reward of {one.success_at:g} on"
+        yield Line(
+            f"evaluations of {name}" if name else "evaluations",
+            f"{1 + during + after} x {len(file.prompts)} {'pairs' if pairs else 'prompts'}{drawn}",
+            f"{'ranked' if pairs else how}: before, {f'every {every} steps, ' if every else ''}after"
+            + ("" if pairs else right),
+        )
+        yield from overlap_warnings(run.data, file, name)
+        if pairs:
+            yield from run.limit.answers_beyond(longest_given(file))
+        else:
+            key = "evaluation.max_response_tokens"
+            yield from run.limit.responses_beyond(file.longest_prompt, one.max_response_tokens, key)
+
+
+def overlap_warnings(data: PromptFile, held_out: PromptFile, name: str) -> Entries:
+    """Warn of held-out prompts that the run also trains on; nobody has read the prompts that are streamed."""
+    if data.streamed:
+        return
+    trained = {prompt.token_ids.tobytes() for prompt in data.prompts}
+    if shared := sum(prompt.token_ids.tobytes() in trained for prompt in held_out.prompts):
+        of = f" of {name}" if name else ""
+        yield Caution(
+            f"{shared} of {len(held_out.prompts)} held-out prompts{of} are also in the training data: "
+            "accuracy on them shows memory, not skill"
         )
 
 
-def _threshold(success_at: float) -> str:
-    return f"; an answer is right from a reward of {success_at:g} on"
-
-
-def evaluation_errors(
-    config: RunConfig, one: HeldOut, held_out: PromptFile, limit: SequenceLimit
-) -> list[str]:
-    """Refuse an evaluation whose sequences are longer than the limit."""
-    if config.evaluates_pairs:
-        return checks.answer_errors(limit, checks.longest_given(held_out))
-    longest = held_out.longest_prompt
-    return checks.length_errors(limit, longest, one.max_response_tokens, "evaluation.max_response_tokens")
-
-
-def model_lines(
-    config: RunConfig, model: ModelFacts, adapters: AdapterFacts | None, limit: SequenceLimit
-) -> Iterator[Line]:
-    """Describe the model, its starting weights and its adapters."""
-    experts = (
-        f"; of the {model.experts} experts of a layer a token visits {model.visited_experts}: "
-        f"it meets {_count(model.active_parameters, 'parameters')}"
-    )
-    yield (
-        "model",
-        _count(model.parameters, "parameters"),
-        f"{model.layers} layers, hidden size {model.hidden_size}, vocabulary {model.vocabulary_size}, "
-        f"sequences up to {limit.tokens} tokens"
-        + ("" if limit.tokens == limit.model else " (generator.max_model_tokens of the stack)")
-        + (experts if model.experts else ""),
-    )
-    if config.initial_weights:
-        yield STARTING_WEIGHTS, str(config.initial_weights), "initial_weights"
-    else:
-        how = "the stack's model as it is; initial_weights starts from others"
-        yield STARTING_WEIGHTS, str(model.folder), how
-    lora = config.lora
-    if lora is not None and adapters is not None:
-        yield (
-            "trainable",
-            _count(adapters.parameters, "parameters"),
-            f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {adapters.layers} linear layers "
-            f"({', '.join(adapters.names)}): {adapters.parameters / model.parameters:.2%} of the model's"
-            + (f"; from {lora.adapter}" if lora.adapter else ""),
-        )
-
-
-def _count(number: int, what: str) -> str:
-    for size, unit in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
-        if number >= size:
-            return f"{number / size:.3g}{unit} {what}"
-    return f"{number} {what}"
-
-
-def critic_parameters(config: RunConfig, stack: StackConfig) -> int:
-    """Return the parameters of a run's critic, and 0 for a run without one."""
-    return 0 if critic_of(config) is None else _critic_model(stack).parameters
-
-
-def critic_lines(config: RunConfig, stack: StackConfig, longest_sequence: int) -> Iterator[Line]:
-    """Describe the critic; a run without one has no such line."""
-    critic = critic_of(config)
-    if critic is None:
-        return
-    clip = "no clip" if critic.value_clip is None else f"values clipped at {critic.value_clip:g}"
-    alone = f"; the first {critic.warmup_steps} steps teach it alone" if critic.warmup_steps else ""
-    yield (
-        "critic",
-        f"learning rate {critic.optimizer.learning_rate:g}",
-        f"{critic.optimizer.schedule}, {clip}; starts from {_critic_start(config, critic, stack)}{alone}",
-    )
-    need = TrainerMemory.of_critic(_critic_model(stack), config, critic, stack.critic, longest_sequence)
-    yield (
-        "memory of a critic rank",
-        f"about {shown_bytes(need.total)}",
-        f"weights {shown_bytes(need.masters)}, gradients {shown_bytes(need.gradients)}, "
-        f"AdamW {shown_bytes(need.moments)}, gathered {stack.critic.dtype} layers {shown_bytes(need.gathered)}, "
-        f"activations {shown_bytes(need.activations)}; it has no logits",
-    )
-    host = HostMemory.of_critic(_critic_model(stack), config, critic, stack.critic)
-    yield from host_lines("critic", host, offload=critic.optimizer.offload)
-
-
-def host_lines(section: str, host: HostMemory, *, offload: bool) -> Iterator[Line]:
-    """Describe what a rank of a gang keeps in host memory; nothing where it keeps all on its GPU."""
-    if not host.total:
-        return
-    pinned = "weights and gradients" if host.moments else "weights"
-    parts = f"{section}.cpu_offload: pinned {pinned} {shown_bytes(host.pinned)}"
-    if host.moments:
-        parts += f", AdamW {shown_bytes(host.moments)}"
-        parts += "; optimizer.offload changes nothing, because AdamW runs there" if offload else ""
-    reference = f", frozen reference {shown_bytes(host.reference)}" if host.reference else ""
-    yield f"host memory of a {section} rank", shown_bytes(host.total), parts + reference
-
-
-def kept_on_host(config: RunConfig, stack: StackConfig, host: HostMemory) -> dict[str, int]:
-    """Return what the gangs of a run that were started here keep in host memory, by their sections."""
-    critic = critic_of(config)
-    kept = {"trainer": host.total * stack.trainer.ranks_here if stack.trainer.attach is None else 0}
-    if critic is not None and stack.critic.attach is None:
-        each = HostMemory.of_critic(_critic_model(stack), config, critic, stack.critic)
-        kept["critic"] = each.total * stack.critic.ranks_here
-    return {section: taken for section, taken in kept.items() if taken}
-
-
-def _critic_model(stack: StackConfig) -> ModelFacts:
-    return ModelFacts.read(model_folder(model_of(stack, CRITIC))).with_value_head()
-
-
-def _critic_start(config: RunConfig, critic: CriticConfig, stack: StackConfig) -> str:
-    if critic.initial_weights is not None:
-        return str(critic.initial_weights)
-    if stack.critic.model is not None:
-        return f"{stack.critic.model} (stack: critic.model)"
-    return f"the policy's weights, {config.initial_weights or stack.model}"
-
-
-def sync_lines(
-    config: RunConfig, stack: StackConfig, model: ModelFacts, adapters: AdapterFacts | None
-) -> Iterator[Line]:
+def sync_chapter(run: RunFacts) -> Entries:
     """Describe the memory of a generator's worker, where the stack has one, and the bytes of a sync."""
-    generator = stack.generator
+    generator, model, adapters, weights_of = run.stack.generator, run.model, run.adapters, run.config.weights
+    if run.config.trains_reward_model:
+        return
     weights = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
-    token = model.layers * model.key_value_size * BYTES[generator.dtype] // generator.tensor_parallel_size
-    sent = model.parameters * BYTES[stack.trainer.dtype]
+    sent = model.parameters * BYTES[run.stack.trainer.dtype]
     staged = f"live and staged {generator.dtype} weights {shown_bytes(weights)} each"
     if adapters is not None:
         staged = f"live {generator.dtype} weights, and {shown_bytes(sent)} of the host for those under the adapters"
     if generator.replicas or generator.attach:
-        yield (
+        yield Line(
             "memory of a generator worker",
             f"about {shown_bytes(weights if adapters else 2 * weights)} + KV cache",
-            f"{staged}; the KV cache takes {shown_bytes(token)} a token",
+            f"{staged}; the KV cache takes {shown_bytes(token_bytes(model, generator))} a token",
         )
-    backends = ("gloo", "nccl") if config.weights.backend == "auto" else (config.weights.backend,)
-    sizes = " or ".join(f"{bucket_size_mib(config.weights.bucket_mib, one)} MiB ({one})" for one in backends)
+    backends = ("gloo", "nccl") if weights_of.backend == "auto" else (weights_of.backend,)
+    sizes = " or ".join(f"{bucket_size_mib(weights_of.bucket_mib, one)} MiB ({one})" for one in backends)
     moved = sent if adapters is None else adapters.parameters * MASTER
     once = "" if adapters is None else f"; {shown_bytes(sent)} before the first ones of each weight group"
-    yield (
-        "weight sync",
-        shown_bytes(moved),
-        f"in broadcasts of at most {sizes} to each generator{once}",
-    )
+    yield Line("weight sync", shown_bytes(moved), f"in broadcasts of at most {sizes} to each generator{once}")

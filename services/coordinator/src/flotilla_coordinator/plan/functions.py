@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from flotilla_coordinator.plan.chapter import Caution, Entries, Refusal
 from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_core.config.model import UserFunction
 from flotilla_workers import check
@@ -76,38 +77,33 @@ def functions_of(config: RunConfig) -> list[Function]:
     return found
 
 
-def file_errors(config: RunConfig) -> list[str]:
+def file_errors(config: RunConfig) -> Entries:
     """Find the errors that the user's files show without being run."""
-    return [error for function in functions_of(config) if (error := _file_error(function))]
+    return (Refusal(error) for function in functions_of(config) if (error := _file_error(function)))
 
 
-def loading_problems(config: RunConfig) -> tuple[list[str], list[str]]:
-    """Load each function as its service does, where its file has no errors, and return the errors and the warnings."""
+def loading_problems(config: RunConfig) -> Entries:
+    """Load each function as its service does, where its file has no errors, and return what is wrong."""
     whole = [function for function in functions_of(config) if not _file_error(function)]
     rewards = [function for function in whole if function.is_reward]
     heavy = [function for function in whole if not function.is_reward and _imports_heavy(function)]
     others = [function for function in whole if not function.is_reward and function not in heavy]
-    errors = [error for function in heavy for error in _missing_imports(function)]
-    warnings: list[str] = []
+    for function in heavy:
+        yield from _missing_imports(function)
     for module, name, functions in ((REWARD_CHECK, "reward", rewards), (TRAINER_CHECK, "name", others)):
         if not functions or importlib.util.find_spec(module.partition(".")[0]) is None:
             continue
         asked = json.dumps(
             [{name: function.name, "parameters": function.parameters} for function in functions]
         )
-        stamps = tuple(_stamp(function) for function in functions)
-        answer = _ask(module, asked, stamps)
+        answer = _ask(module, asked, tuple(_stamp(function) for function in functions))
         if isinstance(answer, str):
-            warnings.append(
-                f"{', '.join(function.key for function in functions)}: not loaded before the run: {answer}"
-            )
+            keys = ", ".join(function.key for function in functions)
+            yield Caution(f"{keys}: not loaded before the run: {answer}")
             continue
-        errors += [
-            f"{function.key}: {problem}"
-            for function, problem in zip(functions, answer, strict=True)
-            if problem
-        ]
-    return errors, warnings
+        for function, problem in zip(functions, answer, strict=True):
+            if problem:
+                yield Refusal(f"{function.key}: {problem}")
 
 
 @lru_cache(maxsize=100)
@@ -189,12 +185,10 @@ def _imports_heavy(function: Function) -> bool:
     return not _imported(function).isdisjoint(HEAVY)
 
 
-def _missing_imports(function: Function) -> list[str]:
-    return [
-        f"{function.key}: {function.file} imports {module}, which is not installed"
-        for module in sorted(_imported(function).difference(HEAVY))
-        if not _is_there(module)
-    ]
+def _missing_imports(function: Function) -> Entries:
+    for module in sorted(_imported(function).difference(HEAVY)):
+        if not _is_there(module):
+            yield Refusal(f"{function.key}: {function.file} imports {module}, which is not installed")
 
 
 def _imported(function: Function) -> set[str]:

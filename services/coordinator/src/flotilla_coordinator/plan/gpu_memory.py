@@ -1,29 +1,36 @@
 """Divides the memory of GPUs between trainer and generator, from the shape of the model, and finds what cannot fit.
 
-Invariants: a GPU that a trainer rank and a generator share is divided before either starts, so neither takes what the
-other one counts on: the generator gets a KV cache of a fixed size, and the rank has the rest. What the rank keeps in
-every full run (weights, gradients, moments, gathered layers), the generator's weights, live and staged, and the buckets
-that both ends keep for weights on their way come first. Of what remains, the KV cache takes what the samples of the
-generator can fill, at most half. Whether the activations of a run fit into the other half is known when the run is
-planned. Where all weights cannot learn, the rank's part is that of frozen weights. An estimate is refused where twice
-the memory would not suffice, and else warned of.
+Division: a GPU that a trainer rank and a generator share is divided before either starts, so neither takes what the
+other one counts on: the generator gets a KV cache of a fixed size, and the rank has the rest. First come what the rank
+keeps in every full run (weights, gradients, moments, gathered layers) or, where all weights cannot learn, frozen
+weights; the generator's weights, live and staged; and the buckets of both ends for weights on their way. Of what
+remains, the KV cache takes what the samples of the generator can fill, at most half. Whether the activations of a run
+fit into the other half is known when the run is planned.
 
-With `generator.sleep_while_training` the KV cache and the activations are never there at the same time, so they do not
-add up: each may have all that remains, the KV cache without what a rank computes for live checks. Where all weights
-cannot learn it has half of it, as ever, because nobody knows yet what the rank will keep. A run is refused whose rank
-keeps more between updates than the KV cache leaves.
+Sleep: with `generator.sleep_while_training` the KV cache and the activations are never there at the same time, so each
+may have all that remains, the KV cache without what a rank computes for live checks. Where all weights cannot learn it
+has half of it, as ever, because nobody knows yet what the rank will keep.
+
+Refusals: an estimate is refused where twice the memory would not suffice, and else warned of; so is what a rank keeps
+between updates, where the KV cache leaves less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from flotilla_coordinator.plan.lines import shown_bytes
+from flotilla_coordinator.plan.chapter import Caution, Entries, Refusal, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
+from flotilla_coordinator.plan.sampling_lines import groups_under_way
 from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY, has_gpus
-from flotilla_coordinator.plan.trainer_memory import BYTES, frozen_bytes, offloads, resident_bytes
-from flotilla_coordinator.plan.update_lines import groups_under_way
+from flotilla_coordinator.plan.trainer_memory import (
+    BYTES,
+    TrainerMemory,
+    frozen_bytes,
+    offloads,
+    resident_bytes,
+)
 from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig, TrainerConfig, bucket_size_mib
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.gpu_shares import (
@@ -64,8 +71,8 @@ class SharedGpu:
     """The memory that neither of them counts on, with the buckets of a weight sync at both ends and between them."""
     buckets: int
     """The part of it that the rank takes, for its end of a weight sync and for what lies between both."""
-    alternating: SharedGpu | None = field(default=None, compare=False)
-    """The same GPU where rank and KV cache have the same memory alternately; None if this is that one."""
+    sleeps: bool
+    """True where the rank has the memory of the KV cache during updates."""
 
     @classmethod
     def of(cls, model: ModelFacts, stack: StackConfig, total: int) -> SharedGpu:
@@ -85,18 +92,37 @@ class SharedGpu:
         kv_cache = min(wanted, left if sleeps and learns else left // 2)
         if generator.kv_cache_gib is not None:
             kv_cache = int(generator.kv_cache_gib * GIB)
-        alternating = None if sleeps else cls.of(model, _alternating(stack), total)
-        return cls(total, resident, frozen, engine, kv_cache, longest, aside, buckets, alternating)
+        return cls(total, resident, frozen, engine, kv_cache, longest, aside, buckets, sleeps)
 
-    @property
-    def alternates(self) -> bool:
-        """Return whether the rank has the memory of the KV cache during updates."""
-        return self.alternating is None
+    @classmethod
+    def required(cls, model: ModelFacts, stack: StackConfig, total: int) -> SharedGpu:
+        """Divide a GPU; refuse one that is too small for both, even if the weights are frozen."""
+        shared, advice = cls.of(model, stack, total), ""
+        if shared.fits:
+            return shared
+        asleep = stack.generator.model_copy(update={"sleep_while_training": True})
+        other = cls.of(model, stack.model_copy(update={"generator": asleep}), total)
+        if other.fits:
+            advice = (
+                f"set {SLEEP} to true for runs with max_staleness: 0, with which the KV cache has "
+                f"{shown_bytes(other.kv_cache)} and the rank {shown_bytes(other.rank_room)} alternately, "
+            )
+        raise FailedPrecondition(
+            f"a trainer rank and a generator do not fit on one GPU of {shown_bytes(total)}",
+            where="placement: colocated",
+            why=f"the rank keeps {shown_bytes(shared.frozen)} of weights alone, the generator "
+            f"{shown_bytes(shared.generator)} of weights, live and staged, and working memory; what remains for the KV "
+            f"cache is {shown_bytes(max(shared.kv_cache, 0))}, and one sample of generator.max_model_tokens takes "
+            f"{shown_bytes(shared.least_kv_cache)}",
+            next_step=f"{advice}raise trainer.nproc, which spreads the rank's part over more GPUs, set "
+            "trainer.cpu_offload, set placement to separate, or lower generator.max_model_tokens, "
+            "generator.max_running_samples or generator.kv_cache_gib",
+        )
 
     @property
     def rank_room(self) -> int:
         """Return the bytes that the trainer rank may use during an update."""
-        return self.room_alone if self.alternates else self.room_beside
+        return self.room_alone if self.sleeps else self.room_beside
 
     @property
     def room_beside(self) -> int:
@@ -118,28 +144,6 @@ class SharedGpu:
         """Return whether both fit, if need be with frozen weights."""
         return self.frozen <= self.room_beside and self.least_kv_cache <= self.kv_cache
 
-    def require(self) -> None:
-        """Refuse a GPU that is too small for both, even if the weights are frozen."""
-        if self.fits:
-            return
-        advice, other = "", self.alternating
-        if other is not None and other.fits:
-            advice = (
-                f"set {SLEEP} to true for runs with max_staleness: 0, with which the KV cache has "
-                f"{shown_bytes(other.kv_cache)} and the rank {shown_bytes(other.rank_room)} alternately, "
-            )
-        raise FailedPrecondition(
-            f"a trainer rank and a generator do not fit on one GPU of {shown_bytes(self.total)}",
-            where="placement: colocated",
-            why=f"the rank keeps {shown_bytes(self.frozen)} of weights alone, the generator "
-            f"{shown_bytes(self.generator)} of weights, live and staged, and working memory; what remains for the KV "
-            f"cache is {shown_bytes(max(self.kv_cache, 0))}, and one sample of generator.max_model_tokens takes "
-            f"{shown_bytes(self.least_kv_cache)}",
-            next_step=f"{advice}raise trainer.nproc, which spreads the rank's part over more GPUs, set "
-            "trainer.cpu_offload, set placement to separate, or lower generator.max_model_tokens, "
-            "generator.max_running_samples or generator.kv_cache_gib",
-        )
-
     def applied(self, stack: StackConfig) -> StackConfig:
         """Return the stack with the memory of both as divided here."""
         # vLLM refuses to start where less than this share is free, also where the KV cache has a fixed size.
@@ -151,11 +155,6 @@ class SharedGpu:
             limit = (self.rank_room + self.buckets) / self.total
             trainer = trainer.model_copy(update={"memory_fraction": limit})
         return stack.model_copy(update={"generator": generator, "trainer": trainer, "placement": "colocated"})
-
-
-def _alternating(stack: StackConfig) -> StackConfig:
-    generator = stack.generator.model_copy(update={"sleep_while_training": True})
-    return stack.model_copy(update={"generator": generator})
 
 
 def token_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
@@ -218,80 +217,92 @@ def rank_room(config: RunConfig, model: ModelFacts, stack: StackConfig, gpu: int
 
 
 def gpu_problems(
-    config: RunConfig,
-    stack: StackConfig,
-    model: ModelFacts,
-    rank_bytes: int,
-    gpu: int,
-    *,
-    state_bytes: int = 0,
-    kept_bytes: int = 0,
-) -> tuple[list[str], list[str]]:
-    """Return the errors of what cannot fit on a GPU of so many bytes, and the warnings of what may not, or is slow.
+    config: RunConfig, stack: StackConfig, model: ModelFacts, need: TrainerMemory, gpu: int
+) -> Entries:
+    """Refuse what cannot fit on a GPU of so many bytes, and warn of what may not, or is slow."""
+    trainer, has = stack.trainer, f"and a GPU of {shown_bytes(gpu)} has"
+    shared = SharedGpu.of(model, stack, gpu) if stack.placement == "colocated" else None
+    sleeps = shared is not None and shared.sleeps and config.needs_generators
+    if shared is not None and sleeps:
+        room = shared.room_beside
+        yield from _beyond(
+            f"a trainer rank keeps about {shown_bytes(need.kept)} between updates, while the generator has its KV "
+            f"cache of {shown_bytes(shared.kv_cache)}, {has} {shown_bytes(max(room, 0))} for it: lower "
+            "generator.kv_cache_gib, or set optimizer.offload, or raise trainer.nproc",
+            need.kept,
+            room,
+            beside=CHECK_BYTES,
+        )
+    if trainer.attach is None and trainer.backend != "gloo":
+        room = rank_room(config, model, stack, gpu)
+        neighbour = ""
+        if shared is not None:
+            cache = f"{shown_bytes(shared.kv_cache)} {'sleeps meanwhile' if sleeps else 'stays'}"
+            neighbour = f" beside the generator, whose KV cache of {cache}"
+        state_fits = need.state <= room or offloads(trainer)
+        if not state_fits:
+            neighbour += f", less than the {shown_bytes(need.state)} of its weights, gradients and moments"
+        ways = ", or ".join(_ways_to_fit(config, shared, state_fits=state_fits))
+        yield from _beyond(
+            f"a trainer rank needs about {shown_bytes(need.total)}, {has} {shown_bytes(max(room, 0))} for it"
+            f"{neighbour}: {ways}",
+            need.total,
+            room,
+        )
+    if stack.generator.engine == "vllm":
+        yield from _generator_problems(config, stack, model, gpu)
 
-    A rank takes `rank_bytes` at its peak. No batch can lower the `state_bytes` of them, and `kept_bytes` stay between
-    updates.
-    """
-    errors: list[str] = []
-    warnings: list[str] = []
-    trainer, generator, batching = stack.trainer, stack.generator, config.batching
-    room, beside = rank_room(config, model, stack, gpu), ""
-    lower = (
+
+def _beyond(sentence: str, need: int, room: int, *, beside: int = 0) -> Entries:
+    """Refuse an estimate that twice the room would not hold, and warn of one that with what is beside is above it."""
+    if need + beside > room:
+        yield Refusal(sentence) if need > ESTIMATE_MAY_BE_WRONG_BY * room else Caution(sentence)
+
+
+def _ways_to_fit(config: RunConfig, shared: SharedGpu | None, *, state_fits: bool) -> Iterator[str]:
+    """Say what makes a rank smaller, or its part of a GPU larger."""
+    batching = config.batching
+    if not state_fits:
+        yield "set trainer.cpu_offload in the stack file"
+        if not config.lora:
+            yield "use lora"
+    yield (
         f"lower batching.tokens_per_microbatch = {batching.microbatch_budget} or batching.logprob_chunk_tokens = "
-        f"{batching.logprob_chunk_tokens}, or set batching.activation_checkpointing or optimizer.offload"
+        f"{batching.logprob_chunk_tokens}"
     )
-    if stack.placement == "colocated":
-        shared = SharedGpu.of(model, stack, gpu)
-        alternating = shared.alternates and config.needs_generators
-        cache = shown_bytes(shared.kv_cache)
-        beside = f" beside the generator, whose KV cache of {cache} {'sleeps meanwhile' if alternating else 'stays'}"
-        if not alternating:
-            lower += f", or lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
-            if not shared.alternates and config.needs_generators and config.rollout.max_staleness == 0:
-                lower += f", or set {SLEEP} in stack.yaml, with which it has {shown_bytes(shared.room_alone)}"
-        if alternating and kept_bytes + CHECK_BYTES > shared.room_beside:
-            certain = kept_bytes > ESTIMATE_MAY_BE_WRONG_BY * shared.room_beside
-            (errors if certain else warnings).append(
-                f"a trainer rank keeps about {shown_bytes(kept_bytes)} between updates, while the generator has its KV "
-                f"cache of {cache}, and a GPU of {shown_bytes(gpu)} has "
-                f"{shown_bytes(max(shared.room_beside, 0))} for it: lower generator.kv_cache_gib, or set "
-                "optimizer.offload, or raise trainer.nproc"
-            )
-    if state_bytes > room and not offloads(trainer):
-        beside += f", less than the {shown_bytes(state_bytes)} of its weights, gradients and moments"
-        lower = (
-            f"set trainer.cpu_offload in the stack file, {'' if config.lora else 'or use lora, '}or {lower}"
-        )
-    if rank_bytes > room and trainer.attach is None and trainer.backend != "gloo":
-        certain = rank_bytes > ESTIMATE_MAY_BE_WRONG_BY * room
-        (errors if certain else warnings).append(
-            f"a trainer rank needs about {shown_bytes(rank_bytes)}, and a GPU of {shown_bytes(gpu)} has "
-            f"{shown_bytes(max(room, 0))} for it{beside}: {lower}, or raise trainer.nproc"
-        )
-    if generator.engine == "vllm" and not kv_cache_bytes(model, stack, gpu):
-        errors.append(
+    yield "set batching.activation_checkpointing or optimizer.offload"
+    if shared is not None and not (shared.sleeps and config.needs_generators):
+        yield f"lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
+        if config.needs_generators and config.rollout.max_staleness == 0:
+            yield f"set {SLEEP} in stack.yaml, with which it has {shown_bytes(shared.room_alone)}"
+    yield "raise trainer.nproc"
+
+
+def _generator_problems(config: RunConfig, stack: StackConfig, model: ModelFacts, gpu: int) -> Entries:
+    """Refuse a generator without a KV cache; warn of one without room for new weights, or without captured graphs."""
+    generator, share = stack.generator, share_beside_standby(model, stack, gpu)
+    if not kv_cache_bytes(model, stack, gpu):
+        yield Refusal(
             f"the weights of a generator leave no KV cache on a GPU of {shown_bytes(gpu)}: raise "
             "generator.tensor_parallel_size or generator.memory_fraction"
         )
-    share = share_beside_standby(model, stack, gpu)
-    takes_more = generator.kv_cache_gib is None and generator.memory_fraction > share
-    if generator.engine == "vllm" and stack.placement != "colocated" and takes_more and config.lora is None:
-        warnings.append(
+    divided = stack.placement == "colocated" or generator.kv_cache_gib is not None
+    if not divided and generator.memory_fraction > share and config.lora is None:
+        yield Caution(
             f"generator.memory_fraction = {generator.memory_fraction} leaves a GPU of {shown_bytes(gpu)} no room for "
             "the second copy of the weights, which each sync fills beside decoding: it waits in host memory, and each "
             f"commit stalls decoding for longer; lower it to {share}"
         )
-    if generator.engine == "vllm" and generator.enforce_eager:
-        warnings.append(
+    if generator.enforce_eager:
+        yield Caution(
             "generator.enforce_eager is true: without captured graphs a GPU decodes two to three times slower; leave "
             "it out, unless the start must be quick"
         )
-    return errors, warnings
 
 
 def kv_cache_warnings(
     config: RunConfig, stack: StackConfig, model: ModelFacts, prompt_tokens: int, kv_cache: int
-) -> Iterator[str]:
+) -> Entries:
     """Warn of a KV cache that cannot hold the samples in flight when half of their responses are written."""
     rollout, generator = config.rollout, stack.generator
     if generator.engine != "vllm":
@@ -303,7 +314,7 @@ def kv_cache_warnings(
     tokens = prompts * prompt_tokens + running * rollout.sampling.max_response_tokens // 2
     need = tokens * token_bytes(model, generator)
     if need > kv_cache:
-        yield (
+        yield Caution(
             f"{running} samples in flight on a generator need about {shown_bytes(need)} of KV cache when half of their "
             f"responses are written, and it has {shown_bytes(kv_cache)}: samples are set back and computed again; "
             "raise generator.kv_cache_gib or generator.memory_fraction, or lower generator.max_running_samples"

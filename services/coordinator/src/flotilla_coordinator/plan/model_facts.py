@@ -16,6 +16,7 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from flotilla_coordinator.plan.chapter import Entries, Refusal
 from flotilla_core.config import GeneratorConfig, LoraConfig
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.gpu_shares import BUCKETS_UNDER_WAY
@@ -200,24 +201,21 @@ class AdapterFacts:
         )
 
 
-def adapter_errors(model: ModelFacts, lora: LoraConfig) -> list[str]:
+def adapter_errors(model: ModelFacts, lora: LoraConfig) -> Entries:
     """Find early what the trainer would refuse."""
-    errors = [
-        f"lora.targets: the model has no linear layer {target!r}; its layers have "
-        f"{', '.join(sorted({_last_part(name) for name in model.inner_matrices()}))}"
-        for target in (() if lora.targets == "all-linear" else lora.targets)
-        if not any(_ends_with(name, target) for name in model.matrices)
-    ]
+    for target in () if lora.targets == "all-linear" else lora.targets:
+        if not any(_ends_with(name, target) for name in model.matrices):
+            layers = ", ".join(sorted({_last_part(name) for name in model.inner_matrices()}))
+            yield Refusal(f"lora.targets: the model has no linear layer {target!r}; its layers have {layers}")
     if lora.adapter is not None:
         try:
             read_json_object(lora.adapter / PEFT_CONFIG)
         except FileNotFoundError:
-            errors.append(
+            yield Refusal(
                 f"lora.adapter: {lora.adapter} has no {PEFT_CONFIG}: give a folder in the layout of peft"
             )
         except InvalidConfig as error:
-            errors.append(f"lora.adapter: {error}")
-    return errors
+            yield Refusal(f"lora.adapter: {error}")
 
 
 def _gets_adapters(name: str, lora: LoraConfig, model: ModelFacts) -> bool:
@@ -250,13 +248,22 @@ class SequenceLimit(NamedTuple):
         """The limit itself."""
         return min(self.stack or self.model, self.model)
 
-    def error(self, what: str, needed: int, way: str) -> str:
+    def answers_beyond(self, longest: int) -> Entries:
+        """Refuse given answers that are longer, with their prompts, than the limit."""
+        way = "lower data.max_prompt_tokens or shorten the answers"
+        return self._beyond("the longest prompt with its answer has", longest, way)
+
+    def responses_beyond(self, prompt_tokens: int, response_tokens: int, key: str) -> Entries:
+        """Refuse responses, as long as a key allows them, that are longer with their prompts than the limit."""
+        what = f"the longest prompt ({prompt_tokens} tokens) and {key} = {response_tokens} need"
+        return self._beyond(what, prompt_tokens + response_tokens, f"lower {key} or data.max_prompt_tokens")
+
+    def _beyond(self, what: str, needed: int, way: str) -> Entries:
         """Say that something needs too many tokens, whose limit that is, and what to do."""
-        said = f"{what} {needed} tokens"
-        if self.tokens == self.model:
-            return f"{said}, the model has {self.model}: {way}"
-        raised = f"raise it to {needed}, or " if needed <= self.model else ""
-        return (
-            f"{said}, and generator.max_model_tokens of the stack is {self.tokens} (the model has {self.model}): "
-            f"{raised}{way}"
-        )
+        if needed <= self.tokens:
+            return
+        limit = f"the model has {self.model}"
+        if self.tokens != self.model:
+            limit = f"and generator.max_model_tokens of the stack is {self.tokens} ({limit})"
+            way = f"raise it to {needed}, or {way}" if needed <= self.model else way
+        yield Refusal(f"{what} {needed} tokens, {limit}: {way}")

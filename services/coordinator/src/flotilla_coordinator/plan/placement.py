@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla_coordinator.plan.chapter import Line, shown_bytes
 from flotilla_coordinator.plan.gpu_memory import (
     SharedGpu,
     generator_bytes,
@@ -21,7 +22,6 @@ from flotilla_coordinator.plan.gpu_memory import (
     longest_sample_bytes,
     share_beside_standby,
 )
-from flotilla_coordinator.plan.lines import Line, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import frozen_bytes, offloads, resident_bytes
 from flotilla_core.config import StackConfig
@@ -68,9 +68,7 @@ def placed(stack: StackConfig) -> StackConfig:
         stack = _beside_standby(stack, model, total)
         _require_room(stack, model, total)
         return stack.model_copy(update={"placement": "separate"})
-    shared = SharedGpu.of(model, stack, total)
-    shared.require()
-    return shared.applied(stack)
+    return SharedGpu.required(model, stack, total).applied(stack)
 
 
 def seats(stack: StackConfig) -> tuple[list[Seat], list[str]]:
@@ -86,7 +84,7 @@ def seat_lines(stack: StackConfig, model: ModelFacts, total: int) -> Iterator[Li
     """Say in a plan who sits on which GPU, numbered as the launcher deals them."""
     if stack.generator.engine == "vllm":
         for name, who in _seats(stack, Gpus(tuple(map(str, range(needed(stack))))), model, total):
-            yield f"GPU {name}", shown_bytes(total), who
+            yield Line(f"GPU {name}", shown_bytes(total), who)
 
 
 def _in_bfloat16(stack: StackConfig) -> StackConfig:

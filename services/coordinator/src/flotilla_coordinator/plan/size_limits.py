@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
-from flotilla_coordinator.data.training_sets import HeldOut, held_out_sets
-from flotilla_coordinator.plan.lines import Line, shown_bytes
-from flotilla_coordinator.plan.update_lines import groups_under_way, held_bytes
+from flotilla_coordinator.data.training_sets import held_out_sets
+from flotilla_coordinator.plan.chapter import Caution, Entries, Line, Refusal, shown_bytes
+from flotilla_coordinator.plan.run_facts import RunFacts
+from flotilla_coordinator.plan.sampling_lines import groups_under_way, held_bytes
 from flotilla_core.config import RunConfig, StackConfig, TrainerConfig
 
 MOST_GROUPS = 100_000
@@ -54,103 +55,79 @@ class DiskUse:
     checkpoint: int
     made: int
     kept: int
-    every: int
 
     @classmethod
-    def of(
-        cls, config: RunConfig, *, parameters: int, learning: int, critic: int, generated_tokens: int
-    ) -> DiskUse:
-        """Return the use of a run by the parameters of its model, of these the trainable ones, and the critic's."""
-        every = config.checkpoint.every_steps
+    def of(cls, run: RunFacts) -> DiskUse:
+        """Return the use of a run by what it generates, and by the parameters that learn."""
+        config, every = run.config, run.config.checkpoint.every_steps
         made = -(-config.steps // every) if every else 0
         best = config.evaluation if config.checkpoint.best_by else None
         if best is not None:
             made += config.steps // best.every_steps
+        generated = 0 if run.given else config.steps * run.samples * run.response_tokens
+        learning = (run.adapters or run.model).parameters + (run.critic.parameters if run.critic else 0)
         return cls(
-            rollouts=generated_tokens * PAYLOAD_BYTES_PER_TOKEN,
-            export=parameters * MODEL if config.export_final else 0,
-            checkpoint=(learning + critic) * (STATE + MODEL),
+            rollouts=generated * PAYLOAD_BYTES_PER_TOKEN,
+            export=run.model.parameters * MODEL if config.export_final else 0,
+            checkpoint=learning * (STATE + MODEL),
             made=made,
             kept=min(made, config.checkpoint.keep + (best is not None)),
-            every=every,
         )
+
+    @property
+    def certain(self) -> int:
+        """Return the bytes without samples at the moment when they are most."""
+        return self.export + min(self.made, self.kept + 1) * self.checkpoint
 
     @property
     def total(self) -> int:
         """Return the sum at the moment when it is largest."""
-        return self.rollouts + self.export + min(self.made, self.kept + 1) * self.checkpoint
-
-    def lines(self) -> Iterator[Line]:
-        """Describe the disk use as `run plan` shows it."""
-        if self.made:
-            yield (
-                "checkpoints",
-                f"{self.made} x {shown_bytes(self.checkpoint)}",
-                f"every {self.every} step(s) and at the end; the newest {self.kept} stay",
-            )
-        else:
-            yield (
-                "checkpoints",
-                "0",
-                "checkpoint.every_steps is 0: after the loss of a trainer the run starts again at step 0",
-            )
-        yield (
-            "disk",
-            f"at most {shown_bytes(self.total)}",
-            f"samples in the ledger and the run directory {shown_bytes(self.rollouts)}, "
-            f"exported model {shown_bytes(self.export)}, the rest checkpoints",
-        )
+        return self.rollouts + self.certain
 
 
-def count_errors(config: RunConfig) -> Iterator[str]:
+def count_errors(config: RunConfig) -> Entries:
     """Refuse too many groups and samples at one time, by the configuration alone."""
     if config.loop == "coordinator" and not config.learns_from_pairs and config.algorithm.type != "sft":
         groups = groups_under_way(config)
         samples = groups * config.rollout.samples_per_prompt
+        under_way = "would be under way at one time, and"
         if groups > MOST_GROUPS:
             lower = _settings(config, "rollout.prompts_per_step", "rollout.max_staleness")
-            yield f"{groups:,} groups would be under way at one time, and {MOST_GROUPS:,} is the limit: lower {lower}"
+            yield Refusal(f"{groups:,} groups {under_way} {MOST_GROUPS:,} is the limit: lower {lower}")
         if samples > MOST_SAMPLES:
             lower = _settings(config, *_SIZES)
-            limit = f"{MOST_SAMPLES:,} is the limit"
-            yield f"{samples:,} samples would be under way at one time, and {limit}: lower {lower}"
+            yield Refusal(f"{samples:,} samples {under_way} {MOST_SAMPLES:,} is the limit: lower {lower}")
     if config.evaluation is not None:
         answers = sum(one.max_prompts * one.samples_per_prompt for one in held_out_sets(config))
         if answers > MOST_SAMPLES:
             lower = _settings(config, "evaluation.max_prompts", "evaluation.samples_per_prompt")
-            yield f"an evaluation would ask for {answers:,} answers, and {MOST_SAMPLES:,} is the limit: lower {lower}"
+            limit = f"{MOST_SAMPLES:,} is the limit"
+            yield Refusal(f"an evaluation would ask for {answers:,} answers, and {limit}: lower {lower}")
 
 
-def memory_errors(
-    config: RunConfig, tokens_of_a_step: int, held_out: Sequence[tuple[HeldOut, int]], memory: int
-) -> Iterator[str]:
+def held_chapter(run: RunFacts) -> Entries:
     """Refuse what the coordinator would hold at one time, where its host has less memory."""
-    evaluation = config.evaluation
-    held = held_bytes(config, tokens_of_a_step)
-    if tokens_of_a_step and held > memory:
+    config, evaluation = run.config, run.config.evaluation
+    held = held_bytes(config, run.step_tokens)
+    has = f"in the coordinator, and its host has {shown_bytes(run.host)}"
+    if run.step_tokens and held > run.host:
         lower = _settings(config, *_SIZES, "rollout.sampling.max_response_tokens")
-        yield (
-            f"groups under way may take {shown_bytes(held)} in the coordinator, and its host has "
-            f"{shown_bytes(memory)}: lower {lower}"
-        )
+        yield Refusal(f"groups under way may take {shown_bytes(held)} {has}: lower {lower}")
     if evaluation is None or config.evaluates_pairs:
         return
     need = sum(
-        prompts * one.samples_per_prompt * (one.max_response_tokens * ANSWER_BYTES_PER_TOKEN + ANSWER_BYTES)
-        for one, prompts in held_out
+        file.kept * one.samples_per_prompt * (one.max_response_tokens * ANSWER_BYTES_PER_TOKEN + ANSWER_BYTES)
+        for one, file in run.held_out
     )
-    if need > memory:
+    if need > run.host:
         limit = "rollout.sampling" if evaluation.max_response_tokens is None else "evaluation"
         lower = _settings(
             config, "evaluation.max_prompts", "evaluation.samples_per_prompt", f"{limit}.max_response_tokens"
         )
-        yield (
-            f"the answers of an evaluation may take {shown_bytes(need)} in the coordinator, and its host has "
-            f"{shown_bytes(memory)}: lower {lower}"
-        )
+        yield Refusal(f"the answers of an evaluation may take {shown_bytes(need)} {has}: lower {lower}")
 
 
-def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, memory: int) -> Iterator[str]:
+def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, memory: int) -> Entries:
     """Refuse ranks that share the host's memory where twice that memory could not hold them; GPUs have their own.
 
     The bytes of a rank are all that it has, on its device and on its host.
@@ -159,40 +136,57 @@ def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, m
     need = rank_bytes * ranks
     if trainer.attach is None and not has_gpus() and need > ESTIMATE_MAY_BE_WRONG_BY * memory:
         lower = _settings(config, "batching.tokens_per_microbatch", "batching.logprob_chunk_tokens")
-        yield (
+        yield Refusal(
             f"{ranks} trainer {'rank needs' if ranks == 1 else 'ranks need'} about "
             f"{shown_bytes(need)}, and the host has {shown_bytes(memory)} "
             f"and no GPU: lower {lower}, or the length of sequences"
         )
 
 
-def host_errors(kept: dict[str, int], memory: int) -> Iterator[str]:
+def host_errors(kept: dict[str, int], memory: int) -> Entries:
     """Refuse gangs that keep their weights in host memory where all of it is less; GPUs have the rest of them."""
     need = sum(kept.values())
     if has_gpus() and need > memory:
         shown = ", ".join(f"{section} {shown_bytes(each)}" for section, each in kept.items())
-        yield (
+        yield Refusal(
             f"what rests in host memory takes {shown_bytes(need)} ({shown}), and the host has {shown_bytes(memory)}: "
             f"set {' or '.join(f'{section}.cpu_offload' for section in kept)} to false, use lora, or spread the ranks "
             "over more hosts"
         )
 
 
-def disk_errors(config: RunConfig, use: DiskUse, samples_of_a_step: int, state_dir: Path) -> Iterator[str]:
-    """Refuse what is written for certain, however short the responses are, where the whole disk is smaller."""
-    whole = shutil.disk_usage(existing(state_dir)).total
-    disk = f"the disk of {state_dir} has {shown_bytes(whole)} in all"
-    saved = use.export + min(use.made, use.kept + 1) * use.checkpoint
-    if saved > whole:
-        lower = _settings(config, "checkpoint.keep")
-        yield (
-            f"checkpoints and the exported model take {shown_bytes(saved)}, and {disk}: lower {lower}, "
-            "or set state_dir to a larger disk"
+def disk_chapter(run: RunFacts) -> Entries:
+    """Say what a run writes; refuse what it writes for certain, however short its responses, on a smaller disk."""
+    config, state_dir, use = run.config, run.stack.state_dir, DiskUse.of(run)
+    disk = shutil.disk_usage(existing(state_dir))
+    if use.made:
+        kept = f"every {config.checkpoint.every_steps} step(s) and at the end; the newest {use.kept} stay"
+        yield Line("checkpoints", f"{use.made} x {shown_bytes(use.checkpoint)}", kept)
+    else:
+        lost = "checkpoint.every_steps is 0: after the loss of a trainer the run starts again at step 0"
+        yield Line("checkpoints", "0", lost)
+    yield Line(
+        "disk",
+        f"at most {shown_bytes(use.total)}",
+        f"samples in the ledger and the run directory {shown_bytes(use.rollouts)}, "
+        f"exported model {shown_bytes(use.export)}, the rest checkpoints",
+    )
+    whole = f"the disk of {state_dir} has {shown_bytes(disk.total)} in all"
+    if use.certain > disk.total:
+        yield Refusal(
+            f"checkpoints and the exported model take {shown_bytes(use.certain)}, and {whole}: lower "
+            f"{_settings(config, 'checkpoint.keep')}, or set state_dir to a larger disk"
         )
-    rows = config.steps * samples_of_a_step * LEDGER_ROW_BYTES
-    if rows > whole:
+    rows = 0 if run.given else config.steps * run.samples * LEDGER_ROW_BYTES
+    if rows > disk.total:
         lower = _settings(config, "steps", "rollout.prompts_per_step", "rollout.samples_per_prompt")
-        yield f"the ledger's rows of the samples take {shown_bytes(rows)}, and {disk}: lower {lower}"
+        yield Refusal(
+            f"the ledger's rows of the samples take {shown_bytes(rows)}, and {whole}: lower {lower}"
+        )
+    if use.total > disk.free:
+        yield Caution(
+            f"the run may write {shown_bytes(use.total)}, but {state_dir} has {shown_bytes(disk.free)} free"
+        )
 
 
 def host_memory() -> int:

@@ -121,12 +121,10 @@ class TrainerMemory:
         critic: CriticConfig,
         gang: TrainerConfig,
         longest_sequence: int,
-        *,
-        compiled: bool = False,
     ) -> TrainerMemory:
         """Return the memory of such a run's critic: a head of one number has no logits, and no reference is kept."""
         own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
-        return replace(cls.of(model, own, gang, longest_sequence, compiled=compiled), logits=0, reference=0)
+        return replace(cls.of(model, own, gang, longest_sequence), logits=0, reference=0)
 
 
 @dataclass(frozen=True)
