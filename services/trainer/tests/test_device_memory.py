@@ -61,6 +61,17 @@ def test_what_a_micro_batch_takes_follows_from_two_smaller_ones(monkeypatch: pyt
     assert Taken(1.0, 2.0).by(3) == 7.0
 
 
+@pytest.mark.parametrize(("limit", "left"), [(1.0, 29), (0.5, 10)])
+def test_a_rank_may_take_what_is_free_up_to_its_limit(
+    limit: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: limit)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 39 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30 * GIB)
+    assert device_memory.free_bytes(GPU) == left * GIB, "20 GiB are free, and torch holds 9 GiB unused"
+
+
 @pytest.mark.parametrize(("tokens", "fits"), [(2048, True), (4096, False)])
 def test_a_rank_without_room_stops_all_ranks_before_the_pass(
     on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, tokens: int, fits: bool

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from flotilla_coordinator.cli import evaluate
+from flotilla_coordinator.plan.gpu_memory import SharedGpu, rank_room
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.placement import placed, seat_lines, seats
-from flotilla_core.config import StackConfig, dump_yaml, load, load_text
+from flotilla_core.config import RunConfig, StackConfig, dump_yaml, load, load_text
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
 from flotilla_launch import gpus as gpus_module
@@ -135,6 +136,36 @@ def test_a_model_too_large_for_one_gpu_gets_more_workers_and_as_many_ranks_as_le
     assert (found.trainer.nproc, found.placement) == (8 - workers, "separate")
     with pytest.raises(FailedPrecondition, match=r"a generator does not fit.*tensor_parallel_size"):
         placed(stack_of(large, generator={"tensor_parallel_size": 1}))
+
+
+def test_weights_rest_on_the_host_only_where_all_of_them_cannot_learn_on_the_gpus(
+    tmp_path: Path, host: Host
+) -> None:
+    large = make_model(tmp_path / "large", width=16_384, layers=30)  # 8 billion parameters
+    host(2, gib=80)
+    found = placed(stack_of(large))
+    assert (found.placement, found.trainer.nproc, found.generator.replicas) == ("colocated", 2, 2)
+    assert found.trainer.cpu_offload and "weights rest on the host" in seats(found)[0][0][1]
+    assert not placed(stack_of(large, trainer={"cpu_offload": False})).trainer.cpu_offload
+    host(2, gib=141)
+    assert not placed(stack_of(large)).trainer.cpu_offload
+
+
+def test_a_rank_beside_a_generator_has_a_limit_of_memory_that_leaves_the_generators_part(
+    model: Path, host: Host
+) -> None:
+    host(2, gib=80)
+    found, total = placed(stack_of(model)), 80 * GIB
+    shared = SharedGpu.of(ModelFacts.read(model), found, total)
+    limit = found.trainer.memory_fraction
+    assert limit is not None
+    assert shared.rank_room < limit * total < total - shared.generator - shared.kv_cache - 3 * GIB
+    assert placed(stack_of(model, placement="separate")).trainer.memory_fraction is None
+    lower = placed(stack_of(model, placement="colocated", trainer={"nproc": 2, "memory_fraction": 0.2}))
+    described = {"name": "run", "steps": 1, "data": {"train": "x.jsonl"}, "rewards": [{"reward": "exact"}]}
+    run = RunConfig.model_validate(described)
+    assert lower.trainer.memory_fraction == 0.2
+    assert rank_room(run, ModelFacts.read(model), lower, total) < 0.2 * total
 
 
 def test_a_dtype_that_the_file_says_stays_and_old_gpus_get_float32(model: Path, host: Host) -> None:
