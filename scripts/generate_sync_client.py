@@ -3,7 +3,7 @@
     .venv/bin/python scripts/generate_sync_client.py [--check]
 
 Every public method gets a twin that waits, with the same signature and docstring. What the twins share is written by
-hand in `flotilla_client/waiting.py`. `libs/client/tests/test_client_synchronous.py` holds the result to its sources.
+hand in `flotilla_client/waiting.py`. `libs/client/tests/test_synchronous.py` holds the result to its sources.
 """
 
 from __future__ import annotations
