@@ -29,10 +29,8 @@ Score = Callable[[dict[str, Any]], float | None]
 
 def load(target: Target) -> Score:
     """Return what scores a sample by a target; a built-in reward says None of a response that broke its checker."""
-    return _builtin(target) if target.kind == "builtin" else _function(target)
-
-
-def _builtin(target: Target) -> Score:
+    if target.kind != "builtin":
+        return _function(target)
     # Workers that run a function of the user's start faster without it.
     from flotilla_reward.builtin import BUILTIN, Sample, Unreadable
 
