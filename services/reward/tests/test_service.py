@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.common.v1.operate_pb2 import CHECK_STATUS_PASSED
+from flotilla.common.v1.finding_pb2 import SEVERITY_INFO
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1 import reward_pb2_grpc
@@ -45,7 +45,7 @@ async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class(tmp_path:
         registration = Registration()
         service.describe(registration)
         assert registration.capacity["workers"] == 1
-        assert {check.status for check in await service.check()} == {CHECK_STATUS_PASSED}
+        assert {check.severity for check in await service.check()} == {SEVERITY_INFO}
         assert [stacks.process for stacks in await service.dump_stacks()] == ["worker 0 (unused)"]
     finally:
         await server.stop(0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.common.v1 import operate_pb2
+from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
 from flotilla_trainer.gang.fork_server import RankForkServer
 from flotilla_trainer.service import compiler_check
 
@@ -34,8 +34,8 @@ async def test_a_host_without_a_compiler_trains_and_the_reason_is_shown(
             start_trainer(own_fork_server=fork_server, nproc=1, compile="on")
         )
         (check,) = compiler_check(trainer.gang.facts)
-        assert check.status == operate_pb2.CHECK_STATUS_WARNING
-        assert "no-such-compiler" in check.finding
+        assert check.severity == SEVERITY_WARNING
+        assert "no-such-compiler" in check.what
         await trainer.open()
         result = await trainer.train(0, groups)
     assert not result.skipped

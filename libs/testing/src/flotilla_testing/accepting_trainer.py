@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from flotilla.common.v1 import operate_pb2, weights_pb2
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_TRAINER, Registration
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla.trainer.v1 import trainer_pb2_grpc
@@ -67,7 +68,7 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """The stack's tokenizer, so that runs accept this trainer."""
         registration.tokenizer_digest = tokenizer_digest(model_folder(self._host.stack.model))
 
-    async def check(self) -> list[operate_pb2.CheckResult]:
+    async def check(self) -> list[Finding]:
         """Always fit."""
         return []
 

@@ -11,6 +11,7 @@ import asyncio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from flotilla.common.v1 import operate_pb2
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.coordinator.v1 import coordinator_pb2_grpc, loop_pb2_grpc
 from flotilla_coordinator.api.coordinator_servicer import CoordinatorServicer
@@ -95,7 +96,7 @@ class Coordinator:
         """Add the digest of the coordinator's tokenizer."""
         registration.tokenizer_digest = tokenizer_digest(model_folder(self._host.stack.model))
 
-    async def check(self) -> list[operate_pb2.CheckResult]:
+    async def check(self) -> list[Finding]:
         """Return no checks beyond those of the host."""
         return []
 

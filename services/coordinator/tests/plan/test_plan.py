@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import tokenizers
 
-from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.plan import plan_run, remarks, size_limits
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import MOST_GROUPS, MOST_SAMPLES
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
 from flotilla_core.config import RunConfig, StackConfig
-from flotilla_core.findings import info
+from flotilla_core.findings import info, warning
 
 RECOMPUTED = {"activation_checkpointing": True, "tokens_per_microbatch": 4096}
 PARAMETERS = {"embed": [20, 8], "layer": [3, 8, 8]}
@@ -420,7 +419,7 @@ def test_the_start_of_a_run_says_from_which_weights(
     run["rollout"]["prompts_per_step"] = 64
     told, other = remarks(plan(run, stack, initial_weights=warm))
     assert told == info(f"starting weights: {warm} (initial_weights)")
-    assert other.severity == SEVERITY_WARNING
+    assert other == warning(other.what)
 
 
 def test_what_may_surprise_is_a_warning(run: dict[str, Any], stack: StackConfig, tmp_path: Path) -> None:

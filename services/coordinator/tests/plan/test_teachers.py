@@ -77,7 +77,7 @@ def test_doctor_looks_at_the_model_of_every_teacher_that_is_started(tmp_path: Pa
     teachers = {"math": {"replicas": 1, "model": model}, "idle": {"model": model}}
     file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "teachers": teachers}))
     _, findings = stack_checks(str(file))
-    found = {one.check: one.finding for one in findings if one.check.startswith("teachers.")}
+    found = {one.code: one.what for one in findings if one.code.startswith("teachers.")}
     assert found == {"teachers.math.model": f"{tmp_path / 'empty'} has no config.json"}
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.operate_pb2 import (
-    CHECK_STATUS_FAILED,
-    CHECK_STATUS_PASSED,
-    CheckResult,
     ProcessStacks,
 )
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.generator.v1 import generator_pb2, generator_pb2_grpc
 from flotilla_core.errors import Unavailable
+from flotilla_core.findings import failed, passed
 from flotilla_core.model_folder import tokenizer_digest
 from flotilla_core.rpc import RpcServer
 from flotilla_core.service import Host
@@ -64,19 +63,13 @@ class GeneratorHostService:
         for name, version in info.versions.items():
             registration.versions[name] = version
 
-    async def check(self) -> list[CheckResult]:
+    async def check(self) -> list[Finding]:
         weights = self._servicer.weights
-        broken = weights.phase is Phase.BROKEN
         held = f"version {weights.live}" if weights.live is not None else "its boot weights"
         serving = f"{'asleep, with' if self._servicer.sleep.asleep else 'serving'} {held}"
-        return [
-            CheckResult(
-                name="weights",
-                status=CHECK_STATUS_FAILED if broken else CHECK_STATUS_PASSED,
-                finding=weights.error if broken else serving,
-                remedy="Sync a whole version, or restart the replica." if broken else "",
-            )
-        ]
+        if weights.phase is Phase.BROKEN:
+            return [failed("weights", weights.error, "Sync a whole version, or restart the replica.")]
+        return [passed("weights", serving)]
 
     async def dump_stacks(self) -> list[ProcessStacks]:
         return [

@@ -14,16 +14,14 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.operate_pb2 import (
-    CHECK_STATUS_FAILED,
-    CHECK_STATUS_PASSED,
-    CHECK_STATUS_WARNING,
-    CheckResult,
     ProcessStacks,
 )
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
 from flotilla_core.errors import Unavailable
+from flotilla_core.findings import failed, passed, warned
 from flotilla_core.rpc import RpcServer
 from flotilla_core.transfer import Files
 from flotilla_reward import catalog, scoring
@@ -107,28 +105,20 @@ class RewardHostService:
     def describe(self, registration: Registration) -> None:
         registration.capacity["workers"] = self._workers
 
-    async def check(self) -> list[CheckResult]:
+    async def check(self) -> list[Finding]:
         alive, dead = len(self._pool.pids), self._pool.dead
-        # A worker that was killed comes back with the next sample that needs it.
-        short = CHECK_STATUS_WARNING if alive else CHECK_STATUS_FAILED
-        results = [
-            CheckResult(
-                name="reward workers",
-                status=short if dead else CHECK_STATUS_PASSED,
-                finding=f"{alive} alive, {dead} dead, {self._pool.replaced} replaced since the start",
-                remedy="Read the log of this service: user code may crash or hang." if dead else "",
-            )
-        ]
+        found = f"{alive} alive, {dead} dead, {self._pool.replaced} replaced since the start"
+        findings = [passed("reward workers", found)]
+        if dead:
+            # A worker that was killed comes back with the next sample that needs it.
+            short = warned if alive else failed
+            findings = [
+                short("reward workers", found, "Read the log of this service: user code may crash or hang.")
+            ]
         if hidden := catalog.hidden_entry_points():
-            results.append(
-                CheckResult(
-                    name="reward entry points",
-                    status=CHECK_STATUS_WARNING,
-                    finding=f"{', '.join(hidden)}: hidden by the built-in reward of the same name",
-                    remedy="Give the entry point another name.",
-                )
-            )
-        return results
+            found = f"{', '.join(hidden)}: hidden by the built-in reward of the same name"
+            findings.append(warned("reward entry points", found, "Give the entry point another name."))
+        return findings
 
     async def dump_stacks(self) -> list[ProcessStacks]:
         """Workers run user code that may be stuck: their kernel state is all that is safe to read."""

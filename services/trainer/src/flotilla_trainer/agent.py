@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.common.v1 import operate_pb2
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.trainer.v1 import ranks_pb2 as pb
 from flotilla.trainer.v1 import ranks_pb2_grpc
 from flotilla_core import rpc, telemetry
 from flotilla_core.errors import InvalidRequest, NotFound
+from flotilla_core.findings import passed
 from flotilla_core.gangs import agent_of
 from flotilla_core.logger import get_logger
 from flotilla_core.rpc.channel import PART_BYTES
@@ -71,16 +73,10 @@ class RankAgent:
         """Write the number of ranks into the registration."""
         registration.capacity["nproc"] = len(self._plan.ranks_here)
 
-    async def check(self) -> list[operate_pb2.CheckResult]:
+    async def check(self) -> list[Finding]:
         """Tell which ranks run; none is no fault, because the front may be away."""
         running = ", ".join(str(rank) for rank in sorted(self._servicer.ranks)) or "none"
-        return [
-            operate_pb2.CheckResult(
-                name="ranks",
-                status=operate_pb2.CHECK_STATUS_PASSED,
-                finding=f"of {self._plan.name}: {running}",
-            )
-        ]
+        return [passed("ranks", f"of {self._plan.name}: {running}")]
 
     async def dump_stacks(self) -> list[operate_pb2.ProcessStacks]:
         """Return the stacks of the ranks of this host."""

@@ -11,10 +11,12 @@ import asyncio
 from typing import Any
 
 from flotilla.common.v1 import operate_pb2
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.trainer.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from flotilla_core import rpc, telemetry
 from flotilla_core.errors import FlotillaError
+from flotilla_core.findings import failed, passed, warned
 from flotilla_core.gangs import model_of
 from flotilla_core.logger import get_logger
 from flotilla_core.model_folder import model_folder, tokenizer_digest
@@ -96,26 +98,13 @@ class TrainerService:
         registration.capacity["parameters"] = facts["parameters"]
         registration.capacity["max_sequence_tokens"] = facts["max_sequence_tokens"]
 
-    async def check(self) -> list[operate_pb2.CheckResult]:
+    async def check(self) -> list[Finding]:
         """Check that the ranks are ready, and their layers compiled where they should be."""
-        if self._gang.ready:
-            return [
-                operate_pb2.CheckResult(
-                    name="ranks",
-                    status=operate_pb2.CHECK_STATUS_PASSED,
-                    finding=f"{self._plan.nproc} on {self._gang.facts['device']} over {self._plan.backend}; "
-                    + "; ".join(self._gang.phases()),
-                ),
-                *compiler_check(self._gang.facts),
-            ]
-        return [
-            operate_pb2.CheckResult(
-                name="ranks",
-                status=operate_pb2.CHECK_STATUS_FAILED,
-                finding="; ".join(self._gang.phases()) or "not started",
-                remedy=f"See {self._plan.log_path(0)}.",
-            )
-        ]
+        phases = "; ".join(self._gang.phases())
+        if not self._gang.ready:
+            return [failed("ranks", phases or "not started", f"See {self._plan.log_path(0)}.")]
+        found = f"{self._plan.nproc} on {self._gang.facts['device']} over {self._plan.backend}; {phases}"
+        return [passed("ranks", found), *compiler_check(self._gang.facts)]
 
     async def dump_stacks(self) -> list[operate_pb2.ProcessStacks]:
         """Return the stacks of the ranks, also of one that hangs."""
@@ -137,23 +126,10 @@ class TrainerService:
         self._manager.gang_lost(error)
 
 
-def compiler_check(facts: dict[str, Any]) -> list[operate_pb2.CheckResult]:
+def compiler_check(facts: dict[str, Any]) -> list[Finding]:
     """Return one finding or none, from the facts that the ranks reported."""
     if refusal := facts["compile_refusal"]:
-        return [
-            operate_pb2.CheckResult(
-                name="compiler",
-                status=operate_pb2.CHECK_STATUS_WARNING,
-                finding=f"layers are not compiled: {refusal}",
-                remedy=INSTALL_COMPILER,
-            )
-        ]
+        return [warned("compiler", f"layers are not compiled: {refusal}", INSTALL_COMPILER)]
     if not facts["compile_s"]:
         return []
-    return [
-        operate_pb2.CheckResult(
-            name="compiler",
-            status=operate_pb2.CHECK_STATUS_PASSED,
-            finding=f"layers compiled in {facts['compile_s']:.0f} s",
-        )
-    ]
+    return [passed("compiler", f"layers compiled in {facts['compile_s']:.0f} s")]

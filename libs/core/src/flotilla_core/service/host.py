@@ -13,7 +13,8 @@ from typing import Protocol
 
 import grpc
 
-from flotilla.common.v1.operate_pb2 import CheckResult, ProcessStacks
+from flotilla.common.v1.finding_pb2 import Finding
+from flotilla.common.v1.operate_pb2 import ProcessStacks
 from flotilla.common.v1.registration_pb2 import Registration, ServiceKind
 from flotilla_core import rpc
 from flotilla_core.activities import Activities
@@ -35,7 +36,7 @@ class Service(Protocol):
     def describe(self, registration: Registration) -> None:
         """Fill in digests, versions and capacity; called after `start`."""
 
-    async def check(self) -> list[CheckResult]:
+    async def check(self) -> list[Finding]:
         """Preflight findings beyond the host's own."""
 
     async def dump_stacks(self) -> list[ProcessStacks]:

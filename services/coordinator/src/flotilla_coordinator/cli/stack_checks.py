@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
+from flotilla.common.v1.finding_pb2 import Finding, Severity
 from flotilla.common.v1.operate_pb2 import (
-    CHECK_STATUS_FAILED,
-    CHECK_STATUS_WARNING,
     CheckRequest,
     CheckResult,
     DescribeRequest,
@@ -33,6 +30,7 @@ from flotilla_core.config.model import is_url
 from flotilla_core.config.training import CheckpointConfig
 from flotilla_core.disk import check_state_directory, free_bytes, nearest, room
 from flotilla_core.errors import FlotillaError, InvalidConfig, Mismatch, Unavailable
+from flotilla_core.findings import failed, found_of, passed, warned
 from flotilla_core.gangs import model_of, roles_of, started
 from flotilla_core.model_folder import model_folder
 from flotilla_core.protocol import check_protocol, limits
@@ -57,33 +55,11 @@ _CLOCK_S = 2.0
 """The difference between two clocks that nobody need look at."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check, with a remedy (empty when it passed)."""
-
-    check: str
-    status: Literal["passed", "warning", "failed"]
-    finding: str
-    remedy: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        """Return the finding for `--json`."""
-        return asdict(self)
-
-
-def passed(check: str, finding: str) -> Finding:
-    """Make a finding that all is well."""
-    return Finding(check, "passed", finding)
-
-
-def warning(check: str, finding: str, remedy: str) -> Finding:
-    """Make a finding that something works, but not well enough for every use."""
-    return Finding(check, "warning", finding, remedy)
-
-
-def failed(check: str, finding: str, remedy: str) -> Finding:
-    """Make a finding with which a stack would not work."""
-    return Finding(check, "failed", finding, remedy)
+def refused(check: str, error: FlotillaError, next_step: str = "") -> Finding:
+    """Return the finding of a check that ended with an error; `next_step` is for one that says none."""
+    finding = error.finding()
+    finding.code, finding.next_step = check, error.next_step or next_step
+    return finding
 
 
 def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
@@ -92,7 +68,7 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
     try:
         config = load_stack(given)
     except InvalidConfig as error:
-        return None, [failed("stack file", str(error), "correct it; see: flotilla config schema stack")]
+        return None, [refused("stack file", error, "correct it; see: flotilla config schema stack")]
     found = f"{file}: stack {config.name!r}" if file else f"none: defaults, stack {config.name!r}"
     return config, [
         passed("stack file", found),
@@ -113,7 +89,7 @@ def _state_directory(config: StackConfig) -> Finding:
     try:
         check_state_directory(nearest(place))  # which `up` would make it in
     except FlotillaError as error:
-        return failed(check, f"{error.what} ({error.where}): {error.why}", error.next_step)
+        return refused(check, error)
     found, free = f"{place}: {room(place)}", free_bytes(place)
     checkpoint = _checkpoint_bytes(config)
     kept = CheckpointConfig().keep
@@ -123,7 +99,7 @@ def _state_directory(config: StackConfig) -> Finding:
         return failed(check, found, f"{needed}; or set state_dir to another disk")
     if free < usual:
         remedy = f"a run that keeps {kept} checkpoints of {_mib(checkpoint)} fills up to {_mib(usual)}"
-        return warning(check, found, f"{remedy}; `flotilla run plan FILE` says what yours needs")
+        return warned(check, found, f"{remedy}; `flotilla run plan FILE` says what yours needs")
     return passed(check, found)
 
 
@@ -156,15 +132,14 @@ def _model(key: str, model: Path | str, *, fetched: bool) -> list[Finding]:
         return [_stored_model(key, str(model))]
     if isinstance(model, str) and _is_hub_name(model):
         found = f"{model} is a hub name: it is fetched at the first start, unless it is in the cache"
-        return [warning(key, found, f"fetch it beforehand: hf download {model}")]
+        return [warned(key, found, f"fetch it beforehand: hf download {model}")]
     try:
         folder = model_folder(model)
     except FlotillaError as error:
-        found = f"{error.what}: {error.why or error.where}"
         if fetched:
             here = "services of this host fetch it from the coordinator; on the coordinator's host it must be there"
-            return [warning(key, found, here)]
-        return [failed(key, found, error.next_step or f"set {key} in the stack file to a folder")]
+            return [warned(key, found_of(error.finding()), here)]
+        return [refused(key, error, f"set {key} in the stack file to a folder")]
     return _folder(key, folder)
 
 
@@ -182,7 +157,7 @@ def _stored_model(key: str, model: str) -> Finding:
     try:
         there = ObjectFolder(model).manifest()
     except FlotillaError as error:
-        return failed(key, f"{error.what} ({error.where}): {error.why}", error.next_step)
+        return refused(key, error)
     size = f"{len(there.files)} files, {there.nbytes / 1e6:,.1f} MB"
     return passed(key, f"{model} ({size}); each host fetches it once")
 
@@ -190,7 +165,7 @@ def _stored_model(key: str, model: str) -> Finding:
 def _dtypes(config: StackConfig) -> list[Finding]:
     """Check whether the processor computes in the types of the stack, where there are no GPUs."""
     remedy = "set trainer.dtype and generator.dtype to float32, or use a host with GPUs"
-    return [warning("dtype", found, remedy) for found in bfloat16_warnings(config)]
+    return [warned("dtype", found, remedy) for found in bfloat16_warnings(config)]
 
 
 def _is_hub_name(model: str) -> bool:
@@ -206,7 +181,7 @@ def _tokenizer(folder: Path) -> Finding:
     try:
         tokenizer = Tokenizer.load(folder)
     except FlotillaError as error:
-        return failed("tokenizer", str(error), error.next_step or "save the tokenizer again")
+        return refused("tokenizer", error, "save the tokenizer again")
     return passed("tokenizer", f"{tokenizer.vocabulary_size} entries")
 
 
@@ -217,7 +192,7 @@ def _token(config: StackConfig) -> Finding:
     except Unavailable:
         return passed("token", "none yet: flotilla up creates it")
     except FlotillaError as error:
-        return failed("token", str(error), error.next_step or "write a random token to that file, mode 0600")
+        return refused("token", error, "write a random token to that file, mode 0600")
     return passed("token", f"{config.bind.token_file or directory / 'token'}: readable by its owner only")
 
 
@@ -232,7 +207,7 @@ def _bind(config: StackConfig) -> Finding:
         "make certificates (flotilla certs init --hosts HOST,...) and name them in bind.tls, or say that the network "
         "is private: bind.plaintext: true"
     )
-    return warning(
+    return warned(
         "bind", f"{bind.host}: other hosts can reach the services, and nothing is encrypted", remedy
     )
 
@@ -244,7 +219,7 @@ def _interface(config: StackConfig) -> list[Finding]:
     try:
         address = check_interface(config.bind)
     except FlotillaError as error:
-        return [failed("interface", f"{error.what}: {error.why}", error.next_step)]
+        return [refused("interface", error)]
     return [passed("interface", f"{config.bind.interface} is up, with {address}")]
 
 
@@ -256,13 +231,13 @@ def _certificate(config: StackConfig) -> list[Finding]:
         certificates.TlsFiles(config.bind.tls).read()
         one = certificates.read_certificates(config.bind.tls.certificate_file)[0]
     except FlotillaError as error:
-        return [failed("certificate", str(error), error.next_step or "flotilla certs init")]
+        return [refused("certificate", error, "flotilla certs init")]
     found = f"{certificates.who(one)}, good for {certificates.days_left(one):.0f} more days"
     if certificates.days_left(one) < certificates.WARN_DAYS:
         renew = (
             "renew it: flotilla certs init --hosts HOST,... and copy the files; nothing has to be restarted"
         )
-        return [warning("certificate", found, renew)]
+        return [warned("certificate", found, renew)]
     return [passed("certificate", found)]
 
 
@@ -271,7 +246,7 @@ async def service_checks(config: StackConfig) -> list[Finding]:
     paths = StackPaths.of(config.state_dir, config.name)
     file = find(paths)
     if file is None and starts_launcher_again(paths):
-        return [warning("launcher", "it was killed and is being restarted", "flotilla logs launcher")]
+        return [warned("launcher", "it was killed and is being restarted", "flotilla logs launcher")]
     if file is None and (why := why_it_ended(paths)):
         return [failed("launcher", why, f"read {paths.log_file('launcher')}, then flotilla up")]
     if not is_up(paths):
@@ -325,7 +300,7 @@ async def _service(process: ProcessStatus, token: Token) -> list[Finding]:
     clock = _clock(name, described, asked, answered)
     serves = passed(name, found)
     if less := limits(registration):
-        serves = warning(name, f"{found}; it {less}", "replace it: flotilla upgrade")
+        serves = warned(name, f"{found}; it {less}", "replace it: flotilla upgrade")
     return [_admitted(process) or serves, *clock, *(_own(name, result) for result in results)]
 
 
@@ -357,9 +332,9 @@ def _clock(name: str, described: DescribeResponse, asked: float, answered: float
 
 
 def _own(name: str, result: CheckResult) -> Finding:
-    check = f"{name}: {result.name}"
-    if result.status == CHECK_STATUS_FAILED:
-        return failed(check, result.finding, result.remedy)
-    if result.status == CHECK_STATUS_WARNING:
-        return warning(check, result.finding, result.remedy)
-    return passed(check, result.finding)
+    return Finding(
+        severity=Severity.ValueType(result.status),
+        code=f"{name}: {result.name}",
+        what=result.finding,
+        next_step=result.remedy,
+    )

@@ -50,7 +50,7 @@ class Finding(_message.Message):
     NEXT_STEP_FIELD_NUMBER: _builtins.int
     severity: Global___Severity.ValueType
     code: _builtins.str
-    """Its kind, for programs: of an error its reason in lower case, such as "rank_failed"; else empty."""
+    """Its kind, for programs: of an error its reason in lower case, such as "rank_failed"; of a check its name."""
     what: _builtins.str
     where: _builtins.str
     why: _builtins.str

@@ -127,6 +127,8 @@ Global___CheckResponse: _TypeAlias = CheckResponse  # noqa: Y015
 
 @_typing.final
 class CheckResult(_message.Message):
+    """The finding of a check."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
