@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from chat_model import make_chat_model
-from doc_pages import ROOT, Reader, blocks
+
+from flotilla_testing.chat_model import make_chat_model
+from flotilla_testing.doc_pages import ROOT, Reader, blocks
 
 NEEDS_NO_FLEET = re.compile(r"flotilla (doctor|reward test|run plan)\b")
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import pytest
 import yaml
-from doc_pages import FENCED
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -24,6 +23,7 @@ from flotilla_core.config import ConfigModel, PolicyConfig, RunConfig, StackConf
 from flotilla_core.config.other_programs import OURS
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.telemetry.metrics import METRICS
+from flotilla_testing.doc_pages import FENCED
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED = ROOT / "docs" / "reference"

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chat_model import make_chat_model
-from doc_pages import ROOT, Reader
+
+from flotilla_testing.chat_model import make_chat_model
+from flotilla_testing.doc_pages import ROOT, Reader
 
 
 @pytest.fixture(scope="session")

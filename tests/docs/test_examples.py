@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_pages import ROOT, Reader, blocks
+
+from flotilla_testing.doc_pages import ROOT, Reader, blocks
 
 pytestmark = pytest.mark.timeout(600)
 

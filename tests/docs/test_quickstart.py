@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_pages import ROOT, Reader
+
+from flotilla_testing.doc_pages import ROOT, Reader
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -7,12 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
-from placed_stacks import READY_S, assert_files_are_gone, described
-from ray_cluster import RayCluster, reason_to_skip, running_cluster
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.chaos_run import ChaosRun
+from flotilla_testing.placed_stacks import READY_S, assert_files_are_gone, described
+from flotilla_testing.ray_cluster import RayCluster, reason_to_skip, running_cluster
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = [

@@ -21,7 +21,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from ledger_counts import counts_of
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -39,6 +38,7 @@ from flotilla_coordinator.ledger.records import (
 )
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
+from flotilla_testing.ledger_counts import counts_of
 
 T = TypeVar("T")
 State = SampleState
@@ -334,7 +334,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (verdict.lost, verdict.trained_twice, verdict.unexpected) == (0, 0, 0), verdict
         assert verdict.conservation_ok, verdict
         states = Counter(sample.state for sample in self.samples.values())
-        counts = counts_of(self.ledger, RUN)
+        counts = counts_of(self.ledger.path, RUN)
         assert counts.holds and counts.admitted == verdict.admitted == len(self.samples)
         assert counts.trained == verdict.trained == states[State.CONSUMED] + states[State.DURABLE]
         assert verdict.dropped == counts.dropped

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ledger_counts import counts_of
 
 from flotilla.coordinator.v1 import coordinator_pb2, run_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -27,6 +26,7 @@ from flotilla_coordinator.rollouts.samples import recorded_samples
 from flotilla_core.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound
 from flotilla_core.findings import info
 from flotilla_core.version import Version
+from flotilla_testing.ledger_counts import counts_of
 
 RUN = "count-20260314-0915-7f3a"
 START = Version(0, 0)
@@ -157,7 +157,7 @@ async def test_an_update_that_is_reported_again_changes_nothing(ledger: Ledger) 
     await ledger.group_scored([scored(sample_id) for sample_id in group.sample_ids])
     await consume(ledger, group.sample_ids)
     await consume(ledger, group.sample_ids)
-    counts = counts_of(ledger, RUN)
+    counts = counts_of(ledger.path, RUN)
     assert (counts.trained, counts.duplicates) == (2, 2)
     with pytest.raises(FailedPrecondition, match="other samples"):
         await consume(ledger, group.sample_ids[:1])
@@ -190,7 +190,7 @@ async def test_duplicate_and_late_deliveries_are_ignored_and_counted(ledger: Led
         (SampleState.SCORED, 1.0),
         (SampleState.DROPPED, None),
     ]
-    counts = counts_of(ledger, RUN)
+    counts = counts_of(ledger.path, RUN)
     assert (counts.duplicates, counts.late, counts.dropped) == (1, 1, {"timeout": 1})
     assert counts.holds
 
@@ -205,7 +205,7 @@ async def test_a_score_may_follow_its_response(ledger: Ledger) -> None:
     )
     accepted = await ledger.group_scored([scored(first), scored(second)])
     assert accepted.accepted == (first, second)
-    assert counts_of(ledger, RUN).in_flight == 2
+    assert counts_of(ledger.path, RUN).in_flight == 2
 
 
 async def test_what_a_lost_update_trained_comes_back_in_its_order(ledger: Ledger) -> None:
@@ -221,7 +221,7 @@ async def test_what_a_lost_update_trained_comes_back_in_its_order(ledger: Ledger
     await ledger.durable(RUN, [trained[0][0]])
     voided = await ledger.fall_back(RUN, Version(1, 1), step=1, cursor=None)
     assert [(update.update_id, update.sample_ids) for update in voided] == trained[1:]
-    counts = counts_of(ledger, RUN)
+    counts = counts_of(ledger.path, RUN)
     assert (counts.trained, counts.in_flight) == (2, 4)
     await consume(ledger, trained[1][1], Version(1, 1))
     with pytest.raises(FailedPrecondition, match="void"):
@@ -250,7 +250,7 @@ async def test_what_a_run_leaves_behind_is_dropped_with_a_reason(ledger: Ledger)
         await ledger.group_issued(issue(step, step=step))
     await ledger.group_scored([scored(issue(0).sample_ids[0])])
     assert await ledger.drop_in_flight(RUN, "run_ended") == 4
-    counts = counts_of(ledger, RUN)
+    counts = counts_of(ledger.path, RUN)
     assert (counts.in_flight, counts.dropped) == (0, {"run_ended": 4})
     with pytest.raises(InvalidRequest, match="without a reason"):
         await ledger.dropped(RUN, [], "")
@@ -261,14 +261,14 @@ async def test_one_refused_operation_does_not_touch_others_in_its_commit(ledger:
     operations.insert(10, ledger.group_scored([scored("stranger/0/0/0")]))
     results = await asyncio.gather(*operations, return_exceptions=True)
     assert [index for index, result in enumerate(results) if isinstance(result, BaseException)] == [10]
-    assert counts_of(ledger, RUN).admitted == 40
+    assert counts_of(ledger.path, RUN).admitted == 40
 
 
 async def test_a_broken_operation_reaches_its_caller_and_the_writer_goes_on(ledger: Ledger) -> None:
     with pytest.raises(AttributeError):
         await ledger.group_scored([None])  # type: ignore[list-item]
     await ledger.group_issued(issue())
-    assert counts_of(ledger, RUN).admitted == 2
+    assert counts_of(ledger.path, RUN).admitted == 2
 
 
 async def test_the_event_log_cannot_be_rewritten(ledger: Ledger) -> None:

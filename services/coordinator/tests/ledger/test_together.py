@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ledger_counts import counts_of
 
 from flotilla_coordinator.ledger import transitions
 from flotilla_coordinator.ledger.checker import check
@@ -30,6 +29,7 @@ from flotilla_coordinator.ledger.records import (
 from flotilla_coordinator.ledger.writer import MOST_TOGETHER, WriterThread
 from flotilla_core.errors import Internal, InvalidRequest, NotFound
 from flotilla_core.version import Version
+from flotilla_testing.ledger_counts import counts_of
 
 RUNS = ("one-20260314-0915-7f3a", "two-20260314-0915-11bc")
 CALLERS = 2 * MOST_TOGETHER + 1
@@ -150,7 +150,7 @@ async def test_samples_of_two_runs_in_one_operation_are_counted_for_their_own(le
             ()
         ] * 14
     for run_id in RUNS:
-        counts = counts_of(ledger, run_id)
+        counts = counts_of(ledger.path, run_id)
         assert counts.holds
         assert counts.admitted == 2 * sum(one.run_id == run_id for one in asked)
         assert check(ledger.path, run_id).conservation_ok
@@ -162,7 +162,7 @@ async def test_groups_of_two_runs_that_come_at_once_are_counted_for_their_own(le
     assert [recorded.accepted for recorded in issued] == [one.sample_ids for one in asked]
     await asyncio.gather(*(ledger.group_scored([scored(i) for i in one.sample_ids]) for one in asked))
     for run_id in RUNS:
-        counts = counts_of(ledger, run_id)
+        counts = counts_of(ledger.path, run_id)
         assert counts.holds
         assert counts.admitted == 2 * sum(one.run_id == run_id for one in asked)
         assert check(ledger.path, run_id).conservation_ok
@@ -181,7 +181,7 @@ async def test_a_sample_that_two_deliver_at_once_counts_once(ledger: Ledger) -> 
         i for one in asked for i in one.sample_ids
     )
     assert sum(len(one.duplicates) for one in recorded) == 16
-    assert counts_of(ledger, RUNS[0]).holds
+    assert counts_of(ledger.path, RUNS[0]).holds
 
 
 async def test_an_unknown_sample_does_not_hold_up_those_beside_it(ledger: Ledger) -> None:

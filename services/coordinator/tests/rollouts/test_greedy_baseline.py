@@ -11,7 +11,6 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
-from ledger_counts import counts_of
 
 from flotilla.trainer.v1 import trainer_pb2
 from flotilla_coordinator.ledger.checker import check
@@ -27,6 +26,7 @@ from flotilla_core.config import RolloutConfig, SamplingConfig
 from flotilla_core.config.advantages import AdvantageConfig, GrpoAdvantage, RemaxAdvantage
 from flotilla_core.errors import Exhausted, UserCodeError
 from flotilla_core.version import Version
+from flotilla_testing.ledger_counts import counts_of
 from flotilla_testing.numbered_prompts import NumberedPrompts
 
 RUN = "run-1"
@@ -146,7 +146,7 @@ async def test_the_greedy_response_is_no_sample(ledger: Ledger) -> None:
     batch = await batch_of(rollouts)
     records = await ledger.samples(RUN)
     assert [record.sample_id for record in records] == [sample.sample_id for sample in batch.samples]
-    assert counts_of(ledger, RUN).admitted == 4
+    assert counts_of(ledger.path, RUN).admitted == 4
     await rollouts.close()
     await ledger.drop_in_flight(RUN, "run_ended")
     await ledger.update_run(RUN, state=RunState.STOPPED)

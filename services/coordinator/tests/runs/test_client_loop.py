@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ledger_counts import counts_of
 
 from flotilla.common.v1.chat_pb2 import Message, Tool
 from flotilla.coordinator.v1 import loop_pb2, run_pb2
@@ -47,6 +46,7 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_data.chats import chat_of, tools_of
 from flotilla_testing import chat_templates
+from flotilla_testing.ledger_counts import counts_of
 
 RUN = "run-1"
 CONFIG = {
@@ -184,7 +184,7 @@ async def test_a_step_whose_answer_was_lost_is_recorded_with_its_samples_when_it
         await loop.step_optimizer("step", 0.0)
     await loop.step_optimizer("step", 0.0)
     await loop.step_optimizer("step", 0.0)
-    assert counts_of(bench.ledger, RUN).trained == 2
+    assert counts_of(bench.ledger.path, RUN).trained == 2
     assert loop.run.steps_done == 1 and loop.run.policy.version == Version(0, 1)
 
 
@@ -200,7 +200,7 @@ async def test_a_step_that_could_not_be_recorded_is_recorded_before_the_next_one
     assert loop.run.steps_done == 0 and loop.run.policy.version == Version(0, 1)
     await loop.add_gradients(gradients(await sample(loop)))
     await loop.step_optimizer("second", 0.0)
-    assert counts_of(bench.ledger, RUN).trained == 4
+    assert counts_of(bench.ledger.path, RUN).trained == 4
     assert loop.run.steps_done == 2 and len(list(bench.directory.read_samples())) == 4
 
 
@@ -265,7 +265,7 @@ async def test_sampling_that_cannot_be_is_refused_by_name_before_anything_is_dra
     loop = bench.loop()
     with pytest.raises(InvalidRequest, match="temperature"):
         _ = [group async for group in loop.groups([PROMPT], 2, {"temperature": -1.0})]
-    assert counts_of(bench.ledger, RUN).admitted == 0
+    assert counts_of(bench.ledger.path, RUN).admitted == 0
 
 
 async def test_a_call_that_asks_for_too_much_is_refused_with_its_limit(bench: Bench) -> None:
@@ -287,11 +287,11 @@ async def test_samples_of_a_skipped_step_are_recorded_with_the_step_that_trains_
     bench.trainer.skips = "the gradients are not finite"
     await loop.add_gradients(gradients(group))
     await loop.step_optimizer("skipped", 0.0)
-    assert counts_of(bench.ledger, RUN).in_flight == 2
+    assert counts_of(bench.ledger.path, RUN).in_flight == 2
     bench.trainer.skips = ""
     await loop.add_gradients(gradients(group))
     await loop.step_optimizer("made", 0.0)
-    assert counts_of(bench.ledger, RUN).trained == 2
+    assert counts_of(bench.ledger.path, RUN).trained == 2
 
 
 async def test_a_loop_that_nobody_calls_saves_and_ends_as_stopped_with_the_reason(bench: Bench) -> None:

@@ -11,7 +11,6 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
-from ledger_counts import counts_of
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -26,6 +25,7 @@ from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import GrpoAdvantage
 from flotilla_core.errors import FailedPrecondition, UserCodeError
 from flotilla_core.version import Version
+from flotilla_testing.ledger_counts import counts_of
 from flotilla_testing.numbered_prompts import NumberedPrompts
 
 RUN = "run-1"
@@ -170,7 +170,7 @@ async def test_a_group_that_was_cut_in_the_middle_keeps_its_ids(ledger: Ledger, 
     assert [sample.sample_id for sample in second.samples] == [
         f"{RUN}/0/{p}/{i}" for p in (2, 3) for i in range(3)
     ]
-    assert counts_of(ledger, RUN) and counts_of(ledger, RUN).admitted == 3 * 6
+    assert counts_of(ledger.path, RUN) and counts_of(ledger.path, RUN).admitted == 3 * 6
     await rollouts.close()
     await ledger.drop_in_flight(RUN, "run_ended")
     await ledger.update_run(RUN, state=RunState.STOPPED)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import SampleState
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
 
-TRAINED = (SampleState.CONSUMED, SampleState.DURABLE)
+TRAINED = (pb.SAMPLE_STATE_CONSUMED, pb.SAMPLE_STATE_DURABLE)
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Counts:
         return self.admitted == self.trained + sum(self.dropped.values()) + self.in_flight
 
 
-def counts_of(ledger: Ledger, run_id: str) -> Counts:
+def counts_of(ledger: Path, run_id: str) -> Counts:
     """Read the tallies of a run from the file of its ledger."""
-    with closing(sqlite3.connect(ledger.path)) as db:
+    with closing(sqlite3.connect(ledger)) as db:
         key, admitted, duplicates, late = db.execute(
             "SELECT key, admitted, duplicates, late FROM runs WHERE run_id = ?", (run_id,)
         ).fetchone()
@@ -42,7 +42,7 @@ def counts_of(ledger: Ledger, run_id: str) -> Counts:
     trained = in_flight = 0
     dropped: dict[str, int] = {}
     for state, reason, samples in tallies:
-        if state == SampleState.DROPPED:
+        if state == pb.SAMPLE_STATE_DROPPED:
             dropped[reason] = samples
         elif state in TRAINED:
             trained += samples

@@ -9,8 +9,6 @@ from typing import Any
 import psutil
 import yaml
 
-from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.ledger.checker import check
 from flotilla_launch.agent import read_endpoints
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.state import PlacedFile, read_json
@@ -106,9 +104,3 @@ def goes_on_after(fault: str, run: ChaosRun, lineage: int) -> None:
     """The run has lost its gang, and makes steps from its newest checkpoint."""
     wait_until(f"a step after {fault}", lambda: run.lineage >= lineage, GANG_S)
     run.wait_for_steps(2, run.lines, f"after {fault}")
-
-
-def assert_lost_nothing(stack: Stack, ended: run_pb2.Run) -> None:
-    verdict = check(stack.directory / "ledger.sqlite", ended.run_id)
-    assert verdict.passed and verdict.lost == 0, str(verdict)
-    assert verdict.trained == 16 * ended.step

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END, BEGIN = "<|im_end|>", "<|im_start|>"
-TEXT = Path(__file__).resolve().parents[1] / "README.md"
+TEXT = Path(__file__).resolve().parents[4] / "README.md"
 VOCABULARY = 512
 HIDDEN, MIDDLE, LAYERS, HEAD, POSITIONS = 64, 128, 2, 32, 1024
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}

@@ -15,7 +15,7 @@ from pathlib import Path
 from flotilla_client import connect
 from flotilla_testing.command_line import run_command
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[4]
 FENCED = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\S+\.(?:yaml|py))\n")
 """The first line of a block that is a file."""
