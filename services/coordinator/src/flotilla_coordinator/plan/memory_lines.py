@@ -6,7 +6,12 @@ from flotilla_coordinator.plan import gpu_memory, size_limits
 from flotilla_coordinator.plan.chapter import Caution, Entries, Line, shown_bytes
 from flotilla_coordinator.plan.placement import seat_lines
 from flotilla_coordinator.plan.run_facts import RunFacts
-from flotilla_coordinator.plan.trainer_memory import HostMemory, TrainerMemory, microbatch_tokens
+from flotilla_coordinator.plan.trainer_memory import (
+    HostMemory,
+    TrainerMemory,
+    critic_memory,
+    microbatch_tokens,
+)
 from flotilla_coordinator.trainers.spec import critic_of
 from flotilla_core.config import CriticConfig, StackConfig, TrainerConfig
 
@@ -24,7 +29,9 @@ def memory_chapter(run: RunFacts) -> Entries:
     yield _rank_line("trainer", trainer, need, parts)
     host = HostMemory.of(model, config, trainer)
     yield from host_lines("trainer", host, offload=config.optimizer.offload)
-    yield from size_limits.host_errors(kept_on_host(stack, host, _critic_host(run)), run.host)
+    critic = _critic_memory(run)
+    kept = kept_on_host(stack, host, HostMemory(0, 0, 0) if critic is None else critic[1])
+    yield from size_limits.host_errors(kept, run.host)
     yield from size_limits.trainer_errors(config, trainer, need.total + host.total, run.host)
     yield from map(Caution, size_limits.bfloat16_warnings(stack))
     if run.gpu is not None:
@@ -37,9 +44,10 @@ def memory_chapter(run: RunFacts) -> Entries:
 
 def critic_chapter(run: RunFacts) -> Entries:
     """Describe the critic; a run without one has no such line."""
-    critic, gang = critic_of(run.config), run.stack.critic
-    if critic is None or run.critic is None:
+    critic, gang, memory = critic_of(run.config), run.stack.critic, _critic_memory(run)
+    if critic is None or memory is None:
         return
+    need, host = memory
     clip = "no clip" if critic.value_clip is None else f"values clipped at {critic.value_clip:g}"
     alone = f"; the first {critic.warmup_steps} steps teach it alone" if critic.warmup_steps else ""
     yield Line(
@@ -47,9 +55,8 @@ def critic_chapter(run: RunFacts) -> Entries:
         f"learning rate {critic.optimizer.learning_rate:g}",
         f"{critic.optimizer.schedule}, {clip}; starts from {_critic_start(run, critic)}{alone}",
     )
-    need = TrainerMemory.of_critic(run.critic, run.config, critic, gang, run.longest)
     yield _rank_line("critic", gang, need, f" {shown_bytes(need.activations)}; it has no logits")
-    yield from host_lines("critic", _critic_host(run), offload=critic.optimizer.offload)
+    yield from host_lines("critic", host, offload=critic.optimizer.offload)
 
 
 def _rank_line(section: str, gang: TrainerConfig, need: TrainerMemory, activations: str) -> Line:
@@ -85,11 +92,11 @@ def kept_on_host(stack: StackConfig, trainer: HostMemory, critic: HostMemory) ->
     return {section: taken for section, taken in kept.items() if taken}
 
 
-def _critic_host(run: RunFacts) -> HostMemory:
+def _critic_memory(run: RunFacts) -> tuple[TrainerMemory, HostMemory] | None:
     critic = critic_of(run.config)
     if critic is None or run.critic is None:
-        return HostMemory(0, 0, 0)
-    return HostMemory.of_critic(run.critic, run.config, critic, run.stack.critic)
+        return None
+    return critic_memory(run.critic, run.config, critic, run.stack.critic, run.longest)
 
 
 def _critic_start(run: RunFacts, critic: CriticConfig) -> str:

@@ -170,11 +170,8 @@ def _decodes(stack: StackConfig, model: ModelFacts, total: int) -> bool:
 
 def _counted(stack: StackConfig, ranks: int, generators: int, placement: str) -> StackConfig:
     generator = stack.generator.model_copy(update={"replicas": generators})
-    return _ranked(stack, ranks).model_copy(update={"generator": generator, "placement": placement})
-
-
-def _ranked(stack: StackConfig, ranks: int) -> StackConfig:
-    return stack.model_copy(update={"trainer": stack.trainer.model_copy(update={"nproc": ranks})})
+    trainer = stack.trainer.model_copy(update={"nproc": ranks})
+    return stack.model_copy(update={"generator": generator, "trainer": trainer, "placement": placement})
 
 
 def _require_room(stack: StackConfig, model: ModelFacts, total: int) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
@@ -44,45 +43,6 @@ PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 6  # token id, logprob, text in the ledger and
 MODEL = 4
 STATE = 4 + 8
 """Bytes of a trainable parameter in a checkpoint: the weight and AdamW's two moments."""
-
-
-@dataclass(frozen=True)
-class DiskUse:
-    """The most that a run writes to the disk, in bytes by purpose."""
-
-    rollouts: int
-    export: int
-    checkpoint: int
-    made: int
-    kept: int
-
-    @classmethod
-    def of(cls, run: RunFacts) -> DiskUse:
-        """Return the use of a run by what it generates, and by the parameters that learn."""
-        config, every = run.config, run.config.checkpoint.every_steps
-        made = -(-config.steps // every) if every else 0
-        best = config.evaluation if config.checkpoint.best_by else None
-        if best is not None:
-            made += config.steps // best.every_steps
-        generated = 0 if run.given else config.steps * run.samples * run.response_tokens
-        learning = (run.adapters or run.model).parameters + (run.critic.parameters if run.critic else 0)
-        return cls(
-            rollouts=generated * PAYLOAD_BYTES_PER_TOKEN,
-            export=run.model.parameters * MODEL if config.export_final else 0,
-            checkpoint=learning * (STATE + MODEL),
-            made=made,
-            kept=min(made, config.checkpoint.keep + (best is not None)),
-        )
-
-    @property
-    def certain(self) -> int:
-        """Return the bytes without samples at the moment when they are most."""
-        return self.export + min(self.made, self.kept + 1) * self.checkpoint
-
-    @property
-    def total(self) -> int:
-        """Return the sum at the moment when it is largest."""
-        return self.rollouts + self.certain
 
 
 def count_errors(config: RunConfig) -> Entries:
@@ -157,36 +117,52 @@ def host_errors(kept: dict[str, int], memory: int) -> Entries:
 
 def disk_chapter(run: RunFacts) -> Entries:
     """Say what a run writes; refuse what it writes for certain, however short its responses, on a smaller disk."""
-    config, state_dir, use = run.config, run.stack.state_dir, DiskUse.of(run)
-    disk = shutil.disk_usage(existing(state_dir))
-    if use.made:
-        kept = f"every {config.checkpoint.every_steps} step(s) and at the end; the newest {use.kept} stay"
-        yield Line("checkpoints", f"{use.made} x {shown_bytes(use.checkpoint)}", kept)
+    config, state_dir = run.config, run.stack.state_dir
+    made, kept = _checkpoints(config)
+    learning = (run.adapters or run.model).parameters + (run.critic.parameters if run.critic else 0)
+    checkpoint = learning * (STATE + MODEL)
+    if made:
+        stay = f"every {config.checkpoint.every_steps} step(s) and at the end; the newest {kept} stay"
+        yield Line("checkpoints", f"{made} x {shown_bytes(checkpoint)}", stay)
     else:
         lost = "checkpoint.every_steps is 0: after the loss of a trainer the run starts again at step 0"
         yield Line("checkpoints", "0", lost)
+    samples = 0 if run.given else config.steps * run.samples
+    rollouts = samples * run.response_tokens * PAYLOAD_BYTES_PER_TOKEN
+    export = run.model.parameters * MODEL if config.export_final else 0
+    certain = export + min(made, kept + 1) * checkpoint
     yield Line(
         "disk",
-        f"at most {shown_bytes(use.total)}",
-        f"samples in the ledger and the run directory {shown_bytes(use.rollouts)}, "
-        f"exported model {shown_bytes(use.export)}, the rest checkpoints",
+        f"at most {shown_bytes(rollouts + certain)}",
+        f"samples in the ledger and the run directory {shown_bytes(rollouts)}, "
+        f"exported model {shown_bytes(export)}, the rest checkpoints",
     )
+    disk = shutil.disk_usage(existing(state_dir))
     whole = f"the disk of {state_dir} has {shown_bytes(disk.total)} in all"
-    if use.certain > disk.total:
+    if certain > disk.total:
         yield Refusal(
-            f"checkpoints and the exported model take {shown_bytes(use.certain)}, and {whole}: lower "
+            f"checkpoints and the exported model take {shown_bytes(certain)}, and {whole}: lower "
             f"{_settings(config, 'checkpoint.keep')}, or set state_dir to a larger disk"
         )
-    rows = 0 if run.given else config.steps * run.samples * LEDGER_ROW_BYTES
-    if rows > disk.total:
+    if (rows := samples * LEDGER_ROW_BYTES) > disk.total:
         lower = _settings(config, "steps", "rollout.prompts_per_step", "rollout.samples_per_prompt")
         yield Refusal(
             f"the ledger's rows of the samples take {shown_bytes(rows)}, and {whole}: lower {lower}"
         )
-    if use.total > disk.free:
+    if rollouts + certain > disk.free:
         yield Caution(
-            f"the run may write {shown_bytes(use.total)}, but {state_dir} has {shown_bytes(disk.free)} free"
+            f"the run may write {shown_bytes(rollouts + certain)}, but {state_dir} "
+            f"has {shown_bytes(disk.free)} free"
         )
+
+
+def _checkpoints(config: RunConfig) -> tuple[int, int]:
+    """Return how many checkpoints a run makes, and how many of them stay."""
+    every, best = config.checkpoint.every_steps, config.evaluation if config.checkpoint.best_by else None
+    made = -(-config.steps // every) if every else 0
+    if best is not None:
+        made += config.steps // best.every_steps
+    return made, min(made, config.checkpoint.keep + (best is not None))
 
 
 def host_memory() -> int:

@@ -113,19 +113,6 @@ class TrainerMemory:
             + (_compared(model, size, tokens, chunk) if _compares_wholly(config.algorithm) else 0),
         )
 
-    @classmethod
-    def of_critic(
-        cls,
-        model: ModelFacts,
-        config: RunConfig,
-        critic: CriticConfig,
-        gang: TrainerConfig,
-        longest_sequence: int,
-    ) -> TrainerMemory:
-        """Return the memory of such a run's critic: a head of one number has no logits, and no reference is kept."""
-        own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
-        return replace(cls.of(model, own, gang, longest_sequence), logits=0, reference=0)
-
 
 @dataclass(frozen=True)
 class HostMemory:
@@ -153,13 +140,14 @@ class HostMemory:
         pinned = 2 * _pinned(model, trainer, MASTER) + 2 * _visiting(model, trainer)
         return cls(pinned, share * MOMENTS, kept)
 
-    @classmethod
-    def of_critic(
-        cls, model: ModelFacts, config: RunConfig, critic: CriticConfig, gang: TrainerConfig
-    ) -> HostMemory:
-        """Return the memory of such a run's critic, which has no reference."""
-        own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
-        return replace(cls.of(model, own, gang), reference=0)
+
+def critic_memory(
+    model: ModelFacts, config: RunConfig, critic: CriticConfig, gang: TrainerConfig, longest: int
+) -> tuple[TrainerMemory, HostMemory]:
+    """Return the memory of such a run's critic: a head of one number has no logits, and no reference is kept."""
+    own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
+    need = replace(TrainerMemory.of(model, own, gang, longest), logits=0, reference=0)
+    return need, replace(HostMemory.of(model, own, gang), reference=0)
 
 
 def kept_bytes(model: ModelFacts, config: RunConfig, trainer: TrainerConfig) -> int:
