@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_data.samples import read_samples
 from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(240)
@@ -80,8 +81,9 @@ def test_an_evaluation_without_a_trainer_equals_that_of_the_run(
     own = {name: value for name, value in lines[2].items() if name.startswith("eval/")}
     assert found["metrics"] == {"eval/accuracy": lines[2]["accuracy"], **own}
     answers = [json.loads(line) for line in output.read_text().splitlines()]
-    kept = list(directory.read_answers([2]))
+    kept = list(read_samples(directory.path, "eval", [2]))
     assert len(answers) == 5 + 4 * 5 and kept == answers
     assert {answer["set"] for answer in answers} == {"easy", "hard"}
     assert answers[0]["reward_parts"][0]["value"] == answers[0]["reward"]
-    assert [answer["response"] for answer in directory.read_answers([1])] != [a["response"] for a in answers]
+    earlier = [answer["response"] for answer in read_samples(directory.path, "eval", [1])]
+    assert earlier != [answer["response"] for answer in answers]

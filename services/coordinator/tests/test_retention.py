@@ -26,7 +26,8 @@ from flotilla_coordinator.ledger.records import (
 )
 from flotilla_coordinator.ledger.run_rows import used_bytes
 from flotilla_coordinator.retention import Retention
-from flotilla_coordinator.timeline import SpanStore
+from flotilla_coordinator.timeline.reader import SpanReader
+from flotilla_coordinator.timeline.store import SpanStore
 from flotilla_core.config.stack import CoordinatorConfig
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.telemetry import names
@@ -283,7 +284,7 @@ async def test_the_span_store_forgets_runs_then_the_oldest_spans_of_the_last(tmp
         await stored(store, run_id, place * 10_000, 600)
     assert await store.prune(50, 100 * MIB) == 0
     assert await store.prune(50, used(store.path) * 4 // 5) == 600
-    reader = SpanStore.open_readonly(store.path)
+    reader = SpanReader(store.path)
     assert [len(list(reader.spans_of_run(run_id, None))) for run_id in RUNS] == [0, 600, 600]
     assert await store.prune(50, used(store.path) // 4) > 600
     left = [span.start_ns for span in reader.spans_of_run("third", None)]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MAIN = "flotilla_coordinator.cli.main"
-RUNS_ON_DISK = "flotilla_coordinator.runs.status"
+RUNS_ON_DISK = "flotilla_coordinator.views.stored"
 """The module that commands import in a function, where no fleet answers."""
 _REQUEST_BYTES = 1 << 18
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
-from flotilla_coordinator.timeline import SpanStore
+from flotilla_coordinator.timeline.store import SpanStore
 from flotilla_coordinator.trainers.spec import critic_of
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.config.stack import CoordinatorConfig

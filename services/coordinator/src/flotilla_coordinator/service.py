@@ -22,7 +22,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.ownership import BEAT_S, Owner
 from flotilla_coordinator.retention import Retention
 from flotilla_coordinator.runs.registry import Runs
-from flotilla_coordinator.timeline import SpanStore, TraceReceiver
+from flotilla_coordinator.timeline.store import SpanStore, TraceReceiver
 from flotilla_core.bus import EventStream
 from flotilla_core.config import dump_yaml
 from flotilla_core.errors import FlotillaError, StaleVersion

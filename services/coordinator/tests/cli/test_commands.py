@@ -24,7 +24,7 @@ from flotilla_coordinator.cli.watch import Told, print_plan, progress
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.plan import size_limits
-from flotilla_coordinator.timeline import SpanStore
+from flotilla_coordinator.timeline.store import SpanStore
 from flotilla_core.errors import NotFound
 from flotilla_core.telemetry import names
 from flotilla_launch import launcher as launchers
@@ -240,7 +240,7 @@ def test_every_mistake_in_a_stack_file_is_said_with_line_and_suggestion(flotilla
         (("run", "start", "steps=3"), 2, "no configuration file is given"),
         (("run", "show", "--coordinator", "127.0.0.1:1"), 3, "127.0.0.1:1"),
         (("logs",), 2, "has no logs"),
-        (("timeline", "latest", "-o", "t.json"), 2, "span store"),
+        (("timeline", "latest", "-o", "t.json"), 3, "has no runs on disk"),
         (("up", "--stack", "nowhere.yaml"), 2, "nowhere.yaml"),
         (("no-such-command",), 2, "no-such-command"),
         (("down",), 0, "nothing to do"),
@@ -443,6 +443,9 @@ def test_timeline_is_read_from_the_store_when_the_coordinator_is_down(flotilla: 
         spans = SpanStore(directory / "spans.sqlite")
         await spans.add(request)
         spans.close()
+        ledger = Ledger.open(directory / "ledger.sqlite")
+        await ledger.save_run(RunRecord("trial-1", "trial", RunState.FAILED, "", str(directory), 0.0))
+        ledger.close()
 
     asyncio.run(store())
     code, out, err = flotilla("timeline", "latest", "-o", "t.json", "--json")

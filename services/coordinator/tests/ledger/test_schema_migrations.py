@@ -16,8 +16,8 @@ from flotilla_coordinator.ledger import schema as ledger_schema
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import SampleState
-from flotilla_coordinator.timeline import SpanStore
 from flotilla_coordinator.timeline import schema as span_schema
+from flotilla_coordinator.timeline.store import SpanStore
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
 

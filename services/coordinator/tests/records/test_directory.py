@@ -16,15 +16,17 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from flotilla.common.v1.version_pb2 import VersionSpan
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.api.coordinator_servicer import add_recorded
 from flotilla_coordinator.ledger.records import TokenSpan
 from flotilla_coordinator.records.directory import MOST_LOG_BYTES, RunDirectory
 from flotilla_coordinator.records.report import conclude, export_parquet, write_plots
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_coordinator.views.samples import complete
 from flotilla_core.errors import AlreadyExists, DiskFull
 from flotilla_core.version import Version
+from flotilla_data.samples import read_samples
 
 
 def batch(step: int, samples: int = 2) -> Batch:
@@ -108,8 +110,8 @@ def test_answers_of_an_evaluation_are_apart_from_samples_and_the_last_attempt_co
         for step, text in ((0, "eins"), (4, "zwei"), (4, "drei"))
     ]
     assert [path.name for path in paths[1:]] == ["eval-000004.jsonl.zst", "eval-000004-2.jsonl.zst"]
-    assert [line["response"] for line in directory.read_answers()] == ["eins", "drei"]
-    assert [line["response"] for line in directory.read_answers([0])] == ["eins"]
+    assert [line["response"] for line in read_samples(directory.path, "eval")] == ["eins", "drei"]
+    assert [line["response"] for line in read_samples(directory.path, "eval", [0])] == ["eins"]
     assert {line["response"] for line in directory.read_samples()} == {"zwölf"}
 
 
@@ -119,10 +121,29 @@ def test_a_listed_sample_that_the_ledger_pruned_comes_from_its_step(directory: R
     (recorded, _) = directory.read_samples([2])
     durable = pb.Sample(sample_id=recorded["sample_id"], step=2, state=pb.SAMPLE_STATE_DURABLE, reward=1.0)
     dropped = pb.Sample(sample_id="dropped", step=2, state=pb.SAMPLE_STATE_DROPPED)
-    page = pb.ListSamplesResponse(samples=[durable, dropped])
-    add_recorded(page, directory)
+    again = pb.Sample(sample_id="run/0/0/1", step=2, state=pb.SAMPLE_STATE_ISSUED)
+    page = pb.ListSamplesResponse(samples=[durable, dropped, again])
+    complete(page, directory)
     assert page.samples[0].response == "zwölf" and page.samples[0].version_spans[0].end == 2
     assert page.samples[0].version_spans[0].version.step == 2 and page.samples[1].response == ""
+    assert page.samples[2] == again, "what the file has is of an attempt that was undone"
+
+
+def test_a_listed_sample_keeps_the_text_of_the_ledger_and_gets_the_rest_of_its_row(
+    directory: RunDirectory,
+) -> None:
+    directory.write_samples(batch(2), ["exact", "mine.py:shape"])
+    spans = [VersionSpan(version=Version(0, 2).to_proto(), end=1)]
+    kept = pb.Sample(
+        sample_id="run/0/0/0", step=2, state=pb.SAMPLE_STATE_CONSUMED, response="elf", version_spans=spans
+    )
+    page = pb.ListSamplesResponse(samples=[kept])
+    complete(page, directory)
+    (sample,) = page.samples
+    assert (sample.response, [span.end for span in sample.version_spans]) == ("elf", [1])
+    assert (sample.answer, json.loads(sample.info_json)) == ("12", {"level": [1, "two"]})
+    parts = [(part.reward, part.value) for part in sample.reward_parts.parts]
+    assert parts == [("exact", 1.0), ("mine.py:shape", 0.0)]
 
 
 def test_an_earlier_attempt_is_never_overwritten(directory: RunDirectory) -> None:

@@ -9,7 +9,8 @@ from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import events as module
 from flotilla_coordinator.runs.events import past_events
-from flotilla_coordinator.runs.status import interrupted_run, record_end
+from flotilla_coordinator.runs.status import record_end
+from flotilla_coordinator.views.runs import interrupted_run
 
 RUN = "run-1"
 

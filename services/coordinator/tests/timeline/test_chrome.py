@@ -8,7 +8,7 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
-from flotilla_coordinator.timeline import chrome_trace
+from flotilla_coordinator.timeline.chrome import chrome_trace
 from flotilla_coordinator.timeline.reader import StoredSpan
 
 Event = dict[str, Any]

@@ -13,32 +13,21 @@ from typing import Any
 
 import grpc
 
-from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR, Registration
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from flotilla.launcher.v1 import launcher_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import SampleRecord, SampleState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import Exporter
 from flotilla_coordinator.runs.events import all_events, past_events
 from flotilla_coordinator.runs.registry import Runs
-from flotilla_coordinator.timeline import SpanStore, chrome_trace
-from flotilla_core.errors import InvalidRequest, NotFound
-from flotilla_core.tensors import to_tensor
-from flotilla_core.version import Version
+from flotilla_coordinator.timeline.store import SpanStore
+from flotilla_coordinator.views.samples import list_samples
+from flotilla_coordinator.views.timeline import trace
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-WORK_STATES = {
-    "ready": pb.WORK_STATE_READY,
-    "ejected": pb.WORK_STATE_EJECTED,
-    "draining": pb.WORK_STATE_DRAINING,
-}
-
-DEFAULT_LIMIT = 100
 
 
 class CoordinatorServicer(CoordinatorServiceServicer):
@@ -89,11 +78,10 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         return pb.StopRunResponse(run=await self._runs.stop(request.run_id, request.reason))
 
     async def ListSamples(self, request: pb.ListSamplesRequest, context: Context) -> pb.ListSamplesResponse:
-        """Return samples from the ledger; what it has pruned of a durable sample comes from the run directory."""
+        """Return one page of samples."""
         run = await self._runs.find(request.run_id)
-        page = await list_samples(self._ledger, run.run_id, request)
-        await asyncio.to_thread(add_recorded, page, RunDirectory(Path(run.directory)))
-        return page
+        directory = RunDirectory(Path(run.directory))
+        return await asyncio.to_thread(list_samples, self._ledger.path, run.run_id, directory, request)
 
     async def ExportRun(self, request: pb.ExportRunRequest, context: Context) -> pb.ExportRunResponse:
         """Export metrics and samples as Parquet."""
@@ -105,16 +93,13 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         self, request: pb.ListServicesRequest, context: Context
     ) -> pb.ListServicesResponse:
         """Return all services in the registry."""
-        registrations = sorted(self._fleet.registrations.values(), key=lambda r: r.name)
-        return pb.ListServicesResponse(
-            services=[self._service(registration) for registration in registrations]
-        )
+        return pb.ListServicesResponse(services=self._runs.services())
 
     async def DrainReplica(
         self, request: pb.DrainReplicaRequest, context: Context
     ) -> pb.DrainReplicaResponse:
         """Give a replica no more work."""
-        return pb.DrainReplicaResponse(service=self._service(await self._fleet.drain(request.replica)))
+        return pb.DrainReplicaResponse(service=self._runs.service(await self._fleet.drain(request.replica)))
 
     async def ShowWeights(self, request: pb.ShowWeightsRequest, context: Context) -> pb.ShowWeightsResponse:
         """Return the weights that each generator of the run holds."""
@@ -149,7 +134,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         """Stream the spans of a run as Chrome trace JSON."""
         run = await self._runs.find(request.run_id)
         step = request.step if request.HasField("step") else None
-        for chunk in await asyncio.to_thread(self._timeline, run.run_id, step):
+        for chunk in await asyncio.to_thread(lambda: [*trace(self._spans.path, run.run_id, step)]):
             yield pb.QueryTimelineResponse(chunk=chunk)
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: Context) -> pb.PauseRunResponse:
@@ -164,91 +149,3 @@ class CoordinatorServicer(CoordinatorServiceServicer):
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
         """Continue a run with other settings."""
         return pb.UpdateRunResponse(run=await self._runs.configure(request.run_id, request.overrides))
-
-    def _service(self, registration: Registration) -> pb.Service:
-        run_id = self._fleet.holder(registration)
-        version = self._runs.version_on(run_id, registration.instance_id)
-        asleep = self._runs.sleeps(run_id, registration.instance_id)
-        service = pb.Service(registration=registration, run_id=run_id, asleep=asleep)
-        if (status := self._fleet.describe(registration)) is not None:
-            service.work_state = WORK_STATES[status.state]
-            service.work_state_reason = status.why
-            if registration.kind == SERVICE_KIND_GENERATOR:
-                service.outstanding_tokens = status.outstanding
-        if version is not None:
-            service.live_version.CopyFrom(version.to_proto())
-        return service
-
-    def _timeline(self, run_id: str, step: int | None) -> list[bytes]:
-        reader = SpanStore.open_readonly(self._spans.path)
-        try:
-            spans = list(reader.spans_of_run(run_id, step))
-            if not spans:
-                wanted = "" if step is None else f" of step {step}"
-                raise NotFound(f"run {run_id} has no spans{wanted}", next_step="see `flotilla run show`")
-            return list(chrome_trace(spans))
-        finally:
-            reader.close()
-
-
-async def list_samples(ledger: Ledger, run_id: str, request: pb.ListSamplesRequest) -> pb.ListSamplesResponse:
-    """Return one page of samples."""
-    limit = request.limit or DEFAULT_LIMIT
-    records = await ledger.samples(
-        run_id,
-        step=request.step if request.HasField("step") else None,
-        state=SampleState(request.state) if request.state else None,
-        limit=limit,
-        after=_page_position(request.page_token),
-    )
-    token = str(records[-1].position) if len(records) == limit else ""
-    return pb.ListSamplesResponse(
-        samples=[_sample_message(record) for record in records], next_page_token=token
-    )
-
-
-def add_recorded(page: pb.ListSamplesResponse, directory: RunDirectory) -> None:
-    """Complete the samples whose text and versions the ledger has pruned, from the records of their steps."""
-    pruned = {
-        one.sample_id: one
-        for one in page.samples
-        if one.state == pb.SAMPLE_STATE_DURABLE and not one.version_spans
-    }
-    if not pruned:
-        return
-    for recorded in directory.read_samples({one.step for one in pruned.values()}):
-        sample = pruned.get(recorded["sample_id"])
-        if sample is not None:
-            sample.prompt, sample.response = recorded["prompt"], recorded["response"]
-            for span in recorded["policy_versions"]:
-                lineage, _, step = span["version"].partition(".")
-                version = Version(int(lineage), int(step)).to_proto()
-                sample.version_spans.add(version=version, start=span["start"], end=span["end"])
-
-
-def _page_position(page_token: str) -> int:
-    if page_token and not page_token.isdecimal():
-        raise InvalidRequest(f"page_token {page_token!r} is not one that an earlier page returned")
-    return int(page_token or 0)
-
-
-def _sample_message(record: SampleRecord) -> pb.Sample:
-    message = pb.Sample(
-        sample_id=record.sample_id,
-        state=pb.SampleState.ValueType(int(record.state)),
-        attempt=record.attempt,
-        step=record.step,
-        generator_id=record.generator,
-        reward=record.reward,
-        drop_reason=record.drop_reason,
-        update_id=record.update_id,
-        prompt=record.prompt_text,
-        response=record.text,
-    )
-    if record.token_ids is not None:
-        message.token_ids.CopyFrom(to_tensor(record.token_ids))
-    if record.logprobs is not None:
-        message.logprobs.CopyFrom(to_tensor(record.logprobs))
-    for span in record.spans:
-        message.version_spans.add(version=span.version.to_proto(), start=span.start, end=span.end)
-    return message

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flotilla.coordinator.v1.coordinator_pb2 import HeldWeights, Service, ShowWeightsResponse, WorkState
-from flotilla_coordinator.cli.options import Coordinator, Json, Stack, wait
+from flotilla_coordinator.cli.options import Coordinator, Json, Stack
 from flotilla_coordinator.cli.output import print_json, print_table, say, version_text
-from flotilla_coordinator.cli.stack import client_of
+from flotilla_coordinator.cli.stack import call
 from flotilla_core.kinds import kind_name
+
+if TYPE_CHECKING:
+    from flotilla_client import Client
 
 app = typer.Typer(help="List replicas, and take one out of service.", no_args_is_help=True)
 weights_app = typer.Typer(help="Weights of active runs.", no_args_is_help=True)
@@ -23,12 +26,8 @@ GIGA = 1e9
 @app.command("list")
 def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """List generators and reward replicas, and whether each receives work."""
-
-    async def ask() -> list[Service]:
-        async with client_of(stack, coordinator) as client:
-            return [service for service in await client.list_services() if service.work_state]
-
-    replicas = [replica_json(service) for service in wait(ask())]
+    services = call(lambda client: client.list_services(), stack, coordinator)
+    replicas = [replica_json(service) for service in services if service.work_state]
     if as_json:
         print_json({"replicas": replicas})
         return
@@ -44,12 +43,7 @@ def drain(
     as_json: Json = False,
 ) -> None:
     """Send a replica no more work. It finishes what it has; its process stays, and works again after a restart."""
-
-    async def ask() -> Service:
-        async with client_of(stack, coordinator) as client:
-            return await client.drain_replica(replica)
-
-    found = replica_json(wait(ask()))
+    found = replica_json(call(lambda client: client.drain_replica(replica), stack, coordinator))
     if as_json:
         print_json(found)
     else:
@@ -80,12 +74,11 @@ def weights() -> None:
 def show(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Show the version and digest of each generator of each run, and what its last sync took."""
 
-    async def ask() -> list[ShowWeightsResponse]:
-        async with client_of(stack, coordinator) as client:
-            first = await client.show_weights()
-            return [first, *[await client.show_weights(run_id) for run_id in first.run_ids[1:]]]
+    async def of_each_run(client: Client) -> list[ShowWeightsResponse]:
+        first = await client.show_weights()
+        return [first, *[await client.show_weights(run_id) for run_id in first.run_ids[1:]]]
 
-    shown = [_shown_json(held) for held in wait(ask())]
+    shown = [_shown_json(held) for held in call(of_each_run, stack, coordinator)]
     if as_json:
         print_json({**shown[0], "runs": [one for one in shown if one["run_id"]]})
         return

@@ -9,14 +9,14 @@ lines twice, and sends nothing again that was taken.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import textwrap
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flotilla.coordinator.v1.coordinator_pb2 import GetRunResponse
 from flotilla.coordinator.v1.run_pb2 import Plan, Run
 from flotilla_coordinator.cli.completion import RunId, complete_live_setting, complete_run, complete_setting
 from flotilla_coordinator.cli.options import (
@@ -26,7 +26,6 @@ from flotilla_coordinator.cli.options import (
     Stack,
     make_folder_of,
     split_arguments,
-    wait,
 )
 from flotilla_coordinator.cli.output import (
     age,
@@ -38,17 +37,20 @@ from flotilla_coordinator.cli.output import (
     state_name,
 )
 from flotilla_coordinator.cli.stack import (
-    client_of,
+    ask,
+    ask_or_else,
+    call,
     load_stack_with_model,
     make_example,
     stack_file,
-    stack_paths,
 )
 from flotilla_coordinator.cli.watch import print_comparison, print_plan, remarks, run_json, stay_with
-from flotilla_coordinator.ledger import schema
 from flotilla_core.config import RunConfig, load, load_text, read_values
-from flotilla_core.errors import FailedPrecondition, InvalidConfig, Unavailable
-from flotilla_launch.paths import StackPaths
+from flotilla_core.errors import FailedPrecondition, InvalidConfig
+
+if TYPE_CHECKING:
+    from flotilla_client import Client
+    from flotilla_coordinator.cli.stack import Answers
 
 app = typer.Typer(help="Start, follow and stop runs.", no_args_is_help=True)
 
@@ -80,8 +82,6 @@ Changes = Annotated[
     ),
 ]
 
-Result = TypeVar("Result")
-
 
 @app.command()
 def start(
@@ -94,12 +94,11 @@ def start(
     """Start a run and print its id; with --wait, follow it until it ends."""
     files, overrides = _checked(arguments)
 
-    async def begin() -> tuple[Run, list[str]]:
-        async with client_of(stack, coordinator) as client:
-            started = await client.start_run(files, overrides)
-            return started, [] if follow else await remarks(client, started.run_id)
+    async def begin(client: Client) -> tuple[Run, list[str]]:
+        started = await client.start_run(files, overrides)
+        return started, [] if follow else await remarks(client, started.run_id)
 
-    run, said = wait(begin())
+    run, said = call(begin, stack, coordinator)
     if follow:
         say(f"run {run.run_id} started; its files: {run.directory}")
         stay_with(run.run_id, stack, coordinator, as_json=as_json)
@@ -116,12 +115,12 @@ def plan(
 ) -> None:
     """Print the arithmetic of a run, and why it would be refused; starts nothing."""
     files, overrides = _checked(arguments)
-
-    async def ask() -> Plan:
-        async with client_of(stack, coordinator) as client:
-            return await client.plan_run(files, overrides)
-
-    found = ask_or_else(ask(), lambda _: plan_run(files, overrides, stack), stack, coordinator)
+    found = ask_or_else(
+        lambda client: client.plan_run(files, overrides),
+        lambda _: plan_run(files, overrides, stack),
+        stack,
+        coordinator,
+    )
     print_plan(found, as_json=as_json)
     if found.errors:
         raise typer.Exit(USAGE)
@@ -135,12 +134,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List runs, the newest first; also while the stack is down."""
-
-    async def ask() -> list[Run]:
-        async with client_of(stack, coordinator) as client:
-            return await client.list_runs(limit)
-
-    runs = ask_or_else(ask(), lambda paths: list_runs(paths, limit), stack, coordinator)
+    runs = ask(lambda client: client.list_runs(limit), stack, coordinator)
     if as_json:
         print_json({"runs": [run_json(run) for run in runs]})
         return
@@ -162,10 +156,11 @@ def show(
     run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
     """Show one run: state, metrics, files, resolved configuration; also while the stack is down."""
-    found, config_yaml = run_and_config(run, stack, coordinator)
+    answer = ask(lambda client: client.get_run_and_config(run), stack, coordinator)
+    found = answer.run
     values = run_json(found)
     if as_json:
-        print_json({**values, "config": read_values(config_yaml, f"run {found.run_id}")})
+        print_json({**values, "config": read_values(answer.config_yaml, f"run {found.run_id}")})
         return
     from flotilla_core.telemetry.metrics import in_groups
 
@@ -212,23 +207,20 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two runs: settings that differ, last and best metrics, curves; also while the stack is down."""
-    from flotilla_coordinator.records.comparison import Comparison
     from flotilla_coordinator.records.report import write_comparison
+    from flotilla_coordinator.views.metrics import Comparison
 
     if output is not None:
         make_folder_of(output)
 
-    async def ask() -> list[tuple[Run, str]]:
-        async with client_of(stack, coordinator) as client:
-            answers = [await client.get_run_and_config(run) for run in (a, b)]
-            return [(answer.run, answer.config_yaml) for answer in answers]
+    async def both(client: Answers) -> list[GetRunResponse]:
+        return [await client.get_run_and_config(run) for run in (a, b)]
 
-    def on_disk(paths: StackPaths) -> list[tuple[Run, str]]:
-        return [get_run(paths, a), get_run(paths, b, silent=True)]
-
-    found = ask_or_else(ask(), on_disk, stack, coordinator)
-    runs = [run for run, _ in found]
-    left, right = ((Path(run.directory), read_values(config, f"run {run.run_id}")) for run, config in found)
+    found = ask(both, stack, coordinator)
+    runs = [one.run for one in found]
+    left, right = (
+        (Path(one.run.directory), read_values(one.config_yaml, f"run {one.run.run_id}")) for one in found
+    )
     compared = Comparison.of(left, right, metric or ())
     plot = output if compared.drawn else None
     if plot is not None:
@@ -265,13 +257,12 @@ def stop(
 ) -> None:
     """Stop a run after its current step; a run that has ended stays as it is."""
 
-    async def ask() -> tuple[Run, bool]:
-        async with client_of(stack, coordinator) as client:
-            found = await client.get_run(run)
-            ended = state_name(found) in _ENDED
-            return found if ended else await client.stop_run(found.run_id, reason), ended
+    async def end(client: Client) -> tuple[Run, bool]:
+        found = await client.get_run(run)
+        ended = state_name(found) in _ENDED
+        return found if ended else await client.stop_run(found.run_id, reason), ended
 
-    found, had_ended = wait(ask())
+    found, had_ended = call(end, stack, coordinator)
     if as_json:
         print_json(run_json(found))
     elif had_ended:
@@ -297,12 +288,7 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Continue a paused run, or one that failed or was stopped, from its newest good checkpoint."""
-
-    async def ask() -> Run:
-        async with client_of(stack, coordinator) as client:
-            return await client.resume_run(run, checkpoint)
-
-    found = wait(ask())
+    found = call(lambda client: client.resume_run(run, checkpoint), stack, coordinator)
     if follow:
         stay_with(found.run_id, stack, coordinator, as_json=as_json)
     elif as_json:
@@ -315,12 +301,7 @@ def resume(
 @app.command()
 def export(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Write metrics and samples of a run as Parquet files, into its directory."""
-
-    async def ask() -> list[str]:
-        async with client_of(stack, coordinator) as client:
-            return [str(file) for file in await client.export_run(run)]
-
-    files = wait(ask())
+    files = [str(file) for file in call(lambda client: client.export_run(run), stack, coordinator)]
     if as_json:
         print_json({"files": files})
     else:
@@ -334,14 +315,15 @@ def track(
     """Send the trackers of an ended run what they have not taken; also while the stack is down."""
     from flotilla_trackers.follow import TrackerProcess, tracker_errors
 
-    found, config_yaml = run_and_config(run, stack, coordinator)
+    answer = ask(lambda client: client.get_run_and_config(run), stack, coordinator)
+    found = answer.run
     if not found.HasField("ended_at"):
         raise FailedPrecondition(
             f"run {found.run_id} has not ended",
             why="its coordinator gives its trackers what is there",
             next_step=f"wait for its end: flotilla run watch {found.run_id}",
         )
-    config = load_text(RunConfig, config_yaml, source=f"run {found.run_id}")
+    config = load_text(RunConfig, answer.config_yaml, source=f"run {found.run_id}")
     if errors := tracker_errors(config):
         raise InvalidConfig("the trackers cannot be used", where=f"run {found.run_id}", why="; ".join(errors))
     processes = [
@@ -368,12 +350,7 @@ def track(
 @app.command()
 def pause(run: RunId, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
     """Pause a run after its current step, until `run resume`; it keeps its trainer and generators."""
-
-    async def ask() -> Run:
-        async with client_of(stack, coordinator) as client:
-            return await client.pause_run(run)
-
-    found = wait(ask())
+    found = call(lambda client: client.pause_run(run), stack, coordinator)
     if as_json:
         print_json(run_json(found))
     else:
@@ -385,12 +362,7 @@ def set_(
     run: RunId, changes: Changes, stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
     """Change settings of a run from its next step on: steps, learning rate, staleness, evaluation, checkpoints."""
-
-    async def ask() -> Run:
-        async with client_of(stack, coordinator) as client:
-            return await client.set_run(run, changes)
-
-    found = wait(ask())
+    found = call(lambda client: client.set_run(run, changes), stack, coordinator)
     if as_json:
         print_json(run_json(found))
     else:
@@ -406,60 +378,6 @@ def _checked(arguments: list[str]) -> tuple[list[Path], list[str]]:
     return files, overrides
 
 
-def run_and_config(run: str, stack: str | None, coordinator: str | None) -> tuple[Run, str]:
-    """Return a run and its configuration, also while the stack is down."""
-
-    async def ask() -> tuple[Run, str]:
-        async with client_of(stack, coordinator) as client:
-            answer = await client.get_run_and_config(run)
-            return answer.run, answer.config_yaml
-
-    return ask_or_else(ask(), lambda paths: get_run(paths, run), stack, coordinator)
-
-
-def ask_or_else(
-    ask: Coroutine[Any, Any, Result],
-    otherwise: Callable[[StackPaths], Result],
-    stack: str | None,
-    coordinator: str | None,
-) -> Result:
-    """Return the coordinator's answer; where no fleet runs, call `otherwise` with the stack's files."""
-    from flotilla_launch.client import is_up
-
-    try:
-        return wait(ask)
-    except Unavailable:
-        paths = stack_paths(stack)
-        if coordinator is not None or is_up(paths):
-            raise
-        return otherwise(paths)
-
-
-def list_runs(paths: StackPaths, limit: int) -> list[Run]:
-    """Return the runs, newest first."""
-
-    def read(db: sqlite3.Connection) -> list[Run]:
-        from flotilla_coordinator.ledger import queries
-        from flotilla_coordinator.runs.status import interrupted_run
-
-        return [interrupted_run(record) for record in queries.runs(db, limit)]
-
-    return query_ledger(paths, read)
-
-
-def get_run(paths: StackPaths, reference: str, *, silent: bool = False) -> tuple[Run, str]:
-    """Return the run by id, unique prefix or "latest", and its resolved configuration."""
-
-    def read(db: sqlite3.Connection) -> tuple[Run, str]:
-        from flotilla_coordinator.ledger import queries
-        from flotilla_coordinator.runs.status import interrupted_run
-
-        record = queries.run(db, reference)
-        return interrupted_run(record), record.config_yaml
-
-    return query_ledger(paths, read, silent=silent)
-
-
 def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None) -> Plan:
     """Work out the plan here from the stack file, as the coordinator would."""
     from flotilla_coordinator.plan import plan_run as planned
@@ -469,23 +387,3 @@ def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None)
     config = load_stack_with_model(stack)
     say("no fleet is running: calculated from the stack file")
     return planned(load(RunConfig, files, overrides, resolve_paths=True), placed(config))
-
-
-def query_ledger(
-    paths: StackPaths, query: Callable[[sqlite3.Connection], Result], *, silent: bool = False
-) -> Result:
-    """Ask the ledger on disk of a stack that does not run; say so unless it was said before."""
-    ledger = paths.directory / "ledger.sqlite"
-    if not ledger.exists():
-        raise Unavailable(
-            f"stack {paths.directory.name!r} is not running and has no runs on disk",
-            where=str(paths.directory),
-            next_step="start it with `flotilla up`, or name a coordinator by --coordinator HOST:PORT",
-        )
-    if not silent:
-        say(f"no fleet is running: read from {paths.directory}")
-    db = schema.connect_read_only(ledger)
-    try:
-        return query(db)
-    finally:
-        db.close()

@@ -1,39 +1,38 @@
 """Implements `flotilla samples`, which shows the samples of a run, or of its evaluations, with their rewards.
 
-Invariants: the ledger says which samples there are and what became of each; what it does not hold (answer, other
-columns, parts of the reward) comes from the files of the run directory, where they can be read. Filters see whole
-texts. Without a running fleet both are read from disk.
+Invariants: filters see whole texts. The answers of evaluations come from the files of the run directory, where they can
+be read. Without a running fleet samples are read from disk too.
 """
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from flotilla.coordinator.v1.coordinator_pb2 import ListSamplesResponse, Sample, SampleState
+from flotilla.coordinator.v1.coordinator_pb2 import GetRunResponse, Sample, SampleState
 from flotilla_coordinator.cli.completion import RunId
 from flotilla_coordinator.cli.options import Coordinator, Json, Stack, make_folder_of
 from flotilla_coordinator.cli.output import print_json, print_line, print_table, say, version_text
-from flotilla_coordinator.cli.run import ask_or_else, query_ledger
-from flotilla_coordinator.cli.stack import client_of
-from flotilla_coordinator.ledger import queries, records
-from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.cli.stack import ask
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFound
 from flotilla_core.terminal import visible_json
-from flotilla_launch.paths import StackPaths
+from flotilla_data.samples import read_samples
+
+if TYPE_CHECKING:
+    from flotilla_coordinator.cli.stack import Answers
 
 _LONGEST_TEXT = 50
 _PAGE = 200
 COLUMNS = ("SAMPLE", "STEP", "STATE", "REWARD", "VERSION", "PROMPT", "RESPONSE")
 EVALUATION_COLUMNS = ("STEP", "SET", "ROW", "REWARD", "ANSWER", "PROMPT", "RESPONSE")
-_FROM_FILES = ("prompt", "response", "answer", "info", "reward_parts")
 
 
 class State(StrEnum):
@@ -174,42 +173,31 @@ def samples(
 def _sampled(
     run: str, wanted: Filter, stack: str | None, coordinator: str | None
 ) -> tuple[str, list[dict[str, Any]], str]:
-    """Return the run's id and its samples, by the coordinator or from the ledger on disk, and why it can have none."""
+    """Return the run's id and its samples, and why it can have none."""
 
-    async def ask() -> tuple[str, list[dict[str, Any]], str]:
-        async with client_of(stack, coordinator) as client:
-            of_run = await client.get_run_and_config(run)
-            found_run, found = of_run.run, list[dict[str, Any]]()
-            page_token = ""
-            while True:
-                page: ListSamplesResponse = await client.list_samples(
-                    found_run.run_id,
-                    step=wanted.step,
-                    state=_wire_state(wanted.state),
-                    limit=_PAGE,
-                    page_token=page_token,
+    async def read(client: Answers) -> tuple[GetRunResponse, list[dict[str, Any]]]:
+        of_run = await client.get_run_and_config(run)
+        found, page_token = list[dict[str, Any]](), ""
+        while True:
+            page = await client.list_samples(
+                of_run.run.run_id,
+                step=wanted.step,
+                state=_wire_state(wanted.state),
+                limit=_PAGE,
+                page_token=page_token,
+            )
+            if not (page.complete or page_token):
+                say(
+                    "the coordinator is of release 0.1.0: answers, other columns and parts of rewards are missing"
                 )
-                found += filter(
-                    wanted.takes, _with_files(found_run.directory, map(_sample_json, page.samples))
-                )
-                page_token = page.next_page_token
-                if not page_token or (wanted.stops_early and len(found) >= (wanted.limit or 0)):
-                    return found_run.run_id, found, of_run.config_yaml
+            found += filter(wanted.takes, map(_sample_json, page.samples))
+            page_token = page.next_page_token
+            if not page_token or (wanted.stops_early and len(found) >= (wanted.limit or 0)):
+                return of_run, found
 
-    run_id, found, config = ask_or_else(ask(), lambda paths: _on_disk(paths, run, wanted), stack, coordinator)
-    chosen = wanted.chosen(found)
-    return run_id, chosen, "" if chosen else _why_none(run_id, config)
-
-
-def _on_disk(paths: StackPaths, run: str, wanted: Filter) -> tuple[str, list[dict[str, Any]], str]:
-    from flotilla_coordinator.rollouts.samples import MOST_SAMPLES
-
-    record = query_ledger(paths, lambda db: queries.run(db, run))
-    state = records.SampleState[wanted.state.name] if wanted.state else None
-    found = query_ledger(
-        paths, lambda db: queries.samples(db, record.run_id, wanted.step, state, MOST_SAMPLES, 0), silent=True
-    )
-    return record.run_id, _with_files(record.directory, map(_record_json, found)), record.config_yaml
+    of_run, found = ask(read, stack, coordinator)
+    run_id, chosen = of_run.run.run_id, wanted.chosen(found)
+    return run_id, chosen, "" if chosen else _why_none(run_id, of_run.config_yaml)
 
 
 def _why_none(run_id: str, config_yaml: str) -> str:
@@ -232,18 +220,9 @@ def _evaluated(
     run: str, wanted: Filter, held_out: str | None, stack: str | None, coordinator: str | None
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return the run's id and the answers of its evaluations, which the run directory alone holds."""
-
-    async def ask() -> tuple[str, str]:
-        async with client_of(stack, coordinator) as client:
-            found = await client.get_run(run)
-            return found.run_id, found.directory
-
-    def on_disk(paths: StackPaths) -> tuple[str, str]:
-        record = query_ledger(paths, lambda db: queries.run(db, run))
-        return record.run_id, record.directory
-
-    run_id, directory = ask_or_else(ask(), on_disk, stack, coordinator)
-    found = list(RunDirectory(Path(directory)).read_answers(None if wanted.step is None else {wanted.step}))
+    of_run = ask(lambda client: client.get_run(run), stack, coordinator)
+    run_id, directory = of_run.run_id, of_run.directory
+    found = list(read_samples(Path(directory), "eval", None if wanted.step is None else {wanted.step}))
     if not found:
         raise NotFound(
             f"run {run_id} has no answers of an evaluation"
@@ -259,13 +238,14 @@ def _wire_state(state: State | None) -> Any:
 
 
 def _sample_json(sample: Sample) -> dict[str, Any]:
+    parts = [{"reward": part.reward, "value": part.value} for part in sample.reward_parts.parts]
     return {
         "sample_id": sample.sample_id,
         "step": sample.step,
         "state": SampleState.Name(sample.state).removeprefix("SAMPLE_STATE_").lower(),
         "drop_reason": sample.drop_reason or None,
         "reward": sample.reward if sample.HasField("reward") else None,
-        "reward_parts": None,
+        "reward_parts": parts if sample.HasField("reward_parts") else None,
         "policy_versions": list(dict.fromkeys(version_text(span.version) for span in sample.version_spans)),
         "tokens": sample.version_spans[-1].end if sample.version_spans else 0,
         "generator": sample.generator_id or None,
@@ -273,47 +253,9 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "update_id": sample.update_id or None,
         "prompt": sample.prompt,
         "response": sample.response,
-        "answer": None,
-        "info": None,
+        "answer": sample.answer if sample.HasField("answer") else None,
+        "info": json.loads(sample.info_json) if sample.HasField("info_json") else None,
     }
-
-
-def _record_json(record: records.SampleRecord) -> dict[str, Any]:
-    """Describe a row of the ledger like the coordinator's message."""
-    return {
-        "sample_id": record.sample_id,
-        "step": record.step,
-        "state": record.state.name.lower(),
-        "drop_reason": record.drop_reason or None,
-        "reward": record.reward,
-        "reward_parts": None,
-        "policy_versions": list(dict.fromkeys(str(span.version) for span in record.spans)),
-        "tokens": record.spans[-1].end if record.spans else 0,
-        "generator": record.generator or None,
-        "attempt": record.attempt,
-        "update_id": record.update_id or None,
-        "prompt": record.prompt_text,
-        "response": record.text,
-        "answer": None,
-        "info": None,
-    }
-
-
-def _with_files(directory: str, found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Complete the samples from the files of their steps, where this machine has them."""
-    listed = {sample["sample_id"]: sample for sample in found}
-    steps = {sample["step"] for sample in listed.values()}
-    for recorded in RunDirectory(Path(directory)).read_samples(steps):
-        sample = listed.get(recorded["sample_id"])
-        if sample is None:
-            continue
-        # A file of an earlier release lacks some of them.
-        sample.update({key: recorded[key] for key in _FROM_FILES if key in recorded})
-        if not sample["policy_versions"]:
-            spans = recorded["policy_versions"]
-            sample["policy_versions"] = list(dict.fromkeys(span["version"] for span in spans))
-            sample["tokens"] = recorded["response_tokens"]
-    return list(listed.values())
 
 
 def _write_parquet(path: Path, run_id: str, found: list[dict[str, Any]], *, as_json: bool) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flotilla_coordinator.cli.options import wait
 from flotilla_coordinator.cli.output import say
@@ -24,11 +25,16 @@ from flotilla_launch.paths import StackPaths
 
 if TYPE_CHECKING:
     from flotilla_client import Client
+    from flotilla_coordinator.views.stored import StoredAnswers
+
+    Answers = Client | StoredAnswers
 
 EXAMPLE = Path("examples/arithmetic")
 _DEFAULT_FILES = (Path("stack.yaml"), EXAMPLE / "stack.yaml")
 
 LAST_LINES = 5
+
+Result = TypeVar("Result")
 
 
 def stack_file(given: str | None) -> Path | None:
@@ -78,6 +84,56 @@ def client_of(given: str | None, coordinator: str | None) -> Client:
     stack = load_stack(given)
     found = find_coordinator(stack.name, stack.state_dir, coordinator, bind=stack.bind)
     return Client(found.address, token=found.token)
+
+
+def call(
+    question: Callable[[Client], Coroutine[Any, Any, Result]], stack: str | None, coordinator: str | None
+) -> Result:
+    """Return the coordinator's answer."""
+
+    async def answer() -> Result:
+        async with client_of(stack, coordinator) as client:
+            return await question(client)
+
+    return wait(answer())
+
+
+def ask(
+    question: Callable[[Answers], Coroutine[Any, Any, Result]], stack: str | None, coordinator: str | None
+) -> Result:
+    """Return the coordinator's answer; where no fleet runs, that of the stack's files."""
+
+    def of_files(paths: StackPaths) -> Result:
+        stored = stored_answers(paths)
+        say(f"no fleet is running: read from {paths.directory}")
+        return wait(question(stored))
+
+    return ask_or_else(question, of_files, stack, coordinator)
+
+
+def ask_or_else(
+    question: Callable[[Client], Coroutine[Any, Any, Result]],
+    otherwise: Callable[[StackPaths], Result],
+    stack: str | None,
+    coordinator: str | None,
+) -> Result:
+    """Return the coordinator's answer; where no fleet runs, call `otherwise` with the stack's files."""
+    from flotilla_launch.client import is_up
+
+    try:
+        return call(question, stack, coordinator)
+    except Unavailable:
+        paths = stack_paths(stack)
+        if coordinator is not None or is_up(paths):
+            raise
+        return otherwise(paths)
+
+
+def stored_answers(paths: StackPaths) -> StoredAnswers:
+    """Return what answers from the files of a stack; only a command that asks no coordinator imports it."""
+    from flotilla_coordinator.views.stored import StoredAnswers
+
+    return StoredAnswers(paths.directory)
 
 
 def make_example(file: Path | None) -> None:

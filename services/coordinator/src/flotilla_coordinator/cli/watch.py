@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flotilla_client import Client
-    from flotilla_coordinator.records.comparison import Comparison, Reached
+    from flotilla_coordinator.views.metrics import Comparison, Reached
 
 Show = Callable[["RunEvent"], None]
 STEP_LINE_S = 5.0
@@ -265,7 +265,7 @@ def run_json(run: Run) -> dict[str, Any]:
 
 def print_comparison(runs: Sequence[Run], compared: Comparison) -> None:
     """Print two runs side by side: what differs, what they reached, and curves."""
-    from flotilla_coordinator.records.comparison import finite, text_curves
+    from flotilla_coordinator.views.metrics import finite, text_curves
 
     rows = [
         (mark, run.run_id, state_name(run), f"{run.step}/{run.total_steps}", run.directory)

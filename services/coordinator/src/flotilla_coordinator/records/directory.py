@@ -197,10 +197,6 @@ class RunDirectory:
         """Return all samples, or those of `steps`, step by step; where a step was repeated, those of the last time."""
         return read_samples(self.path, "step", steps)
 
-    def read_answers(self, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:
-        """Return the answers of all evaluations, or of those after so many steps, in the same way."""
-        return read_samples(self.path, "eval", steps)
-
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """Add a line now, or with the next one where the disk is full."""
         lines = self._waiting.setdefault(name, deque(maxlen=MOST_WAITING))

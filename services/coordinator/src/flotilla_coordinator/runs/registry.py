@@ -16,6 +16,8 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR, Registration
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -25,7 +27,7 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs.active import RunHandle
 from flotilla_coordinator.runs.control import changed_config, differences
 from flotilla_coordinator.runs.start import RunStarter
-from flotilla_coordinator.runs.status import stored_run
+from flotilla_coordinator.views.runs import stored_run
 from flotilla_core.bus import EventStream
 from flotilla_core.config import RunConfig, dump_yaml, load_text
 from flotilla_core.config.model import is_url
@@ -34,12 +36,16 @@ from flotilla_core.findings import info, warning
 from flotilla_core.logger import get_logger
 from flotilla_core.service import Host
 from flotilla_core.tasks import BackgroundTasks
-from flotilla_core.version import Version
 
 log = get_logger(__name__)
 
 STOP_GRACE_S = 60.0
 LIST_LIMIT = 100
+WORK_STATES = {
+    "ready": pb.WORK_STATE_READY,
+    "ejected": pb.WORK_STATE_EJECTED,
+    "draining": pb.WORK_STATE_DRAINING,
+}
 
 
 class Runs:
@@ -49,6 +55,7 @@ class Runs:
         self.host = host
         self.ledger = ledger
         self.events = events
+        self._fleet = fleet
         self._starter = RunStarter(host, fleet, ledger, events)
         self._active: dict[str, RunHandle] = {}
         """The active runs by id."""
@@ -265,22 +272,30 @@ class Runs:
         await self._recovered.wait()
         return [self._message(record) for record in await self.ledger.list_runs(limit or LIST_LIMIT)]
 
-    def version_on(self, run_id: str, instance_id: str) -> Version | None:
-        """Return the version of an active run that one of its services holds; None where it holds none."""
-        active = self._active.get(run_id)
-        if active is None or active.context is None or active.status.ended:
-            return None
-        for session in active.context.learners.sessions:
-            if instance_id == session.gang.instance_id:
-                return session.version
-        return active.context.sync.serving.live_version(instance_id)
+    def services(self) -> Sequence[pb.Service]:
+        """Return all services in the registry, by their names."""
+        return [self.service(one) for one in sorted(self._fleet.registrations.values(), key=lambda r: r.name)]
 
-    def sleeps(self, run_id: str, instance_id: str) -> bool:
-        """Return whether an active run has put this generator to sleep."""
-        active = self._active.get(run_id)
-        if active is None or active.context is None or active.context.sleeping_generators is None:
-            return False
-        return active.context.sleeping_generators.sleeps(instance_id)
+    def service(self, registration: Registration) -> pb.Service:
+        """Return one service as the fleet and its run see it."""
+        service = pb.Service(registration=registration, run_id=self._fleet.holder(registration))
+        if (status := self._fleet.describe(registration)) is not None:
+            service.work_state = WORK_STATES[status.state]
+            service.work_state_reason = status.why
+            if registration.kind == SERVICE_KIND_GENERATOR:
+                service.outstanding_tokens = status.outstanding
+        active = self._active.get(service.run_id)
+        if active is None or active.context is None:
+            return service
+        instance_id = registration.instance_id
+        if (sleeping := active.context.sleeping_generators) is not None:
+            service.asleep = sleeping.sleeps(instance_id)
+        if not active.status.ended:
+            versions = {one.gang.instance_id: one.version for one in active.context.learners.sessions}
+            version = versions.get(instance_id) or active.context.sync.serving.live_version(instance_id)
+            if version is not None:
+                service.live_version.CopyFrom(version.to_proto())
+        return service
 
     def active(self, run_id: str) -> RunHandle | None:
         """Return the handles of an active run."""

@@ -28,13 +28,8 @@ from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.executor import RunExecutor
 from flotilla_coordinator.runs.resume import FROM_START, StartPoint
-from flotilla_coordinator.runs.status import (
-    RunStatus,
-    continued_run,
-    interrupted_run,
-    interruption,
-    record_end,
-)
+from flotilla_coordinator.runs.status import RunStatus, continued_run, record_end
+from flotilla_coordinator.views.runs import interrupted_run, interruption
 from flotilla_core import ids
 from flotilla_core.bus import EventStream
 from flotilla_core.checkpoint import CheckpointShelf, on_disk

@@ -2,11 +2,8 @@
 
 Invariants: every change is an event in the log, and the end is in the ledger as well. The estimate of the remaining
 time uses medians, so that one slow step does not distort it, and counts evaluations and checkpoints by themselves.
-While a disk is full, an active run is
-shown as PAUSED, with the disk as its phase and reason; its own state is kept underneath.
-
-A run that is not active is read from its records: the outcome in the run directory wins over the ledger, because it
-holds the metrics; a run without an end in any record was interrupted, and ended when its last event was written.
+While a disk is full, an active run is shown as PAUSED, with the disk as its phase and reason; its own state is kept
+underneath.
 """
 
 from __future__ import annotations
@@ -15,27 +12,23 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from flotilla.common.v1.finding_pb2 import SEVERITY_ERROR, SEVERITY_WARNING, Finding
+from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING, Finding
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.evaluation.figures import ACCURACY, before, held_out_text
-from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.evaluation.evaluate import Evaluation
+from flotilla_coordinator.evaluation.figures import held_out_text
+from flotilla_coordinator.ledger.records import RunRecord
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import conclude
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.warnings import LearningSignal
-from flotilla_core.config import RunConfig, load_text
-from flotilla_core.errors import DiskFull, InvalidConfig
+from flotilla_coordinator.views.metrics import add_evaluation
+from flotilla_coordinator.views.runs import TERMINAL, give_reason, interrupted_run
+from flotilla_core.errors import DiskFull
 from flotilla_core.findings import info, text_of, warning
 from flotilla_core.logger import get_logger
 from flotilla_core.version import Version
-
-if TYPE_CHECKING:
-    # With data and rollouts, which one who reads a run does not need.
-    from flotilla_coordinator.evaluation.evaluate import Evaluation
 
 RECENT_STEPS = 20
 PROGRESS_EVENT_S = 10.0
@@ -46,11 +39,8 @@ OCCASIONS = ("evaluate", "checkpoint")
 """The phases that come at some steps only, and may take longer than a step."""
 WAITS_FOR_DISK = "wait for disk space"
 GOES_ON = (run_pb2.RUN_STATE_PENDING, run_pb2.RUN_STATE_RUNNING, run_pb2.RUN_STATE_PAUSED)
-TERMINAL = (run_pb2.RUN_STATE_SUCCEEDED, run_pb2.RUN_STATE_STOPPED, run_pb2.RUN_STATE_FAILED)
 
 log = get_logger(__name__)
-
-REMEMBERED_CONFIGURATIONS = 100
 
 
 class RemainingTime:
@@ -204,7 +194,7 @@ class RunStatus:
         """Add one more evaluation."""
         if self._signal is not None:
             self._signal.evaluated(evaluation.accuracy)
-        _add_evaluation(self.run, step, evaluation.figures)
+        add_evaluation(self.run, step, evaluation.figures)
         self.notice(info(f"{held_out_text(evaluation.figures)} after {step} steps"))
 
     def notice(self, finding: Finding) -> None:
@@ -235,62 +225,6 @@ class RunStatus:
         self._events.append(run_pb2.RunEvent(run=snapshot))
 
 
-def give_reason(run: run_pb2.Run, reason: Finding) -> None:
-    """Set why the run failed, stopped or waits; an empty finding removes it."""
-    run.reason = text_of(reason)
-    run.ClearField("finding")
-    if reason.what:
-        run.finding.CopyFrom(reason)
-
-
-def stored_run(record: RunRecord) -> run_pb2.Run:
-    """Return the run as it ended, or as far as the ledger has it."""
-    ended = RunDirectory(Path(record.directory)).read_outcome()
-    if ended is not None:
-        if not ended.HasField("finding"):  # An earlier version wrote it.
-            give_reason(ended, Finding(what=ended.reason))
-        return ended
-    run = run_pb2.Run(
-        run_id=record.run_id,
-        name=record.name,
-        state=run_pb2.RunState.ValueType(int(record.state)),
-        step=record.step,
-        total_steps=_total_steps(record.config_yaml),
-        policy_version=record.version.to_proto(),
-        directory=record.directory,
-    )
-    give_reason(run, record.reason)
-    run.created_at.FromNanoseconds(int(record.created_at * 1e9))
-    if record.ended_at is not None:
-        run.ended_at.FromNanoseconds(int(record.ended_at * 1e9))
-    return run
-
-
-def interruption(run_id: str) -> Finding:
-    """Return why a run that was active when its coordinator stopped has ended."""
-    return Finding(
-        severity=SEVERITY_ERROR,
-        what="the coordinator stopped while the run was active; its samples are accounted for in the ledger",
-        next_step=f"Continue it: flotilla run resume {run_id}",
-    )
-
-
-def interrupted_run(record: RunRecord, why: Finding | None = None) -> run_pb2.Run:
-    """Return the end of a run whose coordinator died before it could record one."""
-    run = stored_run(record)
-    directory = RunDirectory(Path(record.directory))
-    if run.state not in TERMINAL:
-        if record.state is RunState.STOPPING:
-            run.state = run_pb2.RUN_STATE_STOPPED
-        else:
-            run.state = run_pb2.RUN_STATE_FAILED
-            give_reason(run, why or interruption(record.run_id))
-        run.ended_at.FromNanoseconds(int((directory.last_written() or time.time()) * 1e9))
-    if not run.metrics:
-        _add_metrics(run, directory)
-    return run
-
-
 def continued_run(record: RunRecord) -> run_pb2.Run:
     """Return a run that is about to continue, with its metrics so far and without an end."""
     run = interrupted_run(record)
@@ -311,33 +245,3 @@ def record_end(run: run_pb2.Run) -> None:
     # A full disk or a missing directory is no reason for the coordinator not to start.
     except OSError as error:
         log.warning("the end of a run was not recorded whole", run_id=run.run_id, error=str(error))
-
-
-def _add_metrics(run: run_pb2.Run, directory: RunDirectory) -> None:
-    """Add the last value of each metric, and the number of steps done."""
-    for step, metrics in directory.read_metrics():
-        run.step = max(run.step, step + 1)
-        for name, value in metrics.items():
-            run.metrics[name] = value
-    for evaluation in directory.read_evaluations():
-        figures = {name: float(value) for name, value in evaluation.items() if name.startswith("eval/")}
-        _add_evaluation(run, evaluation["step"], {ACCURACY: float(evaluation["accuracy"]), **figures})
-
-
-def _add_evaluation(run: run_pb2.Run, step: int, figures: Mapping[str, float]) -> None:
-    """Add the figures of an evaluation, and those of the first one under their own names."""
-    for name, value in before(figures).items():
-        if name not in run.metrics:
-            run.metrics[name] = value
-    for name, value in figures.items():
-        run.metrics[name] = value
-    run.metrics["eval/step"] = step
-
-
-@lru_cache(maxsize=REMEMBERED_CONFIGURATIONS)
-def _total_steps(config_yaml: str) -> int:
-    """Return the planned steps of an earlier run; 0 where this release cannot read its configuration."""
-    try:
-        return load_text(RunConfig, config_yaml, source="run").steps
-    except InvalidConfig:
-        return 0

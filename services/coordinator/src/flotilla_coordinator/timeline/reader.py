@@ -65,11 +65,6 @@ class SpanReader:
         """Close the connection."""
         self._connection.close()
 
-    def runs(self) -> list[str]:
-        """Return the runs that have spans, the newest first."""
-        found = self._connection.execute("SELECT run_id FROM runs ORDER BY started_ns DESC, run_id DESC")
-        return [run_id for (run_id,) in found]
-
     def spans_of_run(self, run_id: str, step: int | None = None) -> Iterable[StoredSpan]:
         """Return the spans of every trace of a run and of the traces that these link to, or only those of one step.
 

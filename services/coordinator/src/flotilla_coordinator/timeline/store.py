@@ -32,7 +32,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 
-from flotilla_coordinator.timeline.reader import SpanReader
 from flotilla_coordinator.timeline.schema import NO_STEP, migrate
 from flotilla_core.disk import disk_full, names_full_disk
 from flotilla_core.errors import FailedPrecondition
@@ -164,7 +163,7 @@ def _plain(value: AnyValue) -> Value:
 
 
 class SpanStore:
-    """Stores spans; `open_readonly` reads them, in this process or another."""
+    """Stores spans; a `SpanReader` reads them, in this process or another."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -179,11 +178,6 @@ class SpanStore:
             self._connection = _open(path)
         self._thread = threading.Thread(target=self._write, name="span-store", daemon=True)
         self._thread.start()
-
-    @staticmethod
-    def open_readonly(path: Path) -> SpanReader:
-        """Return a reader of a store that another process writes, or wrote until it was killed."""
-        return SpanReader(path)
 
     async def add(self, request: ExportTraceServiceRequest) -> int:
         """Store the spans of a request; return how many were refused because the queue is full."""

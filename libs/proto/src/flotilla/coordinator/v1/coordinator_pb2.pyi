@@ -479,6 +479,9 @@ class Sample(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    INFO_JSON_FIELD_NUMBER: _builtins.int
+    REWARD_PARTS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     state: Global___SampleState.ValueType
     attempt: _builtins.int
@@ -490,12 +493,17 @@ class Sample(_message.Message):
     update_id: _builtins.str
     prompt: _builtins.str
     response: _builtins.str
+    answer: _builtins.str
+    """The row's answer and, as JSON, its other columns. Absent until the step of the sample was recorded."""
+    info_json: _builtins.str
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property
     def logprobs(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.VersionSpan]: ...
+    @_builtins.property
+    def reward_parts(self) -> Global___RewardParts: ...
     def __init__(
         self,
         *,
@@ -512,16 +520,73 @@ class Sample(_message.Message):
         token_ids: _tensor_pb2.Tensor | None = ...,
         logprobs: _tensor_pb2.Tensor | None = ...,
         version_spans: _abc.Iterable[_version_pb2.VersionSpan] | None = ...,
+        answer: _builtins.str | None = ...,
+        info_json: _builtins.str | None = ...,
+        reward_parts: Global___RewardParts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "logprobs", b"logprobs", "reward", b"reward", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "info_json", b"info_json", "logprobs", b"logprobs", "reward", b"reward", "reward_parts", b"reward_parts", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "attempt", b"attempt", "drop_reason", b"drop_reason", "generator_id", b"generator_id", "logprobs", b"logprobs", "prompt", b"prompt", "response", b"response", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "step", b"step", "token_ids", b"token_ids", "update_id", b"update_id", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "attempt", b"attempt", "drop_reason", b"drop_reason", "generator_id", b"generator_id", "info_json", b"info_json", "logprobs", b"logprobs", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample_id", b"sample_id", "state", b"state", "step", b"step", "token_ids", b"token_ids", "update_id", b"update_id", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
+    _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
+    _WhichOneofReturnType__info_json: _TypeAlias = _typing.Literal["info_json"]  # noqa: Y015
+    _WhichOneofArgType__info_json: _TypeAlias = _typing.Literal["_info_json", b"_info_json"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer) -> _WhichOneofReturnType__answer | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__info_json) -> _WhichOneofReturnType__info_json | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class RewardParts(_message.Message):
+    """Each reward of a sample before its weight, in the order of the run's configuration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardPart]: ...
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___RewardPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardParts: _TypeAlias = RewardParts  # noqa: Y015
+
+@_typing.final
+class RewardPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REWARD_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    reward: _builtins.str
+    """As the configuration names it."""
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        reward: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardPart: _TypeAlias = RewardPart  # noqa: Y015
 
 @_typing.final
 class ListSamplesRequest(_message.Message):
@@ -563,7 +628,12 @@ class ListSamplesResponse(_message.Message):
 
     SAMPLES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
+    complete: _builtins.bool
+    """The samples have all that was recorded of them; a coordinator of release 0.1.0 leaves out answers, other columns and
+    the parts of rewards.
+    """
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]: ...
     def __init__(
@@ -571,10 +641,11 @@ class ListSamplesResponse(_message.Message):
         *,
         samples: _abc.Iterable[Global___Sample] | None = ...,
         next_page_token: _builtins.str = ...,
+        complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "next_page_token", b"next_page_token", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

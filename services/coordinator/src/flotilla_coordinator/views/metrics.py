@@ -1,4 +1,4 @@
-"""Compares two runs by their configurations and directories: settings that differ, metrics, and curves as text.
+"""Answers what the metrics of a run are, and how two runs compare: settings that differ, metrics, and curves as text.
 
 Invariants: a value that a run lacks is None, never 0. Steps count when they are done, so the first is 1; an evaluation
 before any step is at 0.
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.evaluation.figures import ACCURACY, before
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.errors import NotFound
 from flotilla_core.telemetry.metrics import higher_is_better, in_groups
@@ -29,6 +31,27 @@ DEFAULT_CURVES = (
 )
 
 Series = dict[int, float]
+
+
+def add_metrics(run: run_pb2.Run, directory: RunDirectory) -> None:
+    """Add the last value of each metric, and the number of steps done."""
+    for step, metrics in directory.read_metrics():
+        run.step = max(run.step, step + 1)
+        for name, value in metrics.items():
+            run.metrics[name] = value
+    for evaluation in directory.read_evaluations():
+        figures = {name: float(value) for name, value in evaluation.items() if name.startswith("eval/")}
+        add_evaluation(run, evaluation["step"], {ACCURACY: float(evaluation["accuracy"]), **figures})
+
+
+def add_evaluation(run: run_pb2.Run, step: int, figures: Mapping[str, float]) -> None:
+    """Add the figures of an evaluation, and those of the first one under their own names."""
+    for name, value in before(figures).items():
+        if name not in run.metrics:
+            run.metrics[name] = value
+    for name, value in figures.items():
+        run.metrics[name] = value
+    run.metrics["eval/step"] = step
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,99 @@
+"""Answers which samples a run has, and what became of each.
+
+Invariants: the ledger says which there are. What it never holds (the row's answer and other columns, the parts of the
+reward), and what it has pruned of a sample, comes from the file of its step in the run directory. What that file says
+of a sample that was issued again belongs to an attempt that was undone, and does not count.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
+from flotilla_coordinator.ledger import queries
+from flotilla_coordinator.ledger.records import SampleRecord, SampleState
+from flotilla_coordinator.ledger.schema import connect_read_only
+from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_core.errors import InvalidRequest
+from flotilla_core.tensors import to_tensor
+from flotilla_core.version import Version
+
+DEFAULT_LIMIT = 100
+
+
+def list_samples(
+    ledger: Path, run_id: str, directory: RunDirectory, request: pb.ListSamplesRequest
+) -> pb.ListSamplesResponse:
+    """Return one page of the samples that the request chooses."""
+    limit = request.limit or DEFAULT_LIMIT
+    with closing(connect_read_only(ledger)) as db:
+        records = queries.samples(
+            db,
+            run_id,
+            request.step if request.HasField("step") else None,
+            SampleState(request.state) if request.state else None,
+            limit,
+            _position(request.page_token),
+        )
+    page = pb.ListSamplesResponse(samples=map(_message, records), complete=True)
+    complete(page, directory)
+    if len(records) == limit:
+        page.next_page_token = str(records[-1].position)
+    return page
+
+
+def complete(page: pb.ListSamplesResponse, directory: RunDirectory) -> None:
+    """Add what the files of their steps say of the samples."""
+    answered = {one.sample_id: one for one in page.samples if one.state != pb.SAMPLE_STATE_ISSUED}
+    for recorded in directory.read_samples({one.step for one in answered.values()}):
+        if (sample := answered.get(recorded["sample_id"])) is not None:
+            _add_recorded(sample, recorded)
+
+
+def _add_recorded(sample: pb.Sample, recorded: dict[str, Any]) -> None:
+    # A file of an earlier release lacks some of them.
+    if (answer := recorded.get("answer")) is not None:
+        sample.answer = answer
+    if (info := recorded.get("info")) is not None:
+        sample.info_json = json.dumps(info, ensure_ascii=False)
+    if (parts := recorded.get("reward_parts")) is not None:
+        sample.reward_parts.SetInParent()
+        for part in parts:
+            sample.reward_parts.parts.add(**part)
+    if sample.version_spans:
+        return
+    sample.prompt, sample.response = recorded["prompt"], recorded["response"]
+    for span in recorded["policy_versions"]:
+        version = Version.parse(span["version"]).to_proto()
+        sample.version_spans.add(version=version, start=span["start"], end=span["end"])
+
+
+def _position(page_token: str) -> int:
+    if page_token and not page_token.isdecimal():
+        raise InvalidRequest(f"page_token {page_token!r} is not one that an earlier page returned")
+    return int(page_token or 0)
+
+
+def _message(record: SampleRecord) -> pb.Sample:
+    message = pb.Sample(
+        sample_id=record.sample_id,
+        state=pb.SampleState.ValueType(int(record.state)),
+        attempt=record.attempt,
+        step=record.step,
+        generator_id=record.generator,
+        reward=record.reward,
+        drop_reason=record.drop_reason,
+        update_id=record.update_id,
+        prompt=record.prompt_text,
+        response=record.text,
+    )
+    if record.token_ids is not None:
+        message.token_ids.CopyFrom(to_tensor(record.token_ids))
+    if record.logprobs is not None:
+        message.logprobs.CopyFrom(to_tensor(record.logprobs))
+    for span in record.spans:
+        message.version_spans.add(version=span.version.to_proto(), start=span.start, end=span.end)
+    return message
