@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -73,18 +75,83 @@ def test_a_killed_coordinator_leaves_an_outcome_and_plots(fleet: Stack, run_file
     assert [int(event["sequence"]) for event in events] == list(range(1, len(events) + 1))
 
 
-def test_without_a_fleet_runs_are_listed_shown_and_planned(
-    fleet: Stack, ended: dict[str, Any], run_file: Path
+def test_services_are_the_same_whether_the_coordinator_answers_or_hangs(fleet: Stack, run_file: Path) -> None:
+    """But for what the coordinator alone knows: services from elsewhere, and what a run has given to each."""
+    run = fleet.ok("run", "start", str(run_file), "steps=20000", "resume=by_user")
+
+    def rows() -> dict[str, dict[str, Any]]:
+        return {row["name"]: row for row in fleet.ok("ps")["processes"]}
+
+    wait_until("the first version", lambda: rows()["generator-0"]["policy_version"] is not None, 60)
+    answered = rows()
+    with stopped(fleet.process("coordinator")):
+        hung = rows()
+    fleet.ok("run", "stop", run["run_id"])
+    wait_until("the end of the run", lambda: fleet.state(run) == "stopped", 60)
+    assert answered.keys() - hung.keys() == {"trainer"}, "no launcher started it: it has registered itself"
+    for name, row in hung.items():
+        # A run gives a generator its version and leases it, and only a coordinator has runs.
+        of_run = {key: row[key] for key in ("policy_version", "run_id", "asleep")}
+        assert of_run == {"policy_version": None, "run_id": None, "asleep": False}
+        assert json.dumps(answered[name] | of_run) == json.dumps(row)
+
+
+def test_each_question_has_the_same_answer_with_a_coordinator_and_without(
+    fleet: Stack, ended: dict[str, Any], run_file: Path, tmp_path: Path
 ) -> None:
-    asked = fleet.ok("run", "list")
-    planned = fleet.ok("run", "plan", str(run_file))
+    run_id, trace = ended["run_id"], tmp_path / "trace.json"
+    questions = (
+        ("run", "list"),
+        ("run", "show", run_id),
+        ("run", "show", "latest"),
+        ("run", "compare", run_id, "latest"),
+        ("run", "plan", str(run_file)),
+        ("samples", run_id, "-n", "1000"),
+        ("samples", "latest", "-n", "1000", "--sort", "reward", "--reverse", "--step", "0"),
+        ("samples", "latest", "--state", "dropped", "-n", "7"),
+    )
+    timelines = (("timeline", run_id), ("timeline", run_id, "--step", "1"))
+    wait_until("the samples of the last checkpoint", lambda: is_durable(fleet, run_id))
+    answers = [answer(fleet, question) for question in questions]
+    traces = []
+    for question in timelines:
+        told = fleet.ok(*question, "-o", str(trace))
+        # Who answered is what `source` is there to say.
+        assert told.pop("source") == "coordinator"
+        traces.append((told, trace.read_bytes()))
     fleet.ok("down")
 
-    listed = fleet.flotilla("run", "list", "--json")
-    assert listed.json == asked
-    assert "no fleet is running: read from" in listed.err
-    shown = fleet.ok("run", "show", ended["run_id"])
-    assert (shown["state"], shown["metrics"]) == ("succeeded", ended["metrics"])
-    assert fleet.ok("run", "plan", str(run_file)) == planned
+    for question, asked in zip(questions, answers, strict=True):
+        assert answer(fleet, question) == asked, f"flotilla {' '.join(question)}"
+    for question, asked in zip(timelines, traces, strict=True):
+        told = fleet.ok(*question, "-o", str(trace))
+        assert told.pop("source") == "spans.sqlite" and (told, trace.read_bytes()) == asked
+    samples = json.loads(answers[5])["samples"]
+    assert len(samples) == STEPS * 4
+    for key in ("answer", "info", "reward_parts"):
+        assert all(one[key] is not None for one in samples), key
+    assert "no fleet is running: read from" in fleet.flotilla("run", "list").err
     assert fleet.flotilla("run", "show", "no-such-run").code == 2
-    assert fleet.flotilla("run", "stop", "latest").code == 3
+    # A stack that is down has no services, so nobody knows what they would do or hold.
+    for question in (("run", "stop", "latest"), ("replicas", "list"), ("weights", "show")):
+        assert fleet.flotilla(*question).code == 3
+
+
+def answer(fleet: Stack, question: tuple[str, ...]) -> str:
+    outcome = fleet.flotilla(*question, "--json")
+    assert outcome.code == 0, outcome.err
+    return outcome.out
+
+
+def is_durable(fleet: Stack, run_id: str) -> bool:
+    return {one["state"] for one in fleet.ok("samples", run_id, "-n", "1000")["samples"]} == {"durable"}
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """A process that answers nothing in between."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()

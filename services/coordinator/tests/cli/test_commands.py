@@ -62,6 +62,11 @@ class RecordedCoordinator(CoordinatorServiceServicer):
         self.run.reason = "" if self.end == run_pb2.RUN_STATE_SUCCEEDED else "the loss is not finite"
         yield pb.WatchRunResponse(event=run_pb2.RunEvent(sequence=3, run=self.run))
 
+    async def ListSamples(self, request: Any, context: Any) -> pb.ListSamplesResponse:
+        """Answer as a coordinator of release 0.1.0."""
+        sample = pb.Sample(sample_id="trial-1/0/0/0", state=pb.SAMPLE_STATE_DURABLE, response="12")
+        return pb.ListSamplesResponse(samples=[sample])
+
     async def QueryTimeline(self, request: Any, context: Any) -> AsyncIterator[pb.QueryTimelineResponse]:
         for chunk in (b'{"traceEvents"', b": []}"):
             yield pb.QueryTimelineResponse(chunk=chunk)
@@ -411,6 +416,14 @@ def test_error_of_the_coordinator_arrives_whole(flotilla: Command, serve: Any) -
         "next": "flotilla run list",
     }
     assert "next:  flotilla run list" in err
+
+
+def test_samples_of_an_older_coordinator_are_told_to_be_incomplete(flotilla: Command, serve: Any) -> None:
+    serve(RecordedCoordinator(run_pb2.RUN_STATE_SUCCEEDED))
+    code, out, err = flotilla("samples", "trial-1", "--json")
+    (sample,) = json.loads(out)["samples"]
+    assert (code, sample["response"], sample["answer"]) == (0, "12", None)
+    assert "the coordinator is of release 0.1.0" in err
 
 
 def test_sync_client_follows_a_run(serve: Any) -> None:

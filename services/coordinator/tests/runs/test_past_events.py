@@ -10,7 +10,7 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import events as module
 from flotilla_coordinator.runs.events import past_events
 from flotilla_coordinator.runs.status import record_end
-from flotilla_coordinator.views.runs import interrupted_run
+from flotilla_coordinator.views.runs import interrupted_run, stored_run
 
 RUN = "run-1"
 
@@ -77,6 +77,12 @@ def test_an_interrupted_run_keeps_its_steps_and_accuracies(directory: RunDirecto
     assert run.HasField("ended_at") and "coordinator stopped" in run.reason
     assert directory.read_outcome() == run
     assert (directory.path / "plots" / "reward.png").exists()
+
+
+def test_an_outcome_that_is_damaged_takes_no_metrics_with_it(directory: RunDirectory) -> None:
+    (directory.path / "outcome.json").write_text('{"run_id": "ru')
+    run = stored_run(record(directory, RunState.SUCCEEDED))
+    assert (run.state, run.step, run.metrics["reward/mean"]) == (run_pb2.RUN_STATE_SUCCEEDED, 3, 0.5)
 
 
 def test_a_directory_that_is_gone_keeps_no_coordinator_from_starting(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def run_json(run: Run) -> dict[str, Any]:
         "finding": finding_json(run.finding) if run.HasField("finding") else None,
         "advice": run.advice,
         "directory": run.directory,
-        "metrics": dict(run.metrics),
+        "metrics": dict(sorted(run.metrics.items())),
     }
 
 
