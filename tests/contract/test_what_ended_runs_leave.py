@@ -110,7 +110,11 @@ def test_each_question_has_the_same_answer_with_a_coordinator_and_without(
         ("samples", "latest", "-n", "1000", "--sort", "reward", "--reverse", "--step", "0"),
         ("samples", "latest", "--state", "dropped", "-n", "7"),
     )
-    timelines = (("timeline", run_id), ("timeline", run_id, "--step", "1"))
+    timelines = (
+        ("timeline", run_id),
+        ("timeline", run_id, "--step", "1"),
+        ("timeline", "latest", "--step", "0"),
+    )
     wait_until("the samples of the last checkpoint", lambda: is_durable(fleet, run_id))
     answers = [answer(fleet, question) for question in questions]
     traces = []
@@ -132,6 +136,8 @@ def test_each_question_has_the_same_answer_with_a_coordinator_and_without(
         assert all(one[key] is not None for one in samples), key
     assert "no fleet is running: read from" in fleet.flotilla("run", "list").err
     assert fleet.flotilla("run", "show", "no-such-run").code == 2
+    assert fleet.flotilla("timeline", "no-such-run", "-o", str(tmp_path / "none.json")).code == 2
+    assert not (tmp_path / "none.json").exists()
     # A stack that is down has no services, so nobody knows what they would do or hold.
     for question in (("run", "stop", "latest"), ("replicas", "list"), ("weights", "show")):
         assert fleet.flotilla(*question).code == 3

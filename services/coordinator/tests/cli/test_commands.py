@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
@@ -24,9 +23,7 @@ from flotilla_coordinator.cli.watch import Told, print_plan, progress
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.plan import size_limits
-from flotilla_coordinator.timeline.store import SpanStore
 from flotilla_core.errors import NotFound
-from flotilla_core.telemetry import names
 from flotilla_launch import launcher as launchers
 from flotilla_launch.client import LauncherClient
 
@@ -61,11 +58,6 @@ class RecordedCoordinator(CoordinatorServiceServicer):
         self.run.state = self.end
         self.run.reason = "" if self.end == run_pb2.RUN_STATE_SUCCEEDED else "the loss is not finite"
         yield pb.WatchRunResponse(event=run_pb2.RunEvent(sequence=3, run=self.run))
-
-    async def ListSamples(self, request: Any, context: Any) -> pb.ListSamplesResponse:
-        """Answer as a coordinator of release 0.1.0."""
-        sample = pb.Sample(sample_id="trial-1/0/0/0", state=pb.SAMPLE_STATE_DURABLE, response="12")
-        return pb.ListSamplesResponse(samples=[sample])
 
     async def QueryTimeline(self, request: Any, context: Any) -> AsyncIterator[pb.QueryTimelineResponse]:
         for chunk in (b'{"traceEvents"', b": []}"):
@@ -418,14 +410,6 @@ def test_error_of_the_coordinator_arrives_whole(flotilla: Command, serve: Any) -
     assert "next:  flotilla run list" in err
 
 
-def test_samples_of_an_older_coordinator_are_told_to_be_incomplete(flotilla: Command, serve: Any) -> None:
-    serve(RecordedCoordinator(run_pb2.RUN_STATE_SUCCEEDED))
-    code, out, err = flotilla("samples", "trial-1", "--json")
-    (sample,) = json.loads(out)["samples"]
-    assert (code, sample["response"], sample["answer"]) == (0, "12", None)
-    assert "the coordinator is of release 0.1.0" in err
-
-
 def test_sync_client_follows_a_run(serve: Any) -> None:
     serve(RecordedCoordinator(run_pb2.RUN_STATE_SUCCEEDED))
     with connect() as fleet:
@@ -433,41 +417,6 @@ def test_sync_client_follows_a_run(serve: Any) -> None:
         assert fleet.get_run().state == run_pb2.RUN_STATE_SUCCEEDED
         assert b"".join(fleet.timeline()) == b'{"traceEvents": []}'
     assert kinds == ["step", "notice", "run"]
-
-
-def test_timeline_is_read_from_the_store_when_the_coordinator_is_down(flotilla: Command) -> None:
-    directory = Path(".flotilla/local")
-    directory.mkdir(parents=True)
-    request = ExportTraceServiceRequest()
-    span = (
-        request.resource_spans.add()
-        .scope_spans.add()
-        .spans.add(
-            trace_id=b"t" * 16,
-            span_id=b"s" * 8,
-            name=names.RL_STEP,
-            start_time_unix_nano=1000,
-            end_time_unix_nano=2000,
-        )
-    )
-    span.attributes.add(key=names.RUN_ID).value.string_value = "trial-1"
-
-    async def store() -> None:
-        spans = SpanStore(directory / "spans.sqlite")
-        await spans.add(request)
-        spans.close()
-        ledger = Ledger.open(directory / "ledger.sqlite")
-        await ledger.save_run(RunRecord("trial-1", "trial", RunState.FAILED, "", str(directory), 0.0))
-        ledger.close()
-
-    asyncio.run(store())
-    code, out, err = flotilla("timeline", "latest", "-o", "t.json", "--json")
-    assert code == 0, err
-    assert json.loads(out)["source"] == "spans.sqlite"
-    events = json.loads(Path("t.json").read_text())["traceEvents"]
-    assert [event["name"] for event in events if event["ph"] == "X"] == [names.RL_STEP]
-    assert flotilla("timeline", "nothing", "-o", "u.json")[0] == 2
-    assert not Path("u.json").exists()
 
 
 def test_an_example_that_cannot_be_made_shows_the_last_words_of_its_script(flotilla: Command) -> None:
