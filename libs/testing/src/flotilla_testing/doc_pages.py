@@ -35,11 +35,11 @@ class Reader:
 
     folder: Path
     instead: dict[str, str] = field(default_factory=dict)
-    """What the reader writes in place of a text of the page: paths and names that everybody has differently."""
+    """The texts that the reader writes in place of the page's: paths and names that differ between readers."""
     prepared: Callable[[str], str | None] = str
     """Makes the command that is run from one of the page; None leaves it out."""
     said: dict[str, str] = field(default_factory=dict)
-    """What each command of a page printed."""
+    """The output of each command of a page."""
 
     def follow(self, page: str) -> None:
         """Write the files of a page, and run its code and commands, from top to bottom."""

@@ -1,4 +1,4 @@
-"""Where the samples of a run are by the ledger's own tallies, for tests that compare them with something else."""
+"""Counts of the samples of a run in each state, by the ledger's own tallies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suites of Slurm and of Ray check of a stack that an engine has placed."""
+"""Checks of the suites of Slurm and of Ray on a stack that an engine has placed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def assert_files_are_gone(stack: Stack) -> None:
 
 
 def assert_runs_its_plan(stack: Stack, launcher: str) -> None:
-    """What runs is the table that `up --plan` prints, row by row, on the nodes that it says."""
+    """Assert that what runs is the table that `up --plan` prints, row by row, on the nodes that it says."""
     rows = {row["name"]: row for row in stack.ok("up", "--on", launcher, "--plan")["services"]}
     paths = StackPaths(stack.directory)
     placed = PlacedFile.read(paths.placed_file)
