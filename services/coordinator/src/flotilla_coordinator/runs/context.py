@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
@@ -239,11 +240,9 @@ class RunContext:
         if why and why not in self._told_unscored and len(self._told_unscored) < MOST_UNSCORED_NOTICES:
             self._told_unscored.add(why)
             self.status.notice(warning(batch.unscored))
-        self.cursor = batch.cursor
+        self.cursor, result = batch.cursor, self.policy.version
         if not self.source.samples_from_policy:
-            await self.ledger.update_run(
-                self.run_id, step=step + 1, version=self.policy.version, cursor=self.cursor
-            )
+            await self.ledger.update_run(self.run_id, step=step + 1, version=result, cursor=self.cursor)
             return
         # The samples are written before the ledger, which never repeats a step that it has; and only by the run's
         # owner.
@@ -252,27 +251,13 @@ class RunContext:
         await self.disk.until_taken(
             "samples", lambda: asyncio.to_thread(self.directory.write_samples, batch, rewards)
         )
-        sample_ids = [sample.sample_id for sample in batch.samples]
-        if updates.policy is None or updates.policy.skipped:
-            reason = DropReason.CRITIC_ONLY if updates.policy is None else DropReason.UPDATE_SKIPPED
-            await self.ledger.passed_by(
-                self.run_id,
-                sample_ids,
-                reason,
-                result=self.policy.version,
-                step=step + 1,
-                cursor=batch.cursor,
-            )
+        sample_ids, policy = [sample.sample_id for sample in batch.samples], updates.policy
+        if policy is None or policy.skipped:
+            reason = DropReason.CRITIC_ONLY if policy is None else DropReason.UPDATE_SKIPPED
+            recorded = partial(self.ledger.passed_by, self.run_id, sample_ids, reason)
         else:
-            await self.ledger.consumed(
-                self.run_id,
-                updates.policy.update_id,
-                sample_ids,
-                version,
-                result=self.policy.version,
-                step=step + 1,
-                cursor=batch.cursor,
-            )
+            recorded = partial(self.ledger.consumed, self.run_id, policy.update_id, sample_ids, version)
+        await recorded(result=result, step=step + 1, cursor=self.cursor)
 
     async def export(self) -> None:
         """Export the policy as a folder, as soon as the disk has room."""
