@@ -10,8 +10,10 @@ import heapq
 import math
 from collections.abc import Iterable
 
-RESERVED = 3 << 30
-"""The bytes of two CUDA contexts with their kernels, the captured graphs, and NCCL's buffers."""
+ENGINE_PROCESS = 2 << 30
+"""The bytes that an engine's process takes beside tensors: the CUDA context, kernels and captured graphs."""
+RANK_PROCESS = 1 << 30
+"""The bytes that a rank's process takes beside tensors: the CUDA context, kernels and NCCL's buffers."""
 SPARE = 0.04
 """Share of a GPU for what allocators cannot use."""
 LEAST_SHARE = 0.01
@@ -44,7 +46,7 @@ def ring_bytes(model_bytes: int, tensors: Iterable[int], asked: int) -> int:
 
 def set_aside(total: int, rings: int) -> int:
     """Return the bytes that nobody counts on, on a GPU of so many with buckets of so many."""
-    return RESERVED + rings + int(total * SPARE)
+    return ENGINE_PROCESS + RANK_PROCESS + rings + int(total * SPARE)
 
 
 def share_beside(standby: int, rings: int, total: int) -> float:

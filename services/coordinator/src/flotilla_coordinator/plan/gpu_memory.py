@@ -34,6 +34,7 @@ from flotilla_coordinator.plan.trainer_memory import (
 from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig, TrainerConfig, bucket_size_mib
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.gpu_shares import (
+    ENGINE_PROCESS,
     SAME_GPU_BUCKET_BYTES,
     SAME_GPU_BUCKETS,
     ring_bytes,
@@ -328,6 +329,12 @@ def generator_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
     computed = STEP_TOKENS * (4 * model.hidden_size + 3 * model.intermediate_size) * size
     sampled = generator.max_running_samples * model.vocabulary_size * 4 * SAMPLED_COPIES
     return weights + standby_bytes(model, generator) + computed + sampled
+
+
+def generator_process_bytes(model: ModelFacts, stack: StackConfig, gpu: int) -> int:
+    """Return what the process of a generator takes of a GPU of so many bytes at most, as the driver counts it."""
+    tensors = generator_bytes(model, stack.generator) + kv_cache_bytes(model, stack, gpu)
+    return tensors + sync_bytes(model, stack) + ENGINE_PROCESS
 
 
 def standby_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:

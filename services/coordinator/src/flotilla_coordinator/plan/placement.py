@@ -18,6 +18,7 @@ from flotilla_coordinator.plan.chapter import Line, shown_bytes
 from flotilla_coordinator.plan.gpu_memory import (
     SharedGpu,
     generator_bytes,
+    generator_process_bytes,
     kv_cache_bytes,
     longest_sample_bytes,
     share_beside_standby,
@@ -27,6 +28,7 @@ from flotilla_coordinator.plan.trainer_memory import frozen_bytes, offloads, res
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.gangs import gang_of, model_of
+from flotilla_core.gpu_shares import RANK_PROCESS
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import LEARNING, role_of_process
 from flotilla_launch.gpus import Gpus, computes_bfloat16, gpu_bytes, needed, needed_beside
@@ -219,14 +221,16 @@ def _memory(slot: Slot, stack: StackConfig, model: ModelFacts, total: int) -> st
     """Say what a process keeps on its GPU; nothing of a gang with a model of its own, which is not read for this."""
     if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
         cache = kv_cache_bytes(model, stack, total)
+        most = generator_process_bytes(model, stack, total)
         asleep = ", the rank's during updates" if stack.generator.sleep_while_training else ""
-        return f" ({shown_bytes(generator_bytes(model, stack.generator))}, KV cache {shown_bytes(cache)}{asleep})"
+        return f" (up to {shown_bytes(most)}, KV cache {shown_bytes(cache)} of it{asleep})"
     role = role_of_process(slot.name)
     if slot.kind != ServiceKind.SERVICE_KIND_TRAINER or model_of(stack, role) != stack.model:
         return ""
     gang = gang_of(stack, role)
     if gang.memory_fraction is not None:
         rests = ", weights rest on the host" if offloads(gang) else ""
-        return f" (up to {shown_bytes(round(gang.memory_fraction * total))}{rests})"
+        most = round(gang.memory_fraction * total) + RANK_PROCESS
+        return f" (up to {shown_bytes(most)}{rests})"
     kept = resident_bytes if role in LEARNING else frozen_bytes
     return f" ({shown_bytes(kept(model, gang))})"
