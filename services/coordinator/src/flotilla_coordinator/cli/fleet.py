@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import time
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +12,6 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2 import Service
 from flotilla.coordinator.v1.run_pb2 import Run
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
-from flotilla_client import Client
 from flotilla_client.discovery import token_of_caller
 from flotilla_coordinator.cli.config import check
 from flotilla_coordinator.cli.options import Coordinator, Json, Stack, wait
@@ -26,6 +23,7 @@ from flotilla_coordinator.cli.processes import (
     process_table,
     state_of,
 )
+from flotilla_coordinator.cli.services import answer_soon, services_seen
 from flotilla_coordinator.cli.stack import (
     client_of,
     load_stack,
@@ -60,9 +58,7 @@ from flotilla_launch.state import PlacedFile
 from flotilla_launch.upgrade import Upgrade, kind_of, upgradable
 
 PLAN_COLUMNS = ("NODE", "SERVICE", "KIND", "CPUS", "GPUS", "MEMORY", "PORTS")
-Answer = TypeVar("Answer")
 
-_ANSWER_S = 2.0
 _RUNS_TO_LOOK_AT = 100
 
 
@@ -312,9 +308,9 @@ async def _state_of(
 ) -> tuple[str, list[ProcessStatus], dict[str, Service], list[Run]]:
     """Return the address of NATS, the processes, the coordinator's view of them, and the runs that wait."""
     state = await launcher.state()
-    services = await _services(paths, coordinator)
+    services = await services_seen(paths, coordinator)
     processes = as_the_coordinator_sees(list(state.processes), services)
-    runs = await _ask(paths, coordinator, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
+    runs = await answer_soon(paths, coordinator, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
     # A pause that a user requested has no reason.
     waiting = [run for run in runs if run.state == run_pb2.RUN_STATE_PAUSED and run.reason]
     return state.nats_url, processes, services, waiting
@@ -344,22 +340,5 @@ async def _going_on(paths: StackPaths) -> list[Run]:
         except FlotillaError:
             runs = []  # The coordinator may be what is broken.
     else:
-        runs = await _ask(paths, None, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
+        runs = await answer_soon(paths, None, lambda client: client.list_runs(_RUNS_TO_LOOK_AT)) or []
     return [run for run in runs if run.state in working]
-
-
-async def _services(paths: StackPaths, coordinator: str | None) -> dict[str, Service]:
-    """Return the coordinator's view of the services by name; empty while it cannot be reached."""
-    found = await _ask(paths, coordinator, lambda client: client.list_services()) or []
-    return {service.registration.name: service for service in found}
-
-
-async def _ask(
-    paths: StackPaths, coordinator: str | None, ask: Callable[[Client], Awaitable[Answer]]
-) -> Answer | None:
-    """Return the coordinator's answer; None while it cannot be reached."""
-    try:
-        async with Client.find(paths.directory.name, paths.directory.parent, coordinator) as client:
-            return await asyncio.wait_for(ask(client), _ANSWER_S)
-    except (FlotillaError, TimeoutError):
-        return None

@@ -6,13 +6,14 @@ Invariant: the launcher's services are found without a coordinator, so they can 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
 from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla.coordinator.v1.coordinator_pb2 import Service
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_client import Client
 from flotilla_client.discovery import find_coordinator, token_of_caller
@@ -20,7 +21,7 @@ from flotilla_coordinator.cli.output import say
 from flotilla_coordinator.cli.stack import load_stack, stack_paths
 from flotilla_core import rpc
 from flotilla_core.config import StackConfig
-from flotilla_core.errors import NotFound, Unavailable
+from flotilla_core.errors import FlotillaError, NotFound, Unavailable
 from flotilla_core.trust import Token
 from flotilla_launch.client import is_up
 from flotilla_launch.launcher import launcher_of
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 2.0
 """The limit for the coordinator, where the services of this machine are known without it."""
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -128,3 +131,25 @@ async def _of_coordinator(config: StackConfig, coordinator: str | None) -> list[
         for one in services
         if one.registration.address
     ]
+
+
+async def services_seen(
+    paths: StackPaths, coordinator: str | None = None, *, within_s: float = _ANSWER_S
+) -> dict[str, Service]:
+    """Return the coordinator's view of the services by name; empty while it cannot be reached."""
+    found = await answer_soon(paths, coordinator, lambda client: client.list_services(), within_s) or []
+    return {service.registration.name: service for service in found}
+
+
+async def answer_soon(
+    paths: StackPaths,
+    coordinator: str | None,
+    question: Callable[[Client], Awaitable[Answer]],
+    within_s: float = _ANSWER_S,
+) -> Answer | None:
+    """Return the coordinator's answer; None while it cannot be reached."""
+    try:
+        async with Client.find(paths.directory.name, paths.directory.parent, coordinator) as client:
+            return await asyncio.wait_for(question(client), within_s)
+    except (FlotillaError, TimeoutError):
+        return None

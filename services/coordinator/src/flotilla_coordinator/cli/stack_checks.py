@@ -14,11 +14,10 @@ from flotilla.common.v1.operate_pb2 import (
     DescribeResponse,
 )
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
-from flotilla.coordinator.v1.coordinator_pb2 import Service
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
-from flotilla_client import Client
 from flotilla_client.discovery import token_of_caller
 from flotilla_coordinator.cli.processes import as_the_coordinator_sees
+from flotilla_coordinator.cli.services import services_seen
 from flotilla_coordinator.cli.stack import load_stack, stack_file
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -254,23 +253,13 @@ async def service_checks(config: StackConfig) -> list[Finding]:
     try:
         processes = list((await launcher_of(paths).state()).processes)
         token = token_of_caller(config.bind, paths.directory)
-        processes = as_the_coordinator_sees(processes, await _registered(paths))
+        processes = as_the_coordinator_sees(processes, await services_seen(paths, within_s=_DESCRIBE_S))
     except FlotillaError as error:
         remedy = f"kill -9 {file.pid}; its guardian starts another one" if file else "see squeue"
         return [failed("launcher", str(error), remedy)]
     services = [process for process in processes if process.kind]
     answers = await asyncio.gather(*(_service(process, token) for process in services))
     return [finding for answer in answers for finding in answer]
-
-
-async def _registered(paths: StackPaths) -> dict[str, Service]:
-    """Return the services that the coordinator sees, by name; none where it does not answer, which is a finding."""
-    try:
-        async with Client.find(paths.directory.name, paths.directory.parent) as client:
-            services = await asyncio.wait_for(client.list_services(), _DESCRIBE_S)
-    except (FlotillaError, TimeoutError):
-        return {}
-    return {one.registration.name: one for one in services}
 
 
 async def _service(process: ProcessStatus, token: Token) -> list[Finding]:
