@@ -272,19 +272,16 @@ async def _answered(call: Awaitable[Result], file: LauncherFile) -> Result:
         ) from error
 
 
-async def _died(identity: ProcessIdentity) -> bool:
+async def _died(identity: ProcessIdentity, within_s: float = _DYING_LIMIT_S) -> bool:
     """Return whether it is dead: one that was killed closes its connections shortly before it is gone."""
-    deadline = time.monotonic() + _DYING_LIMIT_S
+    deadline = time.monotonic() + within_s
     while identity.alive() and time.monotonic() < deadline:  # noqa: ASYNC110 (another process: nothing tells)
         await asyncio.sleep(0.02)
     return not identity.alive()
 
 
 async def _ended(identity: ProcessIdentity, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while identity.alive() and time.monotonic() < deadline:  # noqa: ASYNC110 (another process: nothing tells)
-        await asyncio.sleep(0.02)
-    if identity.alive():
+    if not await _died(identity, timeout_s):
         raise DeadlineExceeded(
             "the supervisor is still there",
             where=f"pid {identity.pid}",

@@ -56,7 +56,7 @@ class PlacedFile:
 
     launcher: str
     mark: str
-    """Unique to this placement."""
+    """The mark of this placement, which no other one has."""
     replicas: dict[str, int]
     """Wanted number, by kind: what `flotilla scale` changes."""
     executables: str

@@ -65,7 +65,7 @@ class Supervisor:
         self.paths = paths
         self.stack = stack
         self.stopped = asyncio.Event()
-        """Set when everything is down and the supervisor may end."""
+        """The event that everything is down, so that the supervisor may end."""
         self.nats_url = ""
         self._executables = executables
         self._gpus = gpus

@@ -82,7 +82,7 @@ class Project:
     directory: Path
     """The directory of the stack on this host, without links: it is the same path in the containers."""
     mark: str
-    """Unique to this placement."""
+    """The mark of this placement, which no other one has."""
     user: str
 
     @property

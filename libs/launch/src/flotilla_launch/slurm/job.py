@@ -99,7 +99,7 @@ class Job:
     directory: Path
     """The directory of the stack, on a file system that all nodes share."""
     mark: str
-    """Unique to this placement."""
+    """The mark of this placement, which no other one has."""
     executables: Path
 
     def name(self, node: str) -> str:
