@@ -86,6 +86,17 @@ async def test_what_an_agent_told_elsewhere_is_not_believed(stacks, machines: Ma
         assert {one.state for one in listed if one.name == "generator-0"} == {expected}
 
 
+async def test_the_last_words_of_an_agent_that_gave_up_outlive_its_unit(stacks, machines: Machines) -> None:
+    launcher = spread(stacks, machines)
+    unit = machines.there["generator-0"]
+    failed = {"name": "generator-0", "state": "PROCESS_STATE_FAILED", "error": "no such secret"}
+    told = {"mark": "m", "place": "m1", "processes": [failed]}
+    write_json(machines.paths.node_file("generator-0"), told)
+    machines.there["generator-0"] = replace(unit, state="ending", lives=False, place="")
+    (found,) = [one for one in (await launcher.state()).processes if one.name == "generator-0"]
+    assert (found.state, found.error) == (ProcessState.PROCESS_STATE_FAILED, "no such secret")
+
+
 async def test_a_unit_that_dies_while_the_stack_comes_up_ends_the_start_with_its_reason(
     stacks, machines: Machines
 ) -> None:

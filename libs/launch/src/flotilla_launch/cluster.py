@@ -225,8 +225,9 @@ class Cluster:
     ) -> list[pb.ProcessStatus]:
         """Return the processes of a node: as its agent tells them, or as its unit explains that none does."""
         told = read_json(self._paths.node_file(node)) or {}
-        here = told.get("mark") == placed.mark and (unit is None or told.get("place", "") == unit.place)
-        told = told if here else {}
+        # The last words of a unit that is over are believed wherever they were written.
+        here = unit is None or not unit.lives or told.get("place", "") == unit.place
+        told = told if here and told.get("mark") == placed.mark else {}
         known = {one["name"]: ParseDict(one, pb.ProcessStatus()) for one in told.get("processes", [])}
         state, error = pb.ProcessState.PROCESS_STATE_STARTING, ""
         if unit is None or not unit.lives:
