@@ -435,7 +435,9 @@ def test_a_plan_needs_no_fleet_and_names_what_is_missing(flotilla: Command) -> N
     code, out, err = flotilla("run", "plan", "run.yaml", "--json")
     assert code == 2
     assert "no fleet is running" in err
-    assert len(json.loads(out)["errors"]) == 1
+    (error,), (finding,) = (json.loads(out)[name] for name in ("errors", "findings"))
+    assert (finding["severity"], finding["code"]) == ("error", "not_found")
+    assert finding["where"].endswith("nowhere/at/all") and error.startswith(f"{finding['what']} (")
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,9 @@ def test_quantized_samples_are_trained_only_with_a_correction(algorithm: Any, re
     config = run(algorithm=algorithm)
     stack = StackConfig.model_validate({"generator": {"quantization": "fp8"}})
     assert not [*sampling_lines.quantization(config, StackConfig())]
-    ((name, value, explanation),), _, errors = Chapter.of(sampling_lines.quantization(config, stack))
-    assert bool(errors) is refused
-    assert all("set algorithm.correction.importance to token" in error for error in errors)
+    chapter = Chapter.of(sampling_lines.quantization(config, stack))
+    ((name, value, explanation),) = chapter.lines
+    assert bool(chapter.errors) is refused
+    assert all("set algorithm.correction.importance to token" in error for error in chapter.errors)
     assert (name, value) == ("rollout precision", "fp8")
     assert "which algorithm.correction corrects" in explanation

@@ -84,8 +84,8 @@ def problems(
 ) -> tuple[list[str], list[str]]:
     """Return errors and warnings of a rank that takes so many bytes, of which some stay between updates."""
     need = TrainerMemory(0, 0, 0, 0, activations=rank - kept, logits=0, reference=kept)
-    _, warnings, errors = Chapter.of(gpu_memory.gpu_problems(config, stack, model, need, gpu))
-    return errors, warnings
+    found = Chapter.of(gpu_memory.gpu_problems(config, stack, model, need, gpu))
+    return found.errors, found.warnings
 
 
 def test_a_small_model_leaves_an_h200_to_a_large_cache_and_a_run_of_many_tokens() -> None:

@@ -106,8 +106,8 @@ def check(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
         paths = paths_of_run(config)
         checked.append("settings that contradict each other, groups and samples under way")
         if functions := functions_of(config):
-            _, warnings, problems = Chapter.of(loading_problems(config))
-            errors += problems
+            loading = Chapter.of(loading_problems(config))
+            warnings, errors = loading.warnings, errors + loading.errors
             names = ", ".join(f"{function.key} {function.name}" for function in functions)
             checked.append(f"functions and their parameters ({names})")
     else:

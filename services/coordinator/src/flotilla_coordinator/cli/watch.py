@@ -299,7 +299,8 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     """Print the lines of a plan as a table, then its warnings, and last the reasons against the run."""
     if as_json:
         lines = [{"name": n.name, "value": n.value, "explanation": n.explanation} for n in plan.lines]
-        print_json({"lines": lines, "warnings": list(plan.warnings), "errors": list(plan.errors)})
+        texts = {"warnings": list(plan.warnings), "errors": list(plan.errors)}
+        print_json({"lines": lines, **texts, "findings": [finding_json(one) for one in plan.findings]})
         return
     if plan.lines:
         print_table(("WHAT", "VALUE", "HOW"), [(n.name, n.value, n.explanation) for n in plan.lines])

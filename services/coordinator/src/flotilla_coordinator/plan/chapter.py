@@ -1,6 +1,6 @@
 """Holds what a plan is made of, and picks the remarks that a user sees when the run starts.
 
-A part of a plan is a generator: it yields a line, a caution or a refusal where it works out the reason for it.
+A part of a plan is a generator: it yields a line, a warning or a refusal where it works out the reason for it.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Self
 
-from flotilla.common.v1.finding_pb2 import Finding
+from flotilla.common.v1.finding_pb2 import SEVERITY_ERROR, SEVERITY_WARNING, Finding
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_core.findings import info, warning
+from flotilla_core.findings import info, text_of
 
 STARTING_WEIGHTS = "starting weights"
 
@@ -23,19 +23,13 @@ class Line(NamedTuple):
     explanation: str
 
 
-class Caution(NamedTuple):
-    """A warning: something may fail, or surprise."""
-
-    text: str
-
-
-class Refusal(NamedTuple):
-    """An error: the run would not start, by which key, and what to do."""
-
-    text: str
+def refusal(what: str) -> Finding:
+    """Return an error: the run would not start, by which key, and what to do."""
+    return Finding(severity=SEVERITY_ERROR, what=what)
 
 
-Entry = Line | Caution | Refusal
+Entry = Line | Finding
+"""A finding is a warning, where something may fail or surprise, or a refusal."""
 Entries = Iterator[Entry]
 
 
@@ -43,8 +37,7 @@ class Chapter(NamedTuple):
     """The entries of some parts of a plan, sorted by kind."""
 
     lines: list[Line]
-    warnings: list[str]
-    errors: list[str]
+    findings: list[Finding]
 
     @classmethod
     def of(cls, *parts: Iterable[Entry]) -> Self:
@@ -52,13 +45,23 @@ class Chapter(NamedTuple):
         entries = [entry for part in parts for entry in part]
         return cls(
             [one for one in entries if isinstance(one, Line)],
-            [one.text for one in entries if isinstance(one, Caution)],
-            [one.text for one in entries if isinstance(one, Refusal)],
+            [one for one in entries if isinstance(one, Finding)],
         )
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return the texts of its warnings."""
+        return [text_of(one) for one in self.findings if one.severity == SEVERITY_WARNING]
+
+    @property
+    def errors(self) -> list[str]:
+        """Return the texts of its refusals."""
+        return [text_of(one) for one in self.findings if one.severity == SEVERITY_ERROR]
 
     def write(self, plan: run_pb2.Plan) -> None:
         """Append this chapter to a plan."""
         plan.lines.extend(run_pb2.PlanLine(**line._asdict()) for line in self.lines)
+        plan.findings.extend(self.findings)
         plan.warnings.extend(self.warnings)
         plan.errors.extend(self.errors)
 
@@ -77,4 +80,4 @@ def remarks(plan: run_pb2.Plan) -> Iterator[Finding]:
     for line in plan.lines:
         if line.name == STARTING_WEIGHTS:
             yield info(f"{line.name}: {line.value} ({line.explanation})")
-    yield from map(warning, plan.warnings)
+    yield from (one for one in plan.findings if one.severity == SEVERITY_WARNING)

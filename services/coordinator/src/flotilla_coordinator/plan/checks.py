@@ -5,12 +5,13 @@ Invariants: every problem is one sentence that names the key and what to do; all
 
 from __future__ import annotations
 
-from flotilla_coordinator.plan.chapter import Caution, Entries, Refusal
+from flotilla_coordinator.plan.chapter import Entries, refusal
 from flotilla_coordinator.plan.functions import file_errors
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import count_errors
 from flotilla_coordinator.trainers.spec import critic_of, critic_warmup_steps
 from flotilla_core.config import AlgorithmConfig, OptimizerConfig, PolicyConfig, RunConfig, StackConfig
+from flotilla_core.findings import warning
 from flotilla_core.gangs import started
 from flotilla_core.roles import TEACHER, kind_of_role, section_of, teacher_name
 from flotilla_trackers.follow import tracker_errors
@@ -28,7 +29,7 @@ def settings_chapter(config: RunConfig, stack: StackConfig) -> Entries:
     yield from fleet_warnings(config, stack)
     yield from role_errors(config.algorithm, stack)
     yield from sleep_errors(config, stack)
-    yield from map(Refusal, tracker_errors(config))
+    yield from map(refusal, tracker_errors(config))
 
 
 def config_errors(config: RunConfig) -> Entries:
@@ -40,7 +41,7 @@ def config_errors(config: RunConfig) -> Entries:
     if critic is not None:
         yield from _schedule_errors("algorithm.critic.optimizer", critic.optimizer, config.steps)
     if alone >= config.steps:
-        yield Refusal(
+        yield refusal(
             f"algorithm.critic.warmup_steps = {alone} leaves none of the {config.steps} steps for the policy"
         )
     if (
@@ -48,23 +49,23 @@ def config_errors(config: RunConfig) -> Entries:
         and stop.accuracy_at_most is not None
         and stop.accuracy_at_most < stop.accuracy_at_least
     ):
-        yield Refusal(
+        yield refusal(
             f"stop.accuracy_at_most = {stop.accuracy_at_most} is below "
             f"stop.accuracy_at_least = {stop.accuracy_at_least}: no evaluation can satisfy both"
         )
     pinned = evaluation is not None and evaluation.pinned
     if pinned and config.evaluates_pairs:
-        yield Refusal(
+        yield refusal(
             "evaluation.pinned keeps a generator, but held-out pairs are asked of the trainer: leave it out"
         )
     if pinned and config.loop == "client":
-        yield Refusal("evaluation.pinned is for the coordinator's loop: with loop: client leave it out")
+        yield refusal("evaluation.pinned is for the coordinator's loop: with loop: client leave it out")
     yield from file_errors(config)
 
 
 def _schedule_errors(section: str, optimizer: OptimizerConfig, updates: int) -> Entries:
     if 1 <= updates <= optimizer.warmup_updates:
-        yield Refusal(
+        yield refusal(
             f"{section}.warmup_updates = {optimizer.warmup_updates} leaves none of the {updates} updates for the "
             f"{optimizer.schedule} schedule: set it below that (on the command line: "
             f"{section}.warmup_updates={updates // 2})"
@@ -77,12 +78,12 @@ def model_errors(
     """Find starting weights and a tokenizer that do not fit the stack's model."""
     for key, value in model.shape.items():
         if start.shape[key] != value:
-            yield Refusal(
+            yield refusal(
                 f"initial_weights has {key} = {start.shape[key]}, the stack's model has {value}: "
                 "every service holds the stack's model, so give weights of the same shape"
             )
     if tokenizer_vocabulary > model.vocabulary_size:
-        yield Refusal(
+        yield refusal(
             f"the tokenizer has {tokenizer_vocabulary} tokens, the model has {model.vocabulary_size}: "
             "they do not belong together"
         )
@@ -94,18 +95,18 @@ def sleep_errors(config: RunConfig, stack: StackConfig) -> Entries:
         return
     rollout, key = config.rollout, "generator.sleep_while_training is true in the stack"
     if isinstance(config.algorithm, PolicyConfig) and rollout.max_staleness > 0:
-        yield Refusal(
+        yield refusal(
             f"rollout.max_staleness = {rollout.max_staleness} samples during updates, but {key}, so generators have no "
             "memory for that: set rollout.max_staleness to 0, or start the stack without the key"
         )
     if config.loop == "client":
-        yield Refusal(
+        yield refusal(
             f"with loop: client nobody knows beforehand when samples are needed, but {key}: start the stack without it"
         )
     if config.evaluation is not None and config.evaluation.pinned:
-        yield Refusal(f"evaluation.pinned decodes during updates, but {key}: leave evaluation.pinned out")
+        yield refusal(f"evaluation.pinned decodes during updates, but {key}: leave evaluation.pinned out")
     if rollout.generators is not None and rollout.generators < stack.generator.replicas:
-        yield Refusal(
+        yield refusal(
             f"rollout.generators = {rollout.generators} leaves some of {stack.generator.replicas} generators awake "
             f"during updates, but {key}: leave rollout.generators out"
         )
@@ -117,14 +118,14 @@ def fleet_warnings(config: RunConfig, stack: StackConfig) -> Entries:
         return
     generators = stack.generator.replicas + len(stack.generator.attach)
     if not generators:
-        yield Caution("generator.replicas is 0: the run waits until `flotilla scale generator 1`")
+        yield warning("generator.replicas is 0: the run waits until `flotilla scale generator 1`")
     if config.evaluation is not None and config.evaluation.pinned and generators < 2:
-        yield Caution(
+        yield warning(
             "evaluation.pinned needs a second generator (`flotilla scale generator 2`): until there is one, "
             "training waits for evaluations"
         )
     if config.rewards and stack.reward.replicas == 0 and not stack.reward.attach:
-        yield Caution("reward.replicas is 0: the run waits until `flotilla scale reward 1`")
+        yield warning("reward.replicas is 0: the run waits until `flotilla scale reward 1`")
 
 
 def role_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> Entries:
@@ -133,7 +134,7 @@ def role_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> Entries:
         return
     for role in algorithm.gangs_beside_the_policy:
         if not started(stack, role):
-            yield Refusal(
+            yield refusal(
                 f"{_why(algorithm, role)}, but the stack has no {section_of(role)}: write `{_section(role)}` into its "
                 "stack.yaml (nproc, dtype and model as for trainer), then flotilla down and flotilla up"
             )

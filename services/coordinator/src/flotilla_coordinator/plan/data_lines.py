@@ -14,12 +14,13 @@ import numpy as np
 
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.training_sets import LoadedSet, data_remarks, reads_of
-from flotilla_coordinator.plan.chapter import STARTING_WEIGHTS, Caution, Entries, Line, shown_bytes
+from flotilla_coordinator.plan.chapter import STARTING_WEIGHTS, Entries, Line, shown_bytes
 from flotilla_coordinator.plan.gpu_memory import token_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
 from flotilla_coordinator.plan.run_facts import RunFacts, longest_given
 from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER
 from flotilla_core.config import RunConfig, bucket_size_mib
+from flotilla_core.findings import warning
 
 MOST_SHOWN = 240
 """The most letters of a part of the first row; its ends are shown."""
@@ -73,13 +74,13 @@ def data_chapter(run: RunFacts) -> Entries:
     """Describe the data, and warn of prompts that were left out or cut, and of steps that are larger than the set."""
     config, data = run.config, run.data
     yield from data_lines(config, run.sets, data.longest_prompt)
-    yield from map(Caution, data_remarks([one.file for one in run.sets] + [file for _, file in run.held_out]))
+    yield from map(warning, data_remarks([one.file for one in run.sets] + [file for _, file in run.held_out]))
     total, longest = data.kept + data.dropped, f"data.max_prompt_tokens = {config.data.max_prompt_tokens}"
     for count, happens in ((data.dropped, "are dropped"), (data.truncated, "lose their beginning")):
         if count:
-            yield Caution(f"{count} of {total} prompts are longer than {longest} and {happens}")
+            yield warning(f"{count} of {total} prompts are longer than {longest} and {happens}")
     if config.rollout.prompts_per_step > data.kept:
-        yield Caution(
+        yield warning(
             f"rollout.prompts_per_step = {config.rollout.prompts_per_step} is more than the data set's "
             f"{data.kept} prompts: prompts repeat within a step"
         )
@@ -177,7 +178,7 @@ def overlap_warnings(data: PromptFile, held_out: PromptFile, name: str) -> Entri
     trained = {prompt.token_ids.tobytes() for prompt in data.prompts}
     if shared := sum(prompt.token_ids.tobytes() in trained for prompt in held_out.prompts):
         of = f" of {name}" if name else ""
-        yield Caution(
+        yield warning(
             f"{shared} of {len(held_out.prompts)} held-out prompts{of} are also in the training data: "
             "accuracy on them shows memory, not skill"
         )

@@ -19,9 +19,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from flotilla_coordinator.plan.chapter import Caution, Entries, Refusal
+from flotilla_coordinator.plan.chapter import Entries, refusal
 from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_core.config.model import UserFunction
+from flotilla_core.findings import warning
 from flotilla_workers import check
 
 LONGEST_CHECK_S = 12.0
@@ -79,7 +80,7 @@ def functions_of(config: RunConfig) -> list[Function]:
 
 def file_errors(config: RunConfig) -> Entries:
     """Find the errors that the user's files show without being run."""
-    return (Refusal(error) for function in functions_of(config) if (error := _file_error(function)))
+    return (refusal(error) for function in functions_of(config) if (error := _file_error(function)))
 
 
 def loading_problems(config: RunConfig) -> Entries:
@@ -99,11 +100,11 @@ def loading_problems(config: RunConfig) -> Entries:
         answer = _ask(module, asked, tuple(_stamp(function) for function in functions))
         if isinstance(answer, str):
             keys = ", ".join(function.key for function in functions)
-            yield Caution(f"{keys}: not loaded before the run: {answer}")
+            yield warning(f"{keys}: not loaded before the run: {answer}")
             continue
         for function, problem in zip(functions, answer, strict=True):
             if problem:
-                yield Refusal(f"{function.key}: {problem}")
+                yield refusal(f"{function.key}: {problem}")
 
 
 @lru_cache(maxsize=100)
@@ -188,7 +189,7 @@ def _imports_heavy(function: Function) -> bool:
 def _missing_imports(function: Function) -> Entries:
     for module in sorted(_imported(function).difference(HEAVY)):
         if not _is_there(module):
-            yield Refusal(f"{function.key}: {function.file} imports {module}, which is not installed")
+            yield refusal(f"{function.key}: {function.file} imports {module}, which is not installed")
 
 
 def _imported(function: Function) -> set[str]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flotilla_coordinator.plan.chapter import Caution, Entries, Refusal, shown_bytes
+from flotilla_coordinator.plan.chapter import Entries, refusal, shown_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
 from flotilla_coordinator.plan.sampling_lines import groups_under_way
 from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY, has_gpus
@@ -33,6 +33,7 @@ from flotilla_coordinator.plan.trainer_memory import (
 )
 from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig, TrainerConfig, bucket_size_mib
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.findings import warning
 from flotilla_core.gpu_shares import (
     ENGINE_PROCESS,
     SAME_GPU_BUCKET_BYTES,
@@ -257,7 +258,7 @@ def gpu_problems(
 def _beyond(sentence: str, need: int, room: int, *, beside: int = 0) -> Entries:
     """Refuse an estimate that twice the room would not hold, and warn of one that with what is beside is above it."""
     if need + beside > room:
-        yield Refusal(sentence) if need > ESTIMATE_MAY_BE_WRONG_BY * room else Caution(sentence)
+        yield refusal(sentence) if need > ESTIMATE_MAY_BE_WRONG_BY * room else warning(sentence)
 
 
 def _ways_to_fit(config: RunConfig, shared: SharedGpu | None, *, state_fits: bool) -> Iterator[str]:
@@ -283,19 +284,19 @@ def _generator_problems(config: RunConfig, stack: StackConfig, model: ModelFacts
     """Refuse a generator without a KV cache; warn of one without room for new weights, or without captured graphs."""
     generator, share = stack.generator, share_beside_standby(model, stack, gpu)
     if not kv_cache_bytes(model, stack, gpu):
-        yield Refusal(
+        yield refusal(
             f"the weights of a generator leave no KV cache on a GPU of {shown_bytes(gpu)}: raise "
             "generator.tensor_parallel_size or generator.memory_fraction"
         )
     divided = stack.placement == "colocated" or generator.kv_cache_gib is not None
     if not divided and generator.memory_fraction > share and config.lora is None:
-        yield Caution(
+        yield warning(
             f"generator.memory_fraction = {generator.memory_fraction} leaves a GPU of {shown_bytes(gpu)} no room for "
             "the second copy of the weights, which each sync fills beside decoding: it waits in host memory, and each "
             f"commit stalls decoding for longer; lower it to {share}"
         )
     if generator.enforce_eager:
-        yield Caution(
+        yield warning(
             "generator.enforce_eager is true: without captured graphs a GPU decodes two to three times slower; leave "
             "it out, unless the start must be quick"
         )
@@ -315,7 +316,7 @@ def kv_cache_warnings(
     tokens = prompts * prompt_tokens + running * rollout.sampling.max_response_tokens // 2
     need = tokens * token_bytes(model, generator)
     if need > kv_cache:
-        yield Caution(
+        yield warning(
             f"{running} samples in flight on a generator need about {shown_bytes(need)} of KV cache when half of their "
             f"responses are written, and it has {shown_bytes(kv_cache)}: samples are set back and computed again; "
             "raise generator.kv_cache_gib or generator.memory_fraction, or lower generator.max_running_samples"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flotilla_coordinator.plan import gpu_memory, size_limits
-from flotilla_coordinator.plan.chapter import Caution, Entries, Line, shown_bytes
+from flotilla_coordinator.plan.chapter import Entries, Line, shown_bytes
 from flotilla_coordinator.plan.placement import seat_lines
 from flotilla_coordinator.plan.run_facts import RunFacts
 from flotilla_coordinator.plan.trainer_memory import (
@@ -14,6 +14,7 @@ from flotilla_coordinator.plan.trainer_memory import (
 )
 from flotilla_coordinator.trainers.spec import critic_of
 from flotilla_core.config import CriticConfig, StackConfig, TrainerConfig
+from flotilla_core.findings import warning
 
 
 def memory_chapter(run: RunFacts) -> Entries:
@@ -33,7 +34,7 @@ def memory_chapter(run: RunFacts) -> Entries:
     kept = kept_on_host(stack, host, HostMemory(0, 0, 0) if critic is None else critic[1])
     yield from size_limits.host_errors(kept, run.host)
     yield from size_limits.trainer_errors(config, trainer, need.total + host.total, run.host)
-    yield from map(Caution, size_limits.bfloat16_warnings(stack))
+    yield from map(warning, size_limits.bfloat16_warnings(stack))
     if run.gpu is not None:
         yield from seat_lines(stack, model, run.gpu)
         yield from gpu_memory.gpu_problems(config, stack, model, need, run.gpu)

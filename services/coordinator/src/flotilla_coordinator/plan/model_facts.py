@@ -16,7 +16,7 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from flotilla_coordinator.plan.chapter import Entries, Refusal
+from flotilla_coordinator.plan.chapter import Entries, refusal
 from flotilla_core.config import GeneratorConfig, LoraConfig
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.gpu_shares import BUCKETS_UNDER_WAY
@@ -206,16 +206,16 @@ def adapter_errors(model: ModelFacts, lora: LoraConfig) -> Entries:
     for target in () if lora.targets == "all-linear" else lora.targets:
         if not any(_ends_with(name, target) for name in model.matrices):
             layers = ", ".join(sorted({_last_part(name) for name in model.inner_matrices()}))
-            yield Refusal(f"lora.targets: the model has no linear layer {target!r}; its layers have {layers}")
+            yield refusal(f"lora.targets: the model has no linear layer {target!r}; its layers have {layers}")
     if lora.adapter is not None:
         try:
             read_json_object(lora.adapter / PEFT_CONFIG)
         except FileNotFoundError:
-            yield Refusal(
+            yield refusal(
                 f"lora.adapter: {lora.adapter} has no {PEFT_CONFIG}: give a folder in the layout of peft"
             )
         except InvalidConfig as error:
-            yield Refusal(f"lora.adapter: {error}")
+            yield refusal(f"lora.adapter: {error}")
 
 
 def _gets_adapters(name: str, lora: LoraConfig, model: ModelFacts) -> bool:
@@ -266,4 +266,4 @@ class SequenceLimit(NamedTuple):
         if self.tokens != self.model:
             limit = f"and generator.max_model_tokens of the stack is {self.tokens} ({limit})"
             way = f"raise it to {needed}, or {way}" if needed <= self.model else way
-        yield Refusal(f"{what} {needed} tokens, {limit}: {way}")
+        yield refusal(f"{what} {needed} tokens, {limit}: {way}")

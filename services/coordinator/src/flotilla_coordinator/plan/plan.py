@@ -30,12 +30,13 @@ from flotilla_coordinator.plan import (
     update_lines,
 )
 from flotilla_coordinator.plan.batching_choice import batching_line, chosen_batching
-from flotilla_coordinator.plan.chapter import Caution, Chapter, Entries, Line
+from flotilla_coordinator.plan.chapter import Chapter, Entries, Line
 from flotilla_coordinator.plan.model_facts import ModelFacts, adapter_errors
 from flotilla_coordinator.plan.run_facts import RunFacts, longest_sequence
 from flotilla_coordinator.trainers.spec import critic_of
 from flotilla_core.config import BatchingConfig, RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
+from flotilla_core.findings import warning
 from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import CRITIC
@@ -55,7 +56,7 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
             Chapter.of(part).write(plan)
         run = _read(config, stack, model, tokenizer)
     except FlotillaError as error:
-        plan.errors.append(str(error))
+        Chapter.of([error.finding()]).write(plan)
         return plan
     for part in _chapters(run, config.batching):
         Chapter.of(part).write(plan)
@@ -74,7 +75,7 @@ def _fitting(
     if config.lora:
         yield adapter_errors(model, config.lora)
     if config.algorithm.type == "sft" or config.learns_from_pairs:
-        yield map(Caution, tokenizer.end_warnings())
+        yield map(warning, tokenizer.end_warnings())
 
 
 def _read(config: RunConfig, stack: StackConfig, model: ModelFacts, tokenizer: Tokenizer) -> RunFacts:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 
-from flotilla_coordinator.plan.chapter import Caution, Entries, Line, Refusal, shown_bytes
+from flotilla_coordinator.plan.chapter import Entries, Line, refusal, shown_bytes
 from flotilla_coordinator.plan.run_facts import RunFacts
 from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, most_prompts_per_step, steps_ahead
 from flotilla_core.agreement import EXPLAINED_BY_ROUNDING, LEAST_TOKENS, kv_policy
 from flotilla_core.config import PolicyConfig, RolloutConfig, RunConfig, StackConfig
+from flotilla_core.findings import warning
 
 HELD_BYTES_PER_TOKEN = 4 + 4 + 6
 """A token id, a log-probability and text, which the coordinator holds until their step is trained."""
@@ -64,13 +65,13 @@ def canary_errors(config: RunConfig, rows: int) -> Entries:
     if not prompts or not canary.temperatures:
         return
     if prompts * canary.tokens < LEAST_TOKENS:
-        yield Refusal(
+        yield refusal(
             f"weights.canary compares {prompts * canary.tokens} tokens of each generator, too few to tell weights of "
             f"another model from rounding: raise weights.canary.tokens or weights.canary.prompts to {LEAST_TOKENS} "
             "tokens in all (the default is 256), or set weights.canary.prompts to 0"
         )
     if canary.fail_at == 1:
-        yield Refusal(
+        yield refusal(
             "weights.canary.fail_at is 1, and no mean difference of probabilities is above that: lower it, or set "
             "weights.canary.prompts to 0"
         )
@@ -91,7 +92,7 @@ def _draws(config: RunConfig) -> Entries:
             f"{issued_per_step(rollout)} under way at first for a batch of {rollout.prompts_per_step}{extra}",
         )
     if rollout.over_issue and rollout.max_staleness == 0:
-        yield Caution(
+        yield warning(
             "rollout.over_issue gives up whatever has not ended when a batch is full, for nothing may wait at "
             "rollout.max_staleness = 0: long responses are lost; set it to 1"
         )
@@ -106,7 +107,7 @@ def _draws(config: RunConfig) -> Entries:
             f"never trained: {advantage.type} compares with it",
         )
     if dynamic and advantage.needed_group_samples < 2:
-        yield Caution(
+        yield warning(
             f"rollout.dynamic_sampling drops groups of equal rewards, from which advantage {advantage.type} "
             "would learn as well: leave it out"
         )
@@ -173,7 +174,7 @@ def quantization(config: RunConfig, stack: StackConfig) -> Entries:
         f"generator may differ by {bound:g} on the mean, which algorithm.correction corrects",
     )
     if isinstance(config.algorithm, PolicyConfig) and _trusts_old_samples(config.algorithm):
-        yield Refusal(
+        yield refusal(
             f"generator.quantization is {quantization}, so samples come from another policy than the one that is "
             f"trained, and nothing in {config.algorithm.type} as it is set corrects that: set "
             "algorithm.correction.importance to token"
@@ -184,18 +185,18 @@ def asynchrony_warnings(config: RunConfig, tokens_of_a_step: int, memory: int) -
     """Warn of a run that ends before its first update counts, of uncorrected old samples, and of too much memory."""
     ahead = config.rollout.max_staleness
     if ahead and ahead >= config.steps:
-        yield Caution(
+        yield warning(
             f"rollout.max_staleness = {ahead} admits all {config.steps} steps at once: the first version may write "
             "every sample of the run; set it to a few steps"
         )
     if ahead and isinstance(config.algorithm, PolicyConfig) and _trusts_old_samples(config.algorithm):
-        yield Caution(
+        yield warning(
             f"rollout.max_staleness = {ahead} trains samples of older versions, and nothing in {config.algorithm.type} "
             "as it is set looks at how far the policy has moved since: set algorithm.correction.importance to token"
         )
     held = held_bytes(config, tokens_of_a_step)
     if SHARE_OF_HOST * memory < held <= memory:
-        yield Caution(
+        yield warning(
             f"groups under way may take {shown_bytes(held)} in the coordinator, whose host has "
             f"{shown_bytes(memory)}: lower rollout.max_staleness or rollout.prompts_per_step"
         )

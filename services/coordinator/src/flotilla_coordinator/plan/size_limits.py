@@ -19,10 +19,11 @@ from functools import reduce
 from pathlib import Path
 
 from flotilla_coordinator.data.training_sets import held_out_sets
-from flotilla_coordinator.plan.chapter import Caution, Entries, Line, Refusal, shown_bytes
+from flotilla_coordinator.plan.chapter import Entries, Line, refusal, shown_bytes
 from flotilla_coordinator.plan.run_facts import RunFacts
 from flotilla_coordinator.plan.sampling_lines import groups_under_way, held_bytes
 from flotilla_core.config import RunConfig, StackConfig, TrainerConfig
+from flotilla_core.findings import warning
 
 MOST_GROUPS = 100_000
 """Limit of groups under way at one time; the event loop needs about 5 s to begin so many."""
@@ -53,16 +54,16 @@ def count_errors(config: RunConfig) -> Entries:
         under_way = "would be under way at one time, and"
         if groups > MOST_GROUPS:
             lower = _settings(config, "rollout.prompts_per_step", "rollout.max_staleness")
-            yield Refusal(f"{groups:,} groups {under_way} {MOST_GROUPS:,} is the limit: lower {lower}")
+            yield refusal(f"{groups:,} groups {under_way} {MOST_GROUPS:,} is the limit: lower {lower}")
         if samples > MOST_SAMPLES:
             lower = _settings(config, *_SIZES)
-            yield Refusal(f"{samples:,} samples {under_way} {MOST_SAMPLES:,} is the limit: lower {lower}")
+            yield refusal(f"{samples:,} samples {under_way} {MOST_SAMPLES:,} is the limit: lower {lower}")
     if config.evaluation is not None:
         answers = sum(one.max_prompts * one.samples_per_prompt for one in held_out_sets(config))
         if answers > MOST_SAMPLES:
             lower = _settings(config, "evaluation.max_prompts", "evaluation.samples_per_prompt")
             limit = f"{MOST_SAMPLES:,} is the limit"
-            yield Refusal(f"an evaluation would ask for {answers:,} answers, and {limit}: lower {lower}")
+            yield refusal(f"an evaluation would ask for {answers:,} answers, and {limit}: lower {lower}")
 
 
 def held_chapter(run: RunFacts) -> Entries:
@@ -72,7 +73,7 @@ def held_chapter(run: RunFacts) -> Entries:
     has = f"in the coordinator, and its host has {shown_bytes(run.host)}"
     if run.step_tokens and held > run.host:
         lower = _settings(config, *_SIZES, "rollout.sampling.max_response_tokens")
-        yield Refusal(f"groups under way may take {shown_bytes(held)} {has}: lower {lower}")
+        yield refusal(f"groups under way may take {shown_bytes(held)} {has}: lower {lower}")
     if evaluation is None or config.evaluates_pairs:
         return
     need = sum(
@@ -84,7 +85,7 @@ def held_chapter(run: RunFacts) -> Entries:
         lower = _settings(
             config, "evaluation.max_prompts", "evaluation.samples_per_prompt", f"{limit}.max_response_tokens"
         )
-        yield Refusal(f"the answers of an evaluation may take {shown_bytes(need)} {has}: lower {lower}")
+        yield refusal(f"the answers of an evaluation may take {shown_bytes(need)} {has}: lower {lower}")
 
 
 def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, memory: int) -> Entries:
@@ -96,7 +97,7 @@ def trainer_errors(config: RunConfig, trainer: TrainerConfig, rank_bytes: int, m
     need = rank_bytes * ranks
     if trainer.attach is None and not has_gpus() and need > ESTIMATE_MAY_BE_WRONG_BY * memory:
         lower = _settings(config, "batching.tokens_per_microbatch", "batching.logprob_chunk_tokens")
-        yield Refusal(
+        yield refusal(
             f"{ranks} trainer {'rank needs' if ranks == 1 else 'ranks need'} about "
             f"{shown_bytes(need)}, and the host has {shown_bytes(memory)} "
             f"and no GPU: lower {lower}, or the length of sequences"
@@ -108,7 +109,7 @@ def host_errors(kept: dict[str, int], memory: int) -> Entries:
     need = sum(kept.values())
     if has_gpus() and need > memory:
         shown = ", ".join(f"{section} {shown_bytes(each)}" for section, each in kept.items())
-        yield Refusal(
+        yield refusal(
             f"what rests in host memory takes {shown_bytes(need)} ({shown}), and the host has {shown_bytes(memory)}: "
             f"set {' or '.join(f'{section}.cpu_offload' for section in kept)} to false, use lora, or spread the ranks "
             "over more hosts"
@@ -140,17 +141,17 @@ def disk_chapter(run: RunFacts) -> Entries:
     disk = shutil.disk_usage(existing(state_dir))
     whole = f"the disk of {state_dir} has {shown_bytes(disk.total)} in all"
     if certain > disk.total:
-        yield Refusal(
+        yield refusal(
             f"checkpoints and the exported model take {shown_bytes(certain)}, and {whole}: lower "
             f"{_settings(config, 'checkpoint.keep')}, or set state_dir to a larger disk"
         )
     if (rows := samples * LEDGER_ROW_BYTES) > disk.total:
         lower = _settings(config, "steps", "rollout.prompts_per_step", "rollout.samples_per_prompt")
-        yield Refusal(
+        yield refusal(
             f"the ledger's rows of the samples take {shown_bytes(rows)}, and {whole}: lower {lower}"
         )
     if rollouts + certain > disk.free:
-        yield Caution(
+        yield warning(
             f"the run may write {shown_bytes(rollouts + certain)}, but {state_dir} "
             f"has {shown_bytes(disk.free)} free"
         )

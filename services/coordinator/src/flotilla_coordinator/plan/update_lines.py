@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from flotilla_coordinator.plan.chapter import Caution, Entries, Line, Refusal
+from flotilla_coordinator.plan.chapter import Entries, Line, refusal
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.run_facts import RunFacts
 from flotilla_coordinator.trainers.spec import critic_warmup_steps
@@ -25,6 +25,7 @@ from flotilla_core.config import (
 from flotilla_core.config.algorithm import CorrectionConfig, RejectionConfig
 from flotilla_core.config.losses import GspoLoss
 from flotilla_core.config.training import TeacherConfig
+from flotilla_core.findings import warning
 from flotilla_core.gangs import gang_of, model_of, roles_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import POLICY, section_of
@@ -69,7 +70,7 @@ def _policy(algorithm: PolicyConfig) -> Entries:
     if changed := {key: value for key, value in correction if value != getattr(usual, key)}:
         yield Line("correction", correction.importance, _settings(changed))
     if isinstance(loss, GspoLoss) and correction.proximal == "rollout":
-        yield Caution(
+        yield warning(
             "algorithm.loss gspo clips ratios beyond "
             f"1 - {loss.clip_low:g} and 1 + {loss.clip_high:g}, and with "
             "algorithm.correction.proximal rollout they hold what generator and trainer compute differently, which is "
@@ -83,7 +84,7 @@ def _policy(algorithm: PolicyConfig) -> Entries:
             f"{kl.estimator} from the first policy, coefficient {kl.coefficient:g}{adaptive}",
         )
     if kl.placement == "loss" and kl.estimator == "k1":
-        yield Caution(
+        yield warning(
             "algorithm.kl.estimator k1 with algorithm.kl.placement loss adds noise and holds nothing back, for the "
             "gradient of log p - log q is that of log p, which is zero on average: set the estimator to k2, k3 or "
             "full, or the placement to reward"
@@ -170,7 +171,7 @@ def update_chapter(run: RunFacts) -> Entries:
         f"{optimizer.warmup_updates} updates of warm-up, then {optimizer.schedule} to {end:g} at update {updates}",
     )
     if cut.fed_tokens > budget:
-        yield Caution(
+        yield warning(
             f"a sequence may have {run.longest} tokens, more than batching.tokens_per_microbatch = "
             f"{budget}: such a one is a micro-batch of its own"
         )
@@ -181,7 +182,7 @@ def spare_budget_warnings(config: RunConfig, cut: MicroBatches, lanes: int) -> E
     """Warn of a budget that was set to at least twice what a step has: no update is faster for it."""
     asked, share = config.batching.tokens_per_microbatch, -(-cut.sequences // lanes) * cut.fed_tokens
     if config.batching.sets("tokens_per_microbatch") and isinstance(asked, int) and asked >= 2 * share:
-        yield Caution(
+        yield warning(
             f"batching.tokens_per_microbatch = {asked:,} is more than the {share:,} tokens of a step for each rank: "
             "every update is one micro-batch, and the memory is counted for its tokens"
         )
@@ -194,7 +195,7 @@ def mesh_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> Entries:
         width = gang_of(stack, role).sequence_parallel
         heads = ModelFacts.read(model_folder(model_of(stack, role))).heads if width > 1 else 0
         if heads % width:
-            yield Refusal(
+            yield refusal(
                 f"{section_of(role)}.sequence_parallel is {width}, but the model has {heads} attention heads "
                 f"= {heads // width} x {width} + {heads % width}: each rank takes as many as the others"
             )

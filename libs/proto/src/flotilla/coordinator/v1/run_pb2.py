@@ -27,7 +27,7 @@ from flotilla.common.v1 import version_pb2 as flotilla_dot_common_dot_v1_dot_ver
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/coordinator/v1/run.proto\x12\x17\x66lotilla.coordinator.v1\x1a flotilla/common/v1/finding.proto\x1a flotilla/common/v1/version.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb3\x04\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x30\n\x05state\x18\x03 \x01(\x0e\x32!.flotilla.coordinator.v1.RunState\x12\r\n\x05phase\x18\x04 \x01(\t\x12/\n\x0bphase_since\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x07 \x01(\x04\x12\x39\n\x0epolicy_version\x18\x08 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12.\n\ncreated_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x11\n\tdirectory\x18\x0c \x01(\t\x12:\n\x07metrics\x18\r \x03(\x0b\x32).flotilla.coordinator.v1.Run.MetricsEntry\x12\x13\n\x0b\x65ta_seconds\x18\x0e \x01(\x01\x12\x0e\n\x06\x61\x64vice\x18\x0f \x01(\t\x12,\n\x07\x66inding\x18\x10 \x01(\x0b\x32\x1b.flotilla.common.v1.Finding\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"<\n\x08PlanLine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x13\n\x0b\x65xplanation\x18\x03 \x01(\t\"Z\n\x04Plan\x12\x30\n\x05lines\x18\x01 \x03(\x0b\x32!.flotilla.coordinator.v1.PlanLine\x12\x10\n\x08warnings\x18\x02 \x03(\t\x12\x0e\n\x06\x65rrors\x18\x03 \x03(\t\"\xe5\x01\n\x08RunEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x03run\x18\x03 \x01(\x0b\x32\x1c.flotilla.coordinator.v1.RunH\x00\x12\x34\n\x04step\x18\x04 \x01(\x0b\x32$.flotilla.coordinator.v1.StepMetricsH\x00\x12\x31\n\x06notice\x18\x05 \x01(\x0b\x32\x1f.flotilla.coordinator.v1.NoticeH\x00\x42\x07\n\x05\x65vent\"\x8f\x01\n\x0bStepMetrics\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x42\n\x07metrics\x18\x02 \x03(\x0b\x32\x31.flotilla.coordinator.v1.StepMetrics.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"y\n\x06Notice\x12\x33\n\x05level\x18\x01 \x01(\x0e\x32$.flotilla.coordinator.v1.NoticeLevel\x12\x0c\n\x04text\x18\x02 \x01(\t\x12,\n\x07\x66inding\x18\x03 \x01(\x0b\x32\x1b.flotilla.common.v1.Finding*\xc7\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATE_PENDING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x16\n\x12RUN_STATE_STOPPING\x10\x04\x12\x17\n\x13RUN_STATE_SUCCEEDED\x10\x05\x12\x15\n\x11RUN_STATE_STOPPED\x10\x06\x12\x14\n\x10RUN_STATE_FAILED\x10\x07*t\n\x0bNoticeLevel\x12\x1c\n\x18NOTICE_LEVEL_UNSPECIFIED\x10\x00\x12\x15\n\x11NOTICE_LEVEL_INFO\x10\x01\x12\x18\n\x14NOTICE_LEVEL_WARNING\x10\x02\x12\x16\n\x12NOTICE_LEVEL_ERROR\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!flotilla/coordinator/v1/run.proto\x12\x17\x66lotilla.coordinator.v1\x1a flotilla/common/v1/finding.proto\x1a flotilla/common/v1/version.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xb3\x04\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x30\n\x05state\x18\x03 \x01(\x0e\x32!.flotilla.coordinator.v1.RunState\x12\r\n\x05phase\x18\x04 \x01(\t\x12/\n\x0bphase_since\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x07 \x01(\x04\x12\x39\n\x0epolicy_version\x18\x08 \x01(\x0b\x32!.flotilla.common.v1.PolicyVersion\x12.\n\ncreated_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x11\n\tdirectory\x18\x0c \x01(\t\x12:\n\x07metrics\x18\r \x03(\x0b\x32).flotilla.coordinator.v1.Run.MetricsEntry\x12\x13\n\x0b\x65ta_seconds\x18\x0e \x01(\x01\x12\x0e\n\x06\x61\x64vice\x18\x0f \x01(\t\x12,\n\x07\x66inding\x18\x10 \x01(\x0b\x32\x1b.flotilla.common.v1.Finding\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"<\n\x08PlanLine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x13\n\x0b\x65xplanation\x18\x03 \x01(\t\"\x89\x01\n\x04Plan\x12\x30\n\x05lines\x18\x01 \x03(\x0b\x32!.flotilla.coordinator.v1.PlanLine\x12\x10\n\x08warnings\x18\x02 \x03(\t\x12\x0e\n\x06\x65rrors\x18\x03 \x03(\t\x12-\n\x08\x66indings\x18\x04 \x03(\x0b\x32\x1b.flotilla.common.v1.Finding\"\xe5\x01\n\x08RunEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x03run\x18\x03 \x01(\x0b\x32\x1c.flotilla.coordinator.v1.RunH\x00\x12\x34\n\x04step\x18\x04 \x01(\x0b\x32$.flotilla.coordinator.v1.StepMetricsH\x00\x12\x31\n\x06notice\x18\x05 \x01(\x0b\x32\x1f.flotilla.coordinator.v1.NoticeH\x00\x42\x07\n\x05\x65vent\"\x8f\x01\n\x0bStepMetrics\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x42\n\x07metrics\x18\x02 \x03(\x0b\x32\x31.flotilla.coordinator.v1.StepMetrics.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"y\n\x06Notice\x12\x33\n\x05level\x18\x01 \x01(\x0e\x32$.flotilla.coordinator.v1.NoticeLevel\x12\x0c\n\x04text\x18\x02 \x01(\t\x12,\n\x07\x66inding\x18\x03 \x01(\x0b\x32\x1b.flotilla.common.v1.Finding*\xc7\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATE_PENDING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x16\n\x12RUN_STATE_STOPPING\x10\x04\x12\x17\n\x13RUN_STATE_SUCCEEDED\x10\x05\x12\x15\n\x11RUN_STATE_STOPPED\x10\x06\x12\x14\n\x10RUN_STATE_FAILED\x10\x07*t\n\x0bNoticeLevel\x12\x1c\n\x18NOTICE_LEVEL_UNSPECIFIED\x10\x00\x12\x15\n\x11NOTICE_LEVEL_INFO\x10\x01\x12\x18\n\x14NOTICE_LEVEL_WARNING\x10\x02\x12\x16\n\x12NOTICE_LEVEL_ERROR\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,24 +38,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUN_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_STEPMETRICS_METRICSENTRY']._loaded_options = None
   _globals['_STEPMETRICS_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=1385
-  _globals['_RUNSTATE']._serialized_end=1584
-  _globals['_NOTICELEVEL']._serialized_start=1586
-  _globals['_NOTICELEVEL']._serialized_end=1702
+  _globals['_RUNSTATE']._serialized_start=1433
+  _globals['_RUNSTATE']._serialized_end=1632
+  _globals['_NOTICELEVEL']._serialized_start=1634
+  _globals['_NOTICELEVEL']._serialized_end=1750
   _globals['_RUN']._serialized_start=164
   _globals['_RUN']._serialized_end=727
   _globals['_RUN_METRICSENTRY']._serialized_start=681
   _globals['_RUN_METRICSENTRY']._serialized_end=727
   _globals['_PLANLINE']._serialized_start=729
   _globals['_PLANLINE']._serialized_end=789
-  _globals['_PLAN']._serialized_start=791
-  _globals['_PLAN']._serialized_end=881
-  _globals['_RUNEVENT']._serialized_start=884
-  _globals['_RUNEVENT']._serialized_end=1113
-  _globals['_STEPMETRICS']._serialized_start=1116
-  _globals['_STEPMETRICS']._serialized_end=1259
+  _globals['_PLAN']._serialized_start=792
+  _globals['_PLAN']._serialized_end=929
+  _globals['_RUNEVENT']._serialized_start=932
+  _globals['_RUNEVENT']._serialized_end=1161
+  _globals['_STEPMETRICS']._serialized_start=1164
+  _globals['_STEPMETRICS']._serialized_end=1307
   _globals['_STEPMETRICS_METRICSENTRY']._serialized_start=681
   _globals['_STEPMETRICS_METRICSENTRY']._serialized_end=727
-  _globals['_NOTICE']._serialized_start=1261
-  _globals['_NOTICE']._serialized_end=1382
+  _globals['_NOTICE']._serialized_start=1309
+  _globals['_NOTICE']._serialized_end=1430
 # @@protoc_insertion_point(module_scope)

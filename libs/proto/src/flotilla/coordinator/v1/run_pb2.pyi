@@ -197,6 +197,7 @@ class Plan(_message.Message):
     LINES_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
+    FINDINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanLine]: ...
     @_builtins.property
@@ -205,16 +206,21 @@ class Plan(_message.Message):
     def errors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Reasons why it would be refused; empty when it would start."""
 
+    @_builtins.property
+    def findings(self) -> _containers.RepeatedCompositeFieldContainer[_finding_pb2.Finding]:
+        """What `warnings` and `errors` say, in their parts."""
+
     def __init__(
         self,
         *,
         lines: _abc.Iterable[Global___PlanLine] | None = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         errors: _abc.Iterable[_builtins.str] | None = ...,
+        findings: _abc.Iterable[_finding_pb2.Finding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "lines", b"lines", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "findings", b"findings", "lines", b"lines", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
