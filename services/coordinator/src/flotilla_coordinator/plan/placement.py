@@ -24,7 +24,8 @@ from flotilla_coordinator.plan.gpu_memory import (
     share_beside_standby,
 )
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.plan.trainer_memory import frozen_bytes, offloads, resident_bytes
+from flotilla_coordinator.plan.size_limits import host_memory
+from flotilla_coordinator.plan.trainer_memory import HostMemory, frozen_bytes, offloads, resident_bytes
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.gangs import gang_of, model_of
@@ -121,10 +122,14 @@ def _spread(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> St
 
 
 def _learns(stack: StackConfig, model: ModelFacts, total: int) -> bool:
-    """Return whether all weights can learn on the ranks of a stack."""
+    """Return whether all weights can learn on the ranks of a stack, in the memory of their GPUs and of this host."""
+    trainer = stack.trainer
+    resting = HostMemory.of_all_weights(model, trainer).total if offloads(trainer) else 0
+    if resting * trainer.ranks_here > host_memory():
+        return False
     if stack.placement == "colocated":
         return SharedGpu.of(model, stack, total).learns
-    return resident_bytes(model, stack.trainer) <= LEARNING_SHARE * total
+    return resident_bytes(model, trainer) <= LEARNING_SHARE * total
 
 
 def _arranged(stack: StackConfig, free: int, ranks: int, model: ModelFacts, total: int) -> StackConfig:

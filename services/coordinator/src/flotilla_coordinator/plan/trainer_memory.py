@@ -135,10 +135,14 @@ class HostMemory:
             return cls(0, 0, 0)
         if config.lora is not None:
             return cls(_pinned(model, trainer, BYTES[trainer.dtype]), 0, 0)
-        share = _share(model, trainer)
-        kept = share * MASTER if _keeps_reference(config.algorithm) else 0
+        reference = _share(model, trainer) * MASTER if _keeps_reference(config.algorithm) else 0
+        return replace(cls.of_all_weights(model, trainer), reference=reference)
+
+    @classmethod
+    def of_all_weights(cls, model: ModelFacts, trainer: TrainerConfig) -> HostMemory:
+        """Return the memory of a rank whose weights all learn and rest there."""
         pinned = 2 * _pinned(model, trainer, MASTER) + 2 * _visiting(model, trainer)
-        return cls(pinned, share * MOMENTS, kept)
+        return cls(pinned, _share(model, trainer) * MOMENTS, 0)
 
 
 def critic_memory(
