@@ -100,15 +100,15 @@ def test_a_failure_is_on_the_span_and_passes_on(receiver: Receiver) -> None:
     assert {a.key: a.value.string_value for a in failed.attributes}[names.ERROR_TYPE] == "NotFinite"
 
 
-def test_a_child_process_continues_the_trace_by_its_environment(receiver: Receiver) -> None:
+def test_a_child_process_continues_the_trace_of_its_carrier(receiver: Receiver) -> None:
     with telemetry.span("front") as front:
-        environment = {**os.environ, **telemetry.current_environment()}
+        carrier = telemetry.current_carrier()
     code = (
-        "import os; from flotilla_core import telemetry; "
+        "from flotilla_core import telemetry; "
         f"telemetry.start('rank', 'rank-0', ['127.0.0.1:{receiver.port}']); "
-        "telemetry.start_span('in the rank', parent=telemetry.from_carrier(os.environ)).end(); telemetry.stop()"
+        f"telemetry.start_span('in the rank', parent=telemetry.from_carrier({carrier})).end(); telemetry.stop()"
     )
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
     assert receiver.named("in the rank").parent_span_id == front.get_span_context().span_id.to_bytes(8)
 
 

@@ -7,7 +7,6 @@ from flotilla_core.telemetry.provider import dropped_spans, endpoints, start, st
 from flotilla_core.telemetry.spans import (
     ROOT,
     current_carrier,
-    current_environment,
     fail,
     from_carrier,
     span,
@@ -17,7 +16,6 @@ from flotilla_core.telemetry.spans import (
 __all__ = [
     "ROOT",
     "current_carrier",
-    "current_environment",
     "dropped_spans",
     "endpoints",
     "fail",

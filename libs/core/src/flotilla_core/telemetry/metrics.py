@@ -14,7 +14,6 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 Writer = Literal["coordinator", "trainer"]
-COORDINATOR: Writer = "coordinator"
 TRAINER: Writer = "trainer"
 
 
@@ -23,268 +22,195 @@ class Metric(NamedTuple):
 
     name: str
     unit: str
-    writer: Writer
     meaning: str
+    writer: Writer = "coordinator"
 
 
 METRICS = (
-    Metric("reward/mean", "reward", COORDINATOR, "Mean reward of the samples of the step."),
-    Metric("reward/std", "reward", COORDINATOR, "Standard deviation of these rewards."),
-    Metric("reward/uniform_groups", "share", COORDINATOR, "Share of the groups whose rewards are all equal."),
-    Metric(
-        "reward/greedy_mean", "reward", COORDINATOR, "Mean reward of the greedy responses (with `remax`)."
-    ),
-    Metric("reward/mean/<data set>", "reward", COORDINATOR, "`reward/mean` of one of several data sets."),
-    Metric(
-        "reward/uniform_groups/<data set>", "share", COORDINATOR, "`reward/uniform_groups` of one data set."
-    ),
-    Metric("reward/error_rate", "share", COORDINATOR, "Share of the samples whose reward failed."),
-    Metric("reward/timeout_rate", "share", COORDINATOR, "Share of the samples whose reward took too long."),
+    Metric("reward/mean", "reward", "Mean reward of the samples of the step."),
+    Metric("reward/std", "reward", "Standard deviation of these rewards."),
+    Metric("reward/uniform_groups", "share", "Share of the groups whose rewards are all equal."),
+    Metric("reward/greedy_mean", "reward", "Mean reward of the greedy responses (with `remax`)."),
+    Metric("reward/mean/<data set>", "reward", "`reward/mean` of one of several data sets."),
+    Metric("reward/uniform_groups/<data set>", "share", "`reward/uniform_groups` of one data set."),
+    Metric("reward/error_rate", "share", "Share of the samples whose reward failed."),
+    Metric("reward/timeout_rate", "share", "Share of the samples whose reward took too long."),
     Metric(
         "reward/unreadable_rate",
         "share",
-        COORDINATOR,
         "Share of the samples whose response broke the reward `math`, or kept it busy until its limit: worth 0.",
     ),
-    Metric(
-        "data/share/<data set>", "share", COORDINATOR, "Share of the groups from one of several data sets."
-    ),
+    Metric("data/share/<data set>", "share", "Share of the groups from one of several data sets."),
     Metric(
         "data/left_out",
         "count",
-        COORDINATOR,
         "Rows that are left out, as far as they were drawn: too long or bad (where `data.streaming` is in force).",
     ),
-    Metric("data/resting", "share", COORDINATOR, "Share of all prompts that rest (with `data.rest_epochs`)."),
-    Metric("samples/dropped", "samples", COORDINATOR, "Samples of the step that were not trained."),
-    Metric("samples/retried", "samples", COORDINATOR, "Samples of the step that were issued again."),
-    Metric(
-        "samples/rejected", "samples", COORDINATOR, "Samples of generators that were rejected on arrival."
-    ),
-    Metric(
-        "samples/rejected_<kind>", "samples", COORDINATOR, "The same by kind: unasked, stale or unreadable."
-    ),
-    Metric("rollout/ended_groups", "groups", COORDINATOR, "Groups that ended (with `dynamic_sampling`)."),
-    Metric("rollout/uniform_groups", "groups", COORDINATOR, "Of these, groups whose rewards are all equal."),
-    Metric("rollout/carried", "groups", COORDINATOR, "Groups kept for the next step (with `over_issue`)."),
-    Metric("rollout/tails", "groups", COORDINATOR, "Groups that were given up (with `over_issue`)."),
-    Metric("generator/<name>/samples", "samples", COORDINATOR, "Samples of the step from one generator."),
-    Metric(
-        "staleness/mean",
-        "updates",
-        COORDINATOR,
-        "Mean updates between the oldest token of a sample and the step.",
-    ),
-    Metric("staleness/max", "updates", COORDINATOR, "Largest such distance."),
-    Metric("tokens/response_mean", "tokens", COORDINATOR, "Mean length of a response."),
-    Metric("tokens/response_total", "tokens", COORDINATOR, "Tokens of all responses."),
-    Metric(
-        "tokens/truncated_rate", "share", COORDINATOR, "Share of the samples that `max_response_tokens` cut."
-    ),
-    Metric("tokens/trained", "tokens", TRAINER, "Trained tokens, all passes over the update together."),
-    Metric("tokens/counted_share", "share", TRAINER, "Share of the trained tokens that the loss counts."),
+    Metric("data/resting", "share", "Share of all prompts that rest (with `data.rest_epochs`)."),
+    Metric("samples/dropped", "samples", "Samples of the step that were not trained."),
+    Metric("samples/retried", "samples", "Samples of the step that were issued again."),
+    Metric("samples/rejected", "samples", "Samples of generators that were rejected on arrival."),
+    Metric("samples/rejected_<kind>", "samples", "The same by kind: unasked, stale or unreadable."),
+    Metric("rollout/ended_groups", "groups", "Groups that ended (with `dynamic_sampling`)."),
+    Metric("rollout/uniform_groups", "groups", "Of these, groups whose rewards are all equal."),
+    Metric("rollout/carried", "groups", "Groups kept for the next step (with `over_issue`)."),
+    Metric("rollout/tails", "groups", "Groups that were given up (with `over_issue`)."),
+    Metric("generator/<name>/samples", "samples", "Samples of the step from one generator."),
+    Metric("staleness/mean", "updates", "Mean updates between the oldest token of a sample and the step."),
+    Metric("staleness/max", "updates", "Largest such distance."),
+    Metric("tokens/response_mean", "tokens", "Mean length of a response."),
+    Metric("tokens/response_total", "tokens", "Tokens of all responses."),
+    Metric("tokens/truncated_rate", "share", "Share of the samples that `max_response_tokens` cut."),
+    Metric("tokens/trained", "tokens", "Trained tokens, all passes over the update together.", TRAINER),
+    Metric("tokens/counted_share", "share", "Share of the trained tokens that the loss counts.", TRAINER),
     Metric(
         "tokens/fresh_share",
         "share",
-        TRAINER,
         "Share of the tokens in samples that the trained version began.",
+        TRAINER,
     ),
-    Metric("tokens/fed", "tokens", TRAINER, "Tokens that the forward passes get, padding included."),
-    Metric("tokens/padding_share", "share", TRAINER, "Share of padding in these tokens."),
-    Metric("tokens_per_s", "tokens/s", COORDINATOR, "Response tokens over the seconds of the step."),
-    Metric("microbatches", "count", TRAINER, "Micro-batches of the update."),
-    Metric("loss", "", TRAINER, "Loss of the update."),
-    Metric("grad_norm", "", TRAINER, "Norm of the gradient before the clip."),
-    Metric("learning_rate", "", TRAINER, "Learning rate of the update."),
-    Metric("optimizer/steps", "count", TRAINER, "Optimizer steps that were made."),
-    Metric("entropy", "nats", TRAINER, "Mean entropy of the policy at a trained token."),
-    Metric("clip_fraction", "share", TRAINER, "Share of the trained tokens that the loss clips."),
-    Metric("ratio_mean", "", TRAINER, "Mean ratio of the policy to the one that the loss compares with."),
-    Metric("advantages/std", "", TRAINER, "Standard deviation of the advantages of the tokens that count."),
+    Metric("tokens/fed", "tokens", "Tokens that the forward passes get, padding included.", TRAINER),
+    Metric("tokens/padding_share", "share", "Share of padding in these tokens.", TRAINER),
+    Metric("tokens_per_s", "tokens/s", "Response tokens over the seconds of the step."),
+    Metric("microbatches", "count", "Micro-batches of the update.", TRAINER),
+    Metric("loss", "", "Loss of the update.", TRAINER),
+    Metric("grad_norm", "", "Norm of the gradient before the clip.", TRAINER),
+    Metric("learning_rate", "", "Learning rate of the update.", TRAINER),
+    Metric("optimizer/steps", "count", "Optimizer steps that were made.", TRAINER),
+    Metric("entropy", "nats", "Mean entropy of the policy at a trained token.", TRAINER),
+    Metric("clip_fraction", "share", "Share of the trained tokens that the loss clips.", TRAINER),
+    Metric("ratio_mean", "", "Mean ratio of the policy to the one that the loss compares with.", TRAINER),
+    Metric("advantages/std", "", "Standard deviation of the advantages of the tokens that count.", TRAINER),
     Metric(
-        "probs_diff/mean", "probability", TRAINER, "Mean difference between rollout and trainer, by token."
+        "probs_diff/mean", "probability", "Mean difference between rollout and trainer, by token.", TRAINER
     ),
-    Metric("probs_diff/max", "probability", TRAINER, "Largest such difference."),
+    Metric("probs_diff/max", "probability", "Largest such difference.", TRAINER),
     Metric(
         "probs_diff/fresh",
         "probability",
-        TRAINER,
         "Mean difference over tokens in samples that the trained version began.",
+        TRAINER,
     ),
     Metric(
-        "logprob_diff/mean", "nats", TRAINER, "Mean difference of log-probabilities of rollout and trainer."
+        "logprob_diff/mean", "nats", "Mean difference of log-probabilities of rollout and trainer.", TRAINER
     ),
-    Metric("logprob_diff/max", "nats", TRAINER, "Largest such difference."),
+    Metric("logprob_diff/max", "nats", "Largest such difference.", TRAINER),
     Metric(
-        "rollout_kl", "nats", TRAINER, "Mean estimate (k3) of the divergence between rollout and trainer."
-    ),
-    Metric(
-        "rollout_correlation", "", TRAINER, "Correlation of the token probabilities of rollout and trainer."
-    ),
-    Metric("correction/weight_mean", "", TRAINER, "Mean weight that `algorithm.correction` gives a token."),
-    Metric(
-        "correction/left_out", "share", TRAINER, "Share of the tokens that `algorithm.correction` leaves out."
-    ),
-    Metric("correction/normalized_by", "", TRAINER, "Mean weight that `normalize_importance` divides by."),
-    Metric("kl/mean", "nats", TRAINER, "Mean divergence from the reference, by token (with `algorithm.kl`)."),
-    Metric("kl/coefficient", "", TRAINER, "Coefficient of the divergence in this update."),
-    Metric(
-        "teacher/divergence", "nats", TRAINER, "Mean divergence from the teacher (with `algorithm.teacher`)."
+        "rollout_kl", "nats", "Mean estimate (k3) of the divergence between rollout and trainer.", TRAINER
     ),
     Metric(
-        "teacher/mass", "probability", TRAINER, "Mean probability of the teacher's likeliest tokens together."
+        "rollout_correlation", "", "Correlation of the token probabilities of rollout and trainer.", TRAINER
     ),
-    Metric("critic/<metric>", "", TRAINER, "The metric of this name, of the update of the critic."),
-    Metric("critic/value_mean", "reward", TRAINER, "Mean value that the critic expected."),
-    Metric("critic/return_mean", "reward", TRAINER, "Mean return that the critic learns."),
+    Metric("correction/weight_mean", "", "Mean weight that `algorithm.correction` gives a token.", TRAINER),
+    Metric(
+        "correction/left_out", "share", "Share of the tokens that `algorithm.correction` leaves out.", TRAINER
+    ),
+    Metric("correction/normalized_by", "", "Mean weight that `normalize_importance` divides by.", TRAINER),
+    Metric("kl/mean", "nats", "Mean divergence from the reference, by token (with `algorithm.kl`).", TRAINER),
+    Metric("kl/coefficient", "", "Coefficient of the divergence in this update.", TRAINER),
+    Metric(
+        "teacher/divergence", "nats", "Mean divergence from the teacher (with `algorithm.teacher`).", TRAINER
+    ),
+    Metric(
+        "teacher/mass", "probability", "Mean probability of the teacher's likeliest tokens together.", TRAINER
+    ),
+    Metric("critic/<metric>", "", "The metric of this name, of the update of the critic.", TRAINER),
+    Metric("critic/value_mean", "reward", "Mean value that the critic expected.", TRAINER),
+    Metric("critic/return_mean", "reward", "Mean return that the critic learns.", TRAINER),
     Metric(
         "critic/explained_variance",
         "share",
-        TRAINER,
         "Share of the variance of the returns that values explain.",
+        TRAINER,
     ),
-    Metric("preference/accuracy", "share", TRAINER, "Share of the pairs whose preferred answer is ahead."),
-    Metric("preference/margin", "reward", TRAINER, "Mean lead of the preferred answer."),
-    Metric("preference/chosen_reward", "reward", TRAINER, "Mean reward of the preferred answers."),
-    Metric("preference/rejected_reward", "reward", TRAINER, "Mean reward of the other answers."),
+    Metric("preference/accuracy", "share", "Share of the pairs whose preferred answer is ahead.", TRAINER),
+    Metric("preference/margin", "reward", "Mean lead of the preferred answer.", TRAINER),
+    Metric("preference/chosen_reward", "reward", "Mean reward of the preferred answers.", TRAINER),
+    Metric("preference/rejected_reward", "reward", "Mean reward of the other answers.", TRAINER),
     Metric(
-        "preference/chosen_logprob", "nats", TRAINER, "Mean log-probability of a preferred answer (`dpo`)."
-    ),
-    Metric(
-        "preference/rejected_logprob", "nats", TRAINER, "Mean log-probability of the other answer (`dpo`)."
+        "preference/chosen_logprob", "nats", "Mean log-probability of a preferred answer (`dpo`).", TRAINER
     ),
     Metric(
-        "eval/accuracy", "share", COORDINATOR, "Share of right held-out answers in the newest evaluation."
+        "preference/rejected_logprob", "nats", "Mean log-probability of the other answer (`dpo`).", TRAINER
     ),
-    Metric("eval/accuracy_stderr", "share", COORDINATOR, "Its standard error, over prompts."),
-    Metric("eval/reward_mean", "reward", COORDINATOR, "Mean reward of the same answers."),
-    Metric("eval/reward_stderr", "reward", COORDINATOR, "Its standard error, over prompts."),
-    Metric(
-        "eval/accuracy_before", "share", COORDINATOR, "Accuracy of the first evaluation (`run show` alone)."
-    ),
-    Metric(
-        "eval/reward_mean_before",
-        "reward",
-        COORDINATOR,
-        "Mean reward of the first evaluation (`run show` alone).",
-    ),
-    Metric("eval/step", "steps", COORDINATOR, "Steps before the newest evaluation (`run show` alone)."),
-    Metric("eval/mean@<n>", "share", COORDINATOR, "Share of right answers among n to each prompt."),
-    Metric("eval/pass@<k>", "share", COORDINATOR, "Chance that one of k answers to a prompt is right."),
-    Metric(
-        "eval/maj@<n>", "share", COORDINATOR, "Share of prompts whose most frequent of n answers is right."
-    ),
-    Metric("eval/<set>/<figure>", "", COORDINATOR, "The same figure of one of several held-out sets."),
-    Metric("sync/bytes", "bytes", COORDINATOR, "Size of the weights that were sent."),
-    Metric("sync/stage_s", "seconds", COORDINATOR, "Time to bring the weights to the members."),
-    Metric("sync/stall_s", "seconds", COORDINATOR, "Longest pause of a generator at its commit."),
-    Metric("sync/members", "count", COORDINATOR, "Generators that took the weights."),
-    Metric("sync/epochs", "count", COORDINATOR, "Weight groups that the sync took; 1 where nothing failed."),
-    Metric(
-        "sync/caught_up", "count", COORDINATOR, "Replicas that joined since the last sync and serve already."
-    ),
-    Metric(
-        "canary/mean",
-        "probability",
-        COORDINATOR,
-        "Mean difference between generator and trainer after a sync.",
-    ),
-    Metric("canary/logprob_mean", "nats", COORDINATOR, "The same of the log-probabilities."),
+    Metric("eval/accuracy", "share", "Share of right held-out answers in the newest evaluation."),
+    Metric("eval/accuracy_stderr", "share", "Its standard error, over prompts."),
+    Metric("eval/reward_mean", "reward", "Mean reward of the same answers."),
+    Metric("eval/reward_stderr", "reward", "Its standard error, over prompts."),
+    Metric("eval/accuracy_before", "share", "Accuracy of the first evaluation (`run show` alone)."),
+    Metric("eval/reward_mean_before", "reward", "Mean reward of the first evaluation (`run show` alone)."),
+    Metric("eval/step", "steps", "Steps before the newest evaluation (`run show` alone)."),
+    Metric("eval/mean@<n>", "share", "Share of right answers among n to each prompt."),
+    Metric("eval/pass@<k>", "share", "Chance that one of k answers to a prompt is right."),
+    Metric("eval/maj@<n>", "share", "Share of prompts whose most frequent of n answers is right."),
+    Metric("eval/<set>/<figure>", "", "The same figure of one of several held-out sets."),
+    Metric("sync/bytes", "bytes", "Size of the weights that were sent."),
+    Metric("sync/stage_s", "seconds", "Time to bring the weights to the members."),
+    Metric("sync/stall_s", "seconds", "Longest pause of a generator at its commit."),
+    Metric("sync/members", "count", "Generators that took the weights."),
+    Metric("sync/epochs", "count", "Weight groups that the sync took; 1 where nothing failed."),
+    Metric("sync/caught_up", "count", "Replicas that joined since the last sync and serve already."),
+    Metric("canary/mean", "probability", "Mean difference between generator and trainer after a sync."),
+    Metric("canary/logprob_mean", "nats", "The same of the log-probabilities."),
     Metric(
         "canary/trainer_rounding",
         "probability",
-        COORDINATOR,
         "Mean difference between the trainer and float32 on the same weights and tokens, as last measured.",
     ),
-    Metric("canary/max", "nats", COORDINATOR, "Largest difference of log-probabilities after a sync."),
-    Metric("time/canary_s", "seconds", COORDINATOR, "The last canary, while generation goes on."),
+    Metric("canary/max", "nats", "Largest difference of log-probabilities after a sync."),
+    Metric("time/canary_s", "seconds", "The last canary, while generation goes on."),
     Metric(
         "time/wait_for_the_canary_s",
         "seconds",
-        COORDINATOR,
         "Wait for the canary before an update, beyond all other waits: what it costs the step.",
     ),
-    Metric("checkpoint/write_s", "seconds", COORDINATOR, "Time to write the newest durable checkpoint."),
-    Metric("checkpoint/bytes", "bytes", COORDINATOR, "Size of that checkpoint."),
-    Metric("idle/trainer", "share", COORDINATOR, "Share of the step that the trainer waited for rollouts."),
-    Metric(
-        "idle/generators", "share", COORDINATOR, "Mean share of the step without a sample on a generator."
-    ),
-    Metric("ledger/backlog", "requests", COORDINATOR, "Requests that wait for the writer of the ledger."),
-    Metric(
-        "coordinator/loop_lag_p99_s",
-        "seconds",
-        COORDINATOR,
-        "99th percentile of the delay of the event loop.",
-    ),
-    Metric("coordinator/loop_lag_max_s", "seconds", COORDINATOR, "Longest delay of the event loop."),
-    Metric("compilations", "count", TRAINER, "Compilations since the last update; absent without any."),
-    Metric("time/step_s", "seconds", COORDINATOR, "The whole step."),
-    Metric("time/rollout_s", "seconds", COORDINATOR, "Wait for the batch of the step."),
-    Metric("time/reference_s", "seconds", COORDINATOR, "Scoring of the batch by the first policy."),
-    Metric("time/critic_s", "seconds", COORDINATOR, "Scoring of the batch by the critic."),
-    Metric("time/teacher_s", "seconds", COORDINATOR, "Scoring of the batch by the teachers."),
-    Metric("time/teacher_<name>_s", "seconds", COORDINATOR, "Scoring by one of the named teachers."),
-    Metric("time/train_s", "seconds", COORDINATOR, "Update of the policy, and of the critic."),
+    Metric("checkpoint/write_s", "seconds", "Time to write the newest durable checkpoint."),
+    Metric("checkpoint/bytes", "bytes", "Size of that checkpoint."),
+    Metric("idle/trainer", "share", "Share of the step that the trainer waited for rollouts."),
+    Metric("idle/generators", "share", "Mean share of the step without a sample on a generator."),
+    Metric("ledger/backlog", "requests", "Requests that wait for the writer of the ledger."),
+    Metric("coordinator/loop_lag_p99_s", "seconds", "99th percentile of the delay of the event loop."),
+    Metric("coordinator/loop_lag_max_s", "seconds", "Longest delay of the event loop."),
+    Metric("compilations", "count", "Compilations since the last update; absent without any.", TRAINER),
+    Metric("time/step_s", "seconds", "The whole step."),
+    Metric("time/rollout_s", "seconds", "Wait for the batch of the step."),
+    Metric("time/reference_s", "seconds", "Scoring of the batch by the first policy."),
+    Metric("time/critic_s", "seconds", "Scoring of the batch by the critic."),
+    Metric("time/teacher_s", "seconds", "Scoring of the batch by the teachers."),
+    Metric("time/teacher_<name>_s", "seconds", "Scoring by one of the named teachers."),
+    Metric("time/train_s", "seconds", "Update of the policy, and of the critic."),
     Metric(
         "time/sleep_s",
         "seconds",
-        COORDINATOR,
         "Until all generators have left their KV cache's memory (with `generator.sleep_while_training`).",
     ),
     Metric(
         "time/wake_s",
         "seconds",
-        COORDINATOR,
         "Until all have it again, and decode (with `generator.sleep_while_training`).",
     ),
+    Metric("time/sync_s", "seconds", "Sync of the weights; its canary only with `loop: client`."),
+    Metric("time/evaluate_s", "seconds", "Evaluation within the step."),
+    Metric("time/wait_for_the_last_evaluation_s", "seconds", "Wait for a pinned evaluation to end."),
+    Metric("time/checkpoint_s", "seconds", "Snapshot of a checkpoint."),
+    Metric("time/wait_for_the_last_checkpoint_s", "seconds", "Wait for an earlier checkpoint to be written."),
+    Metric("time/write_checkpoint_s", "seconds", "Wait for the last checkpoint at the end of a run."),
+    Metric("time/forward_and_backward_s", "seconds", "Calls for gradients (with `loop: client`)."),
+    Metric("time/optimizer_step_s", "seconds", "Calls for an optimizer step (with `loop: client`)."),
     Metric(
-        "time/sync_s", "seconds", COORDINATOR, "Sync of the weights; its canary only with `loop: client`."
+        "time/copy_checkpoint_s", "seconds", "Wait for the last copy in object storage at the end of a run."
     ),
-    Metric("time/evaluate_s", "seconds", COORDINATOR, "Evaluation within the step."),
+    Metric("time/export_s", "seconds", "Export of the model (with `loop: client`)."),
+    Metric("time/open_session_s", "seconds", "Opening of the sessions, before the first step."),
+    Metric("time/load_checkpoint_s", "seconds", "Load of the checkpoint that a run resumes from."),
+    Metric("time/look_for_the_sessions_s", "seconds", "Search for sessions that still live, at a resume."),
+    Metric("time/paused_s", "seconds", "Pause of the run."),
+    Metric("time/prepare_s", "seconds", "Preparation of the update, a part of `time/train_s`.", TRAINER),
     Metric(
-        "time/wait_for_the_last_evaluation_s", "seconds", COORDINATOR, "Wait for a pinned evaluation to end."
+        "time/forward_backward_s", "seconds", "Forward and backward passes, a part of the update.", TRAINER
     ),
-    Metric("time/checkpoint_s", "seconds", COORDINATOR, "Snapshot of a checkpoint."),
-    Metric(
-        "time/wait_for_the_last_checkpoint_s",
-        "seconds",
-        COORDINATOR,
-        "Wait for an earlier checkpoint to be written.",
-    ),
-    Metric(
-        "time/write_checkpoint_s", "seconds", COORDINATOR, "Wait for the last checkpoint at the end of a run."
-    ),
-    Metric(
-        "time/forward_and_backward_s", "seconds", COORDINATOR, "Calls for gradients (with `loop: client`)."
-    ),
-    Metric(
-        "time/optimizer_step_s", "seconds", COORDINATOR, "Calls for an optimizer step (with `loop: client`)."
-    ),
-    Metric(
-        "time/copy_checkpoint_s",
-        "seconds",
-        COORDINATOR,
-        "Wait for the last copy in object storage at the end of a run.",
-    ),
-    Metric("time/export_s", "seconds", COORDINATOR, "Export of the model (with `loop: client`)."),
-    Metric("time/open_session_s", "seconds", COORDINATOR, "Opening of the sessions, before the first step."),
-    Metric(
-        "time/load_checkpoint_s", "seconds", COORDINATOR, "Load of the checkpoint that a run resumes from."
-    ),
-    Metric(
-        "time/look_for_the_sessions_s",
-        "seconds",
-        COORDINATOR,
-        "Search for sessions that still live, at a resume.",
-    ),
-    Metric("time/paused_s", "seconds", COORDINATOR, "Pause of the run."),
-    Metric("time/prepare_s", "seconds", TRAINER, "Preparation of the update, a part of `time/train_s`."),
-    Metric(
-        "time/forward_backward_s", "seconds", TRAINER, "Forward and backward passes, a part of the update."
-    ),
-    Metric("time/optimizer_s", "seconds", TRAINER, "Optimizer steps, a part of the update."),
-    Metric("time/compile_s", "seconds", TRAINER, "Compilation since the last update; absent without any."),
+    Metric("time/optimizer_s", "seconds", "Optimizer steps, a part of the update.", TRAINER),
+    Metric("time/compile_s", "seconds", "Compilation since the last update; absent without any.", TRAINER),
 )
 
 GROUPS = (

@@ -1,7 +1,7 @@
 """Every span name and attribute key that Flotilla writes.
 
-`rl.*` follows the open proposal for reinforcement learning in the OpenTelemetry conventions, `rpc.*` and
-`gen_ai.*` follow those conventions, and `flotilla.*` is ours. Nothing else in the code spells a name out.
+`rl.*` follows the open proposal for reinforcement learning in the OpenTelemetry conventions, `rpc.*` follows those
+conventions, and `flotilla.*` is ours. Nothing else in the code spells a name out.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ RL_SAMPLE = "rl.sample"
 RL_REWARD = "rl.reward"
 RL_TRAIN = "rl.train"
 RL_SYNC = "rl.sync"
-RL_SYNC_STAGE = "rl.sync.stage"
-RL_SYNC_COMMIT = "rl.sync.commit"
 RL_SYNC_CANARY = "rl.sync.canary"
 RL_CATCH_UP = "rl.catch_up"
 RL_SLEEP = "rl.sleep"
@@ -33,47 +31,29 @@ TRAINER_LOAD = "trainer.load"
 TRAINER_EXPORT = "trainer.export"
 
 # The generator and its workers.
-GENERATOR_CHAT = "generator.chat"
 GENERATOR_STAGE = "generator.stage"
 GENERATOR_COMMIT = "generator.commit"
 GENERATOR_JOIN = "generator.join"
 GENERATOR_SLEEP = "generator.sleep"
 GENERATOR_WAKE = "generator.wake"
 
-# Reward workers.
-REWARD_SCORE = "reward.score"
-
 # What a span is about.
 RUN_ID = "flotilla.run_id"
 STEP = "flotilla.step"
 POLICY_VERSION = "flotilla.policy_version"
-SAMPLE_ID = "flotilla.sample_id"
 GROUP_ID = "flotilla.group_id"
 UPDATE_ID = "flotilla.update_id"
-REQUEST_ID = "flotilla.request_id"
-GENERATOR = "flotilla.generator"
-REPLICA = "flotilla.replica"
-RANK = "flotilla.rank"
 ROLE = "flotilla.role"
 ATTEMPT = "flotilla.attempt"
-STALENESS = "flotilla.staleness"
 SAMPLES = "flotilla.samples"
 GROUPS = "flotilla.groups"
 BYTES = "flotilla.bytes"
 STALL_SECONDS = "flotilla.stall_s"
-QUEUE_WAIT_SECONDS = "flotilla.queue_wait_s"
 REWARD_MEAN = "flotilla.reward_mean"
 OUTCOME = "flotilla.outcome"
 EPOCH = "flotilla.weight_group_epoch"
 
 # Shared conventions.
-GEN_AI_OPERATION_NAME = "gen_ai.operation.name"
-GEN_AI_REQUEST_MODEL = "gen_ai.request.model"
-GEN_AI_REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
-GEN_AI_REQUEST_TEMPERATURE = "gen_ai.request.temperature"
-GEN_AI_RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
-GEN_AI_USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
-GEN_AI_USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 RPC_SYSTEM_NAME = "rpc.system.name"
 RPC_METHOD = "rpc.method"
 RPC_STATUS_CODE = "rpc.status_code"

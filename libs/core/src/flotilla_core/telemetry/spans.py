@@ -1,6 +1,6 @@
 """Spans around the work, and span contexts as text.
 
-The text is W3C trace context: in gRPC metadata, in NATS headers and in the environment of children.
+The text is W3C trace context: in gRPC metadata, in NATS headers and in commands to ranks.
 
 Rule of the timeline: parent while the caller waits, link where work crosses a queue or a step. `span` makes its span
 current and must not stay open across a generator's `yield`; `start_span` makes nothing current, is for spans that
@@ -136,15 +136,9 @@ def current_carrier() -> dict[str, str]:
     return {TRACEPARENT: format_traceparent(context)} if context.is_valid else {}
 
 
-def current_environment() -> dict[str, str]:
-    """Return the current span as environment variables of a child process; empty outside any span."""
-    return {key.upper(): value for key, value in current_carrier().items()}
-
-
 def from_carrier(carrier: Mapping[str, str]) -> Context:
-    """Return the context in a carrier (or in `os.environ`); without one an empty context: a new trace."""
-    header = carrier.get(TRACEPARENT) or carrier.get(TRACEPARENT.upper()) or ""
-    parent = parse_traceparent(header)
+    """Return the context in a carrier; without one an empty context: a new trace."""
+    parent = parse_traceparent(carrier.get(TRACEPARENT, ""))
     return Context() if parent is None else remote_context(parent)
 
 
