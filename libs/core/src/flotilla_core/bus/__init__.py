@@ -7,8 +7,8 @@ from flotilla_core.optional_imports import left_out
 # nats-py takes aiohttp for servers behind a WebSocket, which ours is not: every process would start 0.1 s later.
 with left_out("aiohttp"):
     from flotilla_core.bus.connection import Bus, Login
-    from flotilla_core.bus.events import Event, EventStream
+    from flotilla_core.bus.events import EventStream
     from flotilla_core.bus.registry import Registry
     from flotilla_core.bus.server import NatsServer
 
-__all__ = ["Bus", "Event", "EventStream", "Login", "NatsServer", "Registry"]
+__all__ = ["Bus", "EventStream", "Login", "NatsServer", "Registry"]

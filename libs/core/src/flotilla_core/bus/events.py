@@ -12,19 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from nats.aio.msg import Msg
-from nats.js import JetStreamContext
-from nats.js.api import (
-    ConsumerConfig,
-    DeliverPolicy,
-    DiscardPolicy,
-    RetentionPolicy,
-    StorageType,
-    StreamConfig,
-)
+from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import BadRequestError
 
 from flotilla_core.bus.connection import BUS_ERRORS, Bus
@@ -47,16 +37,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """One event of a run as a subscriber gets it."""
-
-    position: int
-    """The place of the event in the stream; subscribe `after` it to continue."""
-    event_id: str
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class _Outgoing:
     subject: str
     payload: bytes
@@ -64,7 +44,7 @@ class _Outgoing:
 
 
 class EventStream:
-    """Publishes the events of runs and reads them."""
+    """Publishes the events of runs."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -114,37 +94,6 @@ class EventStream:
             logger.warning("%d events of runs did not reach NATS", len(self._backlog))
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
-
-    async def subscribe(self, run_id: str, after: int = 0) -> AsyncIterator[Event]:
-        """Events of a run behind a position, then live ones, over restarts of NATS, until it is closed."""
-        position = after
-        while True:
-            generation = self._bus.generation
-            try:
-                position = await self._valid_position(position)
-                subscription = await self._bus.jetstream().subscribe(
-                    _subject(run_id),
-                    stream=STREAM,
-                    ordered_consumer=True,
-                    config=ConsumerConfig(
-                        deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=position + 1
-                    ),
-                )
-            except BUS_ERRORS as error:
-                logger.debug("events of %s cannot be read now: %r", run_id, error)
-                await self._bus.pause(generation, _RETRY_S)
-                continue
-            moved = asyncio.ensure_future(self._bus.reconnected(generation))
-            try:
-                async for message in _messages(subscription, moved):
-                    position = message.metadata.sequence.stream
-                    yield Event(position, (message.headers or {}).get(_MESSAGE_ID, ""), message.data)
-            finally:
-                moved.cancel()
-                try:
-                    await subscription.unsubscribe()
-                except BUS_ERRORS as error:
-                    logger.debug("an event subscription did not end in order: %r", error)
 
     async def _send_backlog(self) -> None:
         while True:
@@ -218,31 +167,6 @@ class EventStream:
             # It exists with other bounds, which an operator chose.
             return
 
-    async def _valid_position(self, position: int) -> int:
-        """Return the position, or 0 where the stream is younger than it (the server lost its files)."""
-        await self._ensure_stream()
-        info = await self._bus.jetstream().stream_info(STREAM)
-        return position if position <= info.state.last_seq else 0
-
 
 def _subject(run_id: str) -> str:
     return f"run.{run_id}.events"
-
-
-async def _messages(
-    subscription: JetStreamContext.PushSubscription, moved: asyncio.Future[int]
-) -> AsyncIterator[Msg]:
-    """Messages as they come; ends when the connection moved."""
-    message: asyncio.Future[Msg] | None = None
-    try:
-        while not moved.done():
-            if message is None:
-                message = asyncio.ensure_future(subscription.next_msg(timeout=None))
-            await asyncio.wait((message, moved), return_when=asyncio.FIRST_COMPLETED)
-            if message.done():
-                received = message.result()
-                message = None
-                yield received
-    finally:
-        if message is not None:
-            message.cancel()
