@@ -17,21 +17,6 @@ if TYPE_CHECKING:
     from flotilla_core.rpc.replica_set import Load, Replica
     from flotilla_core.rpc.server import RpcServer
 
-__all__ = [
-    "UNLIMITED_S",
-    "Fence",
-    "Load",
-    "Patience",
-    "Replica",
-    "ReplicaPool",
-    "RpcServer",
-    "client_stream",
-    "connect",
-    "duplex",
-    "server_stream",
-    "unary",
-]
-
 _MODULES = {
     "Fence": "fence",
     "Load": "replica_set",

@@ -12,17 +12,3 @@ from flotilla_core.telemetry.spans import (
     span,
     start_span,
 )
-
-__all__ = [
-    "ROOT",
-    "current_carrier",
-    "dropped_spans",
-    "endpoints",
-    "fail",
-    "from_carrier",
-    "names",
-    "span",
-    "start",
-    "start_span",
-    "stop",
-]

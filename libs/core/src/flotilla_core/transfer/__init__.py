@@ -7,16 +7,3 @@ from flotilla_core.transfer.files import Files, own_folder, shared_folder, share
 from flotilla_core.transfer.folders import files_of_functions, move_functions
 from flotilla_core.transfer.offers import SERVICE_NAME as FILE_SERVICE_NAME
 from flotilla_core.transfer.offers import FileServicer, Offers
-
-__all__ = [
-    "FILE_SERVICE_NAME",
-    "FileCache",
-    "FileServicer",
-    "Files",
-    "Offers",
-    "files_of_functions",
-    "move_functions",
-    "own_folder",
-    "shared_folder",
-    "shares",
-]

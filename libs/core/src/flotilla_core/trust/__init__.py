@@ -19,21 +19,3 @@ from flotilla_core.trust.secret_file import (
     rotate_token,
     write_secret,
 )
-
-__all__ = [
-    "HEADER",
-    "CallSigner",
-    "CallVerifier",
-    "Claims",
-    "RegistrationSigner",
-    "RegistrationVerifier",
-    "Token",
-    "TokenFile",
-    "check_is_secret",
-    "make_role_token",
-    "make_token",
-    "read_secret",
-    "read_token",
-    "rotate_token",
-    "write_secret",
-]
