@@ -6,12 +6,15 @@ every advantage shares.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from flotilla_core.config.model import ConfigModel, UserFunction, kind_of
 from flotilla_core.config.training import AskedTeachers
+
+Compared = Literal["none", "group", "batch"]
+"""The samples that are looked at together: each by itself, those of one prompt, or all of the update."""
 
 
 class OverlongConfig(ConfigModel):
@@ -77,6 +80,10 @@ class AdvantageConfig(ConfigModel):
     """Leave out groups whose mean reward is not above this; empty is off."""
     keep_mean_below: float | None = Field(default=None, ge=-1e9, le=1e9)
     """Leave out groups whose mean reward is not below this; empty is off."""
+    needs_distributions: ClassVar[bool] = False
+    """The policy scores every update beforehand, for its distribution at each token."""
+    needs_greedy_reward: ClassVar[bool] = False
+    """The greedy response to each prompt is generated and scored in addition to its samples."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -102,28 +109,20 @@ class AdvantageConfig(ConfigModel):
         return not (self.reward_clip is None and self.overlong is None and self.reward_normalization is None)
 
     @property
-    def needs_distributions(self) -> bool:
-        """Return whether the policy scores every update beforehand, for its distribution at each token."""
-        return False
-
-    @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
+    def compares_over(self) -> Compared:
         """The samples over which rewards are centred: a constant added to all their rewards changes no advantage."""
         return "none"
 
     @property
-    def scales_over(self) -> Literal["none", "group", "batch"]:
+    def scales_over(self) -> Compared:
         """The samples over which rewards are scaled: a common factor of all their rewards changes no advantage."""
         return "batch" if self.whiten else "none"
-
-    @property
-    def needs_greedy_reward(self) -> bool:
-        """Return whether the greedy response to each prompt is generated and scored in addition to its samples."""
-        return False
 
 
 class WhitenedAdvantage(AdvantageConfig):
     """An advantage that includes whitening."""
+
+    scales_over: ClassVar[Compared] = "batch"
 
     @model_validator(mode="after")
     def _is_whitened_once(self) -> Self:
@@ -133,10 +132,6 @@ class WhitenedAdvantage(AdvantageConfig):
                 "leave it out"
             )
         return self
-
-    @property
-    def scales_over(self) -> Literal["none", "group", "batch"]:
-        return "batch"
 
 
 class GrpoAdvantage(AdvantageConfig):
@@ -153,11 +148,11 @@ class GrpoAdvantage(AdvantageConfig):
         return 2 if self.baseline == "group" else 1
 
     @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
+    def compares_over(self) -> Compared:
         return "none" if self.baseline == "running" else self.baseline
 
     @property
-    def scales_over(self) -> Literal["none", "group", "batch"]:
+    def scales_over(self) -> Compared:
         return self.compares_over if self.normalize_std else super().scales_over
 
     @model_validator(mode="after")
@@ -177,13 +172,10 @@ class GrpoPasskAdvantage(AdvantageConfig):
     type: Literal["grpo_passk"] = "grpo_passk"
     normalize_std: bool = True
     """Divide the lead by the standard deviation of the group."""
+    compares_over: ClassVar[Compared] = "group"
 
     @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
-        return "group"
-
-    @property
-    def scales_over(self) -> Literal["none", "group", "batch"]:
+    def scales_over(self) -> Compared:
         return "group" if self.normalize_std else super().scales_over
 
 
@@ -193,10 +185,7 @@ class OptimalTokenBaselineAdvantage(AdvantageConfig):
     type: Literal["optimal_token_baseline"] = "optimal_token_baseline"
     lone_tail: Literal["silent", "return"] = "silent"
     """The advantage of a token at a position that no other sample of its group reaches: 0, or the plain return."""
-
-    @property
-    def needs_distributions(self) -> bool:
-        return True
+    needs_distributions: ClassVar[bool] = True
 
 
 class TirOptimalTokenBaselineAdvantage(AdvantageConfig):
@@ -205,10 +194,7 @@ class TirOptimalTokenBaselineAdvantage(AdvantageConfig):
     type: Literal["tir_optimal_token_baseline"] = "tir_optimal_token_baseline"
     lone_tail: Literal["silent", "return"] = "return"
     """The advantage of a token at a position that no other sample of its group reaches: 0, or the plain return."""
-
-    @property
-    def needs_distributions(self) -> bool:
-        return True
+    needs_distributions: ClassVar[bool] = True
 
 
 class StepReinforceAdvantage(AdvantageConfig):
@@ -227,11 +213,11 @@ class StepReinforceAdvantage(AdvantageConfig):
         return 2 if self.baseline == "group" else 1
 
     @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
+    def compares_over(self) -> Compared:
         return self.baseline if self.gamma == 1 else "none"
 
     @property
-    def scales_over(self) -> Literal["none", "group", "batch"]:
+    def scales_over(self) -> Compared:
         return self.baseline if self.normalize_std else super().scales_over
 
     @model_validator(mode="after")
@@ -248,10 +234,7 @@ class RlooAdvantage(AdvantageConfig):
     """Reward minus the mean of the other samples of its group."""
 
     type: Literal["rloo"] = "rloo"
-
-    @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
-        return "group"
+    compares_over: ClassVar[Compared] = "group"
 
 
 class ReinforceAdvantage(AdvantageConfig):
@@ -260,14 +243,11 @@ class ReinforceAdvantage(AdvantageConfig):
     type: Literal["reinforce"] = "reinforce"
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token."""
+    min_group_samples: ClassVar[int] = 1
 
     @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
+    def compares_over(self) -> Compared:
         return "batch" if self.whiten and self.gamma == 1 else "none"
-
-    @property
-    def min_group_samples(self) -> int:
-        return 1
 
 
 class ReinforcePlusPlusAdvantage(WhitenedAdvantage):
@@ -276,34 +256,25 @@ class ReinforcePlusPlusAdvantage(WhitenedAdvantage):
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token."""
+    min_group_samples: ClassVar[int] = 1
 
     @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
+    def compares_over(self) -> Compared:
         return "batch" if self.gamma == 1 else "none"
-
-    @property
-    def min_group_samples(self) -> int:
-        return 1
 
 
 class ReinforcePlusPlusBaselineAdvantage(WhitenedAdvantage):
     """Reward minus the mean of its group, whitened over the update."""
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
-
-    @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
-        return "group"
+    compares_over: ClassVar[Compared] = "group"
 
 
 class OpoAdvantage(AdvantageConfig):
     """Reward minus the mean of its group weighted by length."""
 
     type: Literal["opo"] = "opo"
-
-    @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
-        return "group"
+    compares_over: ClassVar[Compared] = "group"
 
 
 class GpgAdvantage(AdvantageConfig):
@@ -312,13 +283,10 @@ class GpgAdvantage(AdvantageConfig):
     type: Literal["gpg"] = "gpg"
     normalize_std: bool = False
     """Divide centred rewards by the standard deviation of their group."""
+    compares_over: ClassVar[Compared] = "group"
 
     @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
-        return "group"
-
-    @property
-    def scales_over(self) -> Literal["none", "group", "batch"]:
+    def scales_over(self) -> Compared:
         return "group" if self.normalize_std else super().scales_over
 
 
@@ -357,19 +325,13 @@ class GaeAdvantage(AdvantageConfig):
     bootstrap_truncated: bool = True
     """Use the critic's value as the return after a response that was cut off at the length limit; false: use 0 there,
     as after a response that ended."""
+    # The critic's values have the scale of the rewards, so a change of that scale matters.
+    scales_over: ClassVar[Compared] = "none"
+    min_group_samples: ClassVar[int] = 1
 
     @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
+    def compares_over(self) -> Compared:
         return "batch" if self.whiten and self.gamma == self.lam == 1 else "none"
-
-    @property
-    def scales_over(self) -> Literal["none", "group", "batch"]:
-        # The critic's values have the scale of the rewards, so a change of that scale matters.
-        return "none"
-
-    @property
-    def min_group_samples(self) -> int:
-        return 1
 
 
 class DistillAdvantage(AskedTeachers, AdvantageConfig):
@@ -380,20 +342,14 @@ class DistillAdvantage(AskedTeachers, AdvantageConfig):
     """Factor of the teacher's log-probability minus the rollout's; 0 is allowed only with `algorithm.teacher`."""
     reward_weight: float = Field(default=0.0, ge=0, le=1000)
     """Factor of the group's reward advantage, which is added; with 0 the rewards may be empty."""
+    compares_over: ClassVar[Compared] = "group"
+    scales_over: ClassVar[Compared] = "group"
 
     @property
     def arguments(self) -> dict[str, Any]:
         # These keys choose the teachers and are used before the function is called.
         asked = AskedTeachers.model_fields
         return {name: value for name, value in super().arguments.items() if name not in asked}
-
-    @property
-    def compares_over(self) -> Literal["none", "group", "batch"]:
-        return "group"
-
-    @property
-    def scales_over(self) -> Literal["none", "group", "batch"]:
-        return "group"
 
     @property
     def min_group_samples(self) -> int:
@@ -457,14 +413,8 @@ class RemaxAdvantage(AdvantageConfig):
     """Reward minus the reward of the greedy response to the same prompt."""
 
     type: Literal["remax"] = "remax"
-
-    @property
-    def min_group_samples(self) -> int:
-        return 1
-
-    @property
-    def needs_greedy_reward(self) -> bool:
-        return True
+    min_group_samples: ClassVar[int] = 1
+    needs_greedy_reward: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _compares_rewards_of_one_kind(self) -> RemaxAdvantage:
@@ -480,18 +430,13 @@ class RemaxAdvantage(AdvantageConfig):
 class UserAdvantage(UserFunction, AdvantageConfig):
     """A function of the user: function(outcomes, **parameters) returns one number per sample or per token."""
 
+    # Only the user's function decides what a factor of the rewards changes.
+    scales_over: ClassVar[Compared] = "none"
+    min_group_samples: ClassVar[int] = 1
+
     @property
     def arguments(self) -> dict[str, Any]:
         return self.parameters
-
-    @property
-    def scales_over(self) -> Literal["none", "group", "batch"]:
-        # Only the user's function decides what a factor of the rewards changes.
-        return "none"
-
-    @property
-    def min_group_samples(self) -> int:
-        return 1
 
 
 AdvantageSection = Annotated[

@@ -5,7 +5,7 @@ Invariant: a class names one function of the trainer and exactly its parameters.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -15,20 +15,15 @@ from flotilla_core.config.model import ConfigModel, UserFunction, kind_of
 class LossConfig(ConfigModel):
     """The keys that every loss has."""
 
+    has_ratio: ClassVar[bool] = True
+    """The loss compares the policy with the one that sampled."""
+    below_zero: ClassVar[tuple[str, ...]] = ()
+    """The keys that act only where an advantage is negative."""
+
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments for the function of the trainer."""
         return {name: value for name, value in self if name != "type"}
-
-    @property
-    def has_ratio(self) -> bool:
-        """Return whether the loss compares the policy with the one that sampled."""
-        return True
-
-    @property
-    def below_zero(self) -> tuple[str, ...]:
-        """The keys that act only where an advantage is negative."""
-        return ()
 
 
 class PpoLoss(LossConfig):
@@ -41,20 +36,14 @@ class PpoLoss(LossConfig):
     """The upper limit of the ratio is 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1, le=1e6)
     """Largest ratio that counts against a negative advantage; empty is off."""
-
-    @property
-    def below_zero(self) -> tuple[str, ...]:
-        return ("clip_low", "dual_clip")
+    below_zero: ClassVar[tuple[str, ...]] = ("clip_low", "dual_clip")
 
 
 class ReinforceLoss(LossConfig):
     """Plain policy gradient."""
 
     type: Literal["reinforce"] = "reinforce"
-
-    @property
-    def has_ratio(self) -> bool:
-        return False
+    has_ratio: ClassVar[bool] = False
 
 
 class GspoLoss(LossConfig):
@@ -67,10 +56,7 @@ class GspoLoss(LossConfig):
     """The upper limit of the sequence's ratio is 1 + clip_high."""
     over: Literal["sequence", "segment"] = "sequence"
     """The unit with one ratio: the whole response, or each stretch that the policy wrote without context in between."""
-
-    @property
-    def below_zero(self) -> tuple[str, ...]:
-        return ("clip_low",)
+    below_zero: ClassVar[tuple[str, ...]] = ("clip_low",)
 
 
 class GmpoLoss(LossConfig):
@@ -81,10 +67,7 @@ class GmpoLoss(LossConfig):
     """The lower limit of the log of a token's ratio is -clip_low."""
     clip_high: float = Field(default=0.4, gt=0, le=100)
     """The upper limit of the log of a token's ratio is clip_high."""
-
-    @property
-    def below_zero(self) -> tuple[str, ...]:
-        return ("clip_low",)
+    below_zero: ClassVar[tuple[str, ...]] = ("clip_low",)
 
 
 class CispoLoss(LossConfig):
@@ -105,10 +88,7 @@ class SapoLoss(LossConfig):
     """Speed at which the gate closes where the advantage is positive."""
     tau_negative: float = Field(default=1.05, gt=0, le=1000)
     """Speed at which the gate closes elsewhere."""
-
-    @property
-    def below_zero(self) -> tuple[str, ...]:
-        return ("tau_negative",)
+    below_zero: ClassVar[tuple[str, ...]] = ("tau_negative",)
 
 
 class ClipCovLoss(LossConfig):
@@ -125,10 +105,7 @@ class ClipCovLoss(LossConfig):
     """Lower limit of the covariance: the tokens are selected from those above it."""
     covariance_high: float = Field(default=5.0, ge=-1e6, le=1e6)
     """Upper limit of the covariance: the tokens are selected from those below it."""
-
-    @property
-    def below_zero(self) -> tuple[str, ...]:
-        return ("clip_low",)
+    below_zero: ClassVar[tuple[str, ...]] = ("clip_low",)
 
 
 class KlCovLoss(LossConfig):
@@ -151,10 +128,7 @@ class DppoTvLoss(LossConfig):
     """Largest fall of the probability, where the advantage is not positive; empty takes `limit`."""
     ratio_cap: float | None = Field(default=None, gt=0, le=1e6)
     """Upper limit of a token's ratio in the loss; empty is off."""
-
-    @property
-    def below_zero(self) -> tuple[str, ...]:
-        return ("limit_low",)
+    below_zero: ClassVar[tuple[str, ...]] = ("limit_low",)
 
 
 class DppoKlLoss(LossConfig):
@@ -167,10 +141,7 @@ class DppoKlLoss(LossConfig):
     """Largest divergence where the advantage is not positive; empty takes `limit`."""
     ratio_cap: float | None = Field(default=None, gt=0, le=1e6)
     """Upper limit of a token's ratio in the loss; empty is off."""
-
-    @property
-    def below_zero(self) -> tuple[str, ...]:
-        return ("limit_low",)
+    below_zero: ClassVar[tuple[str, ...]] = ("limit_low",)
 
 
 class ToprLoss(LossConfig):
@@ -179,10 +150,7 @@ class ToprLoss(LossConfig):
     type: Literal["topr"] = "topr"
     negative_cap: float = Field(default=1.0, gt=0, le=1e6)
     """Largest weight of a bad sequence."""
-
-    @property
-    def below_zero(self) -> tuple[str, ...]:
-        return ("negative_cap",)
+    below_zero: ClassVar[tuple[str, ...]] = ("negative_cap",)
 
 
 class KimiLoss(LossConfig):
