@@ -68,6 +68,20 @@ def test_whole_samples_are_those_that_vllm_tells_token_by_token(
         assert (record.first_token_at is None) == (not expected.tokens)
 
 
+def test_all_is_left_to_a_vllm_that_was_not_tested(
+    twins_of: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for release, left in (((0, 25, 1), True), ((0, 32, 9), False), ((0, 33, 0), True)):
+        caplog.clear()
+        monkeypatch.setattr("vllm.__version_tuple__", release)
+        twins = twins_of(asynchronous=True, seed=0)
+        assert ("allocate_slots" not in vars(twins.ours.kv_cache_manager)) == left
+        assert ("was not tested" in caplog.text) == left
+        twins.add("0", 20)
+        twins.finish()
+        assert twins.heard["0"].tokens == twins.expected["0"].tokens != []
+
+
 def test_the_last_sample_says_how_many_wait(twins_of: Callable[..., Twins]) -> None:
     twins = twins_of(asynchronous=False, seed=0)
     for number in range(6):

@@ -6,16 +6,18 @@ decodes only gets a token more. Such requests are scheduled, and their tokens ap
 others, which are about one in eight.
 
 Invariants: tokens, ends, blocks and counters of every request are those of vLLM's scheduler, step by step; where
-anything but plain decoding is configured (drafts, connectors, adapters, several kinds of layers), while requests wait
-or prompts are computed, all is left to vLLM.
+anything but plain decoding is configured (drafts, connectors, adapters, several kinds of layers), in releases of vLLM
+that this was not tested with, while requests wait or prompts are computed, all is left to vLLM.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import vllm
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -23,6 +25,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+log = logging.getLogger(__name__)
+
+TESTED = ((0, 26), (0, 32))
+"""The first and the last release of vLLM whose private names are known to mean what they mean here."""
 NOT_PLAIN = (
     "connector",
     "ec_connector",
@@ -83,7 +89,7 @@ class SteadyScheduler(Scheduler):
     def add_request(self, request: Request) -> None:
         """Take a request."""
         super().add_request(request)
-        if not self._late_tokens:
+        if self._block and not self._late_tokens:
             self._late_tokens = next(name for name in LATE_TOKENS if hasattr(request, name))
         steady = Steady.of(request, self.max_model_len) if self._block else None
         if steady is not None:
@@ -214,7 +220,10 @@ class SteadyScheduler(Scheduler):
         return self._allocate(request, num_new_tokens, *more, **named)
 
     def _plain_block(self) -> int:
-        """Return the size of a block where nothing but plain decoding is configured; else 0."""
+        """Return the size of a block where nothing but plain decoding is configured, in a tested release; else 0."""
+        if not TESTED[0] <= vllm.__version_tuple__[:2] <= TESTED[1]:
+            log.warning("vLLM %s was not tested: its own code schedules every step, slower", vllm.__version__)
+            return 0
         groups = self.kv_cache_config.kv_cache_groups
         spec = groups[0].kv_cache_spec if len(groups) == 1 else None
         if not isinstance(spec, FullAttentionSpec) or type(spec) is not FullAttentionSpec:
