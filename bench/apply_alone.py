@@ -41,15 +41,20 @@ def _apply_alone(weights: Any) -> dict[str, Any]:
         if name not in live.copies:
             live.copies[name] = torch.zeros_like(tensor)
     started, cpu = time.perf_counter(), time.process_time()
-    live.load(live._model(), live.remembered)
-    live._synchronize()
+    live.loader.load(live.loader.live, live.remembered)
+    _wait_for_the_gpu()
     loaded, cpu_seconds = time.perf_counter(), time.process_time() - cpu
     for name, tensor in live.remembered.tensors(weights._worker.device):
         live.copies[name].copy_(tensor)
-    live._synchronize()
+    _wait_for_the_gpu()
     return {
         "seconds": loaded - started,
         "copy_seconds": time.perf_counter() - loaded,
         "cpu_seconds": cpu_seconds,
         "pid": os.getpid(),
     }
+
+
+def _wait_for_the_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -67,7 +67,7 @@ class StallWorker(WrongWorker):
         """Return the kind of memory that the standby lies in."""
 
         def found(weights: Any) -> dict[str, Any]:
-            standby = weights.live._standby
+            standby = weights.live.standby
             kinds = {"cuda": "gpu", "cpu": "host"}
             return {"memory": "none" if standby.in_place else kinds[standby._memory.bytes.device.type]}
 

@@ -16,11 +16,11 @@ class FaultyWorker(WeightWorker):
 
     def flotilla_load_in_place(self, in_place: bool) -> dict[str, Any]:
         """Load while decoding stands still, as on a GPU, or beside it again."""
-        return self._flotilla_guarded(lambda weights: setattr(weights.live, "_has_twins", not in_place))
+        return self._flotilla_guarded(lambda weights: setattr(weights.live, "has_twins", not in_place))
 
 
 def _set_stale(weights: Any, stale: bool) -> None:
     if stale:
-        weights.live.repair_tied_layers = lambda _model, _recorded: None
+        weights.live.loader.repair_tied_layers = lambda _model, _recorded: None
     else:
-        del weights.live.repair_tied_layers
+        del weights.live.loader.repair_tied_layers

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flotilla_generator.engine.vllm.fused_experts import expert_layers, proving_experts
-from flotilla_generator.engine.vllm.live_weights import LiveModel, Loaded
+from flotilla_generator.engine.vllm.live_weights import Exchange, LiveModel, Loader
 from flotilla_trainer.rank.checkpoint_layout import CheckpointLayout
 from flotilla_weights.digest import tensor_digests
 from flotilla_weights.inbox import StagedModel
@@ -59,7 +59,7 @@ def llm(folder: Path) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def live(llm: Any) -> LiveModel:
     (worker,) = llm.collective_rpc(lambda worker: worker)
-    return LiveModel(worker)
+    return LiveModel(Loader(worker))
 
 
 def trained(folder: Path, seed: int) -> Any:
@@ -90,10 +90,10 @@ def staged(model: Any) -> StagedModel:
 
 def replaced(live: LiveModel, brought: StagedModel) -> dict[str, Any]:
     following = live.prepare(brought, seed=1)
-    assert isinstance(following, Loaded), "experts are packed in parameters, which a twin has"
-    while not live.prove(following, 1.0):
+    assert isinstance(following, Exchange), "experts are packed in parameters, which a twin has"
+    while not following.prove(1.0):
         pass
-    return live.replace(following)
+    return following.replace()
 
 
 def difference(llm: Any, model: Any) -> float:
@@ -132,7 +132,7 @@ def test_real_experts_that_are_stale_swapped_or_missing_are_named(
 ) -> None:
     brought = staged(trained(folder, 3))
     assert replaced(live, brought)["error"] == ""
-    model = live._model()
+    model = live.loader.live
     assert not any(proving_experts(model, brought))
     _, layer = expert_layers(model)[1]
     layer.w2_weight.data[5].view(-1)[7] += 1e-6
@@ -150,7 +150,7 @@ def test_real_experts_that_are_stale_swapped_or_missing_are_named(
 def test_experts_that_are_reloaded_in_place_decode_as_the_trainer_computes(
     llm: Any, live: LiveModel, folder: Path
 ) -> None:
-    live._has_twins = False
+    live.has_twins = False
     model = trained(folder, 4)
-    assert live.replace(live.prepare(staged(model), seed=1))["error"] == ""
+    assert live.prepare(staged(model), seed=1).replace()["error"] == ""
     assert difference(llm, model) < TOLERANCE

@@ -86,16 +86,14 @@ class Inbox:
         return dict(zip((spec.name for spec in self._manifest.all_tensors), self.digests, strict=True))
 
     def receive(self, progress: Progress = lambda buckets: None, keep: Keep | None = None) -> None:
-        """Take one publication; `progress` receives the count of its messages.
+        """Take one publication; `progress` receives the count of its messages as they are staged.
 
         Where `keep` is given, it takes tensors as they arrive, and nothing is staged but what has adapters.
         """
         self.staged, self.digests, self._earlier_buckets = None, [], 0
         adapters = self._manifest.adapters
         if adapters is None and keep is not None:
-            self.digests = self._receiver.receive(
-                _both(keep, lambda: progress(self.buckets_received)), lent=True
-            )
+            self.digests = self._receiver.receive(keep, lent=True)
             return
         if adapters is None:
             crowded = not self._receiver.has_room_for(self._manifest.nbytes)
@@ -131,11 +129,3 @@ class Inbox:
             progress(self.buckets_received)
 
         return arrived, self._receiver.receive(sink, manifest)
-
-
-def _both(keep: Keep, then: Callable[[], None]) -> Keep:
-    def sink(named: Named) -> None:
-        keep(named)
-        then()
-
-    return sink

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from flotilla_generator.engine.vllm.live_regions import Digests, LiveRegions, NoRegionsError
-from flotilla_generator.engine.vllm.live_weights import NOTHING_COMMITTED, LiveModel
+from flotilla_generator.engine.vllm.live_weights import LiveModel, Loader
 from flotilla_generator.engine.vllm.standby import Standby
 from flotilla_weights.digest import tensor_digests
 from flotilla_weights.inbox import StagedModel
 
 WIDTH = 8
 Named = Iterable[tuple[str, torch.Tensor]]
-Loader = Callable[[nn.Parameter, torch.Tensor, str], None]
 
 
 class UnquantizedLinearMethod:
@@ -342,32 +341,37 @@ def worker() -> Worker:
     return Worker()
 
 
-@pytest.fixture
-def live(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveModel]:
-    model = LiveModel(worker)
-    monkeypatch.setattr(model, "_has_twins", False)
-    monkeypatch.setattr(model, "_unchecked", NOTHING_COMMITTED)
-    monkeypatch.setattr(model, "_configured", nullcontext)
+class PlainLoader(Loader):
+    """Loads without vLLM, and packs nothing, as on a GPU."""
 
-    def load(module: Model, brought: StagedModel) -> None:
-        worker.loads += 1
-        module.load_weights(brought.tensors(worker.device))
-        for layer in (module.embed, module.qkv, module.down):
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self.worker = worker
+        self.packs = False
+
+    def configured(self) -> Any:
+        return nullcontext()
+
+    def load(self, model: Model, staged: StagedModel) -> None:
+        self.worker.loads += 1
+        model.load_weights(staged.tensors(self.device))
+        for layer in (model.embed, model.qkv, model.down):
             layer.quant_method.process_weights_after_loading(layer)
 
-    monkeypatch.setattr(model, "load", load)
-    monkeypatch.setattr(model, "repair_tied_layers", lambda _model, _recorded: None)
-    yield model
+
+@pytest.fixture
+def live(worker: Worker) -> LiveModel:
+    return LiveModel(PlainLoader(worker))
 
 
 def commit(live: LiveModel, seed: int) -> dict[str, Any]:
     """A whole publication as a worker takes it; `check` has the faults that were found after it, if it was made."""
     filling, brought = live.begin(), staged(seed)
     if filling is None:
-        answer = live.replace(live.prepare(brought, seed))
+        answer = live.prepare(brought, seed).replace()
     else:
         filling.put(brought.weights)
-        answer = live.replace(live.fill(filling, None, brought.digests))
+        answer = live.fill(filling, None, brought.digests).replace()
     return answer | {"check": live.check()["faults"] if answer["check"] else None}
 
 
@@ -392,7 +396,7 @@ def test_versions_that_arrive_in_place_are_compared_and_one_that_has_no_place_br
     filling.put(brought.weights)
     filled = live.fill(filling, None, brought.digests)
     worker.model.down.weight.data = worker.model.down.weight.data.clone()
-    answer = live.replace(filled)
+    answer = filled.replace()
     assert "moved" in answer["error"] and answer["broken"]
     assert commit(live, 5)["error"] == "" and worker.loads == 2
 
@@ -425,7 +429,7 @@ def test_a_model_that_moves_after_a_version_arrived_keeps_its_weights(
     filling.put(brought.weights)
     filled = live.fill(filling, None, brought.digests)
     worker.model.down.weight.data = worker.model.down.weight.data.clone()
-    answer = live.replace(filled)
+    answer = filled.replace()
     assert "moved" in answer["error"] and not answer["broken"]
     assert commit(live, 3)["error"] == "" and worker.loads == 2
 

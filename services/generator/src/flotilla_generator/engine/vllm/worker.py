@@ -23,7 +23,7 @@ from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import Exhausted, FlotillaError, Internal
 from flotilla_generator.engine.vllm.end_notices import Answer, tell
 from flotilla_generator.engine.vllm.kv_memory import KvMemory
-from flotilla_generator.engine.vllm.live_weights import Following, LiveModel, Loaded
+from flotilla_generator.engine.vllm.live_weights import Exchange, Following, LiveModel, Loader
 from flotilla_generator.engine.vllm.parent_watch import end_with_the_service
 from flotilla_weights.group import Receiver
 from flotilla_weights.inbox import Inbox
@@ -48,7 +48,7 @@ class WorkerWeights:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self.live = LiveModel(worker)
+        self.live = LiveModel(Loader(worker))
         self._receiver: Receiver | None = None
         self.thread: threading.Thread | None = None
         self._busy = False
@@ -103,7 +103,7 @@ class WorkerWeights:
         return {
             "rank": self._worker.rank,
             "busy": self._busy,
-            "proved": not isinstance(following, Loaded) or following.proved,
+            "proved": not isinstance(following, Exchange) or following.proved,
             **self._fault,
             "buckets": 0 if inbox is None else inbox.buckets_received,
             "digests": [] if inbox is None else inbox.digests,
@@ -112,14 +112,15 @@ class WorkerWeights:
 
     def prove(self) -> Answer:
         """Go on with the proof of what was staged, for a little while."""
-        return {"proved": self._next is None or self.live.prove(self._next, PROOF_SLICE_S)}
+        following = self._next
+        return {"proved": not isinstance(following, Exchange) or following.prove(PROOF_SLICE_S)}
 
     def apply(self) -> Answer:
         """Make what was staged live."""
         following, self._next = self._next, None
         if following is None:
             return {"error": "nothing is staged", "broken": False}
-        return self.live.replace(following)
+        return following.replace()
 
     def check(self, ticket: bytes) -> None:
         """Start to compare the memory that decodes with what was committed; decoding goes on."""
