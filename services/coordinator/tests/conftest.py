@@ -24,6 +24,7 @@ from flotilla_coordinator.runs import start as run_start
 from flotilla_coordinator.runs.executor import RunExecutor
 from flotilla_coordinator.runs.registry import Runs
 from flotilla_coordinator.runs.resume import StartPoint
+from flotilla_core import rpc
 from flotilla_core.config.stack import BindConfig, StackConfig
 from flotilla_core.files import make_private_folder
 from flotilla_core.rpc import RpcServer
@@ -82,6 +83,18 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@pytest.fixture
+def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripted services are called as they are, without a wire."""
+
+    async def call(method: Callable[..., Any], request: Any, **_options: Any) -> Any:
+        return await method(request)
+
+    monkeypatch.setattr(rpc, "unary", call)
+    monkeypatch.setattr(rpc, "client_stream", call)
+    monkeypatch.setattr(rpc, "server_stream", lambda method, request, **_: method(request))
 
 
 @pytest.fixture

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from flotilla_coordinator.fleet.run_fleet import SleepingGenerators
-from flotilla_core import rpc
 from flotilla_core.errors import DeadlineExceeded, Exhausted, FlotillaError
 from flotilla_testing.scripted import ScriptedReplica, scripted_generator
+
+pytestmark = pytest.mark.usefixtures("direct_calls")
 
 
 class Bench:
@@ -30,17 +30,6 @@ class Bench:
 
     def calls(self, replica: ScriptedReplica) -> list[str]:
         return [method for method, _ in replica.stub.calls]
-
-
-@pytest.fixture(autouse=True)
-def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Scripted services are called as they are, without a wire."""
-
-    async def unary(method: Callable[..., Any], request: Any, **_options: Any) -> Any:
-        return await method(request)
-
-    monkeypatch.setattr(rpc, "unary", unary)
-    yield
 
 
 async def test_all_generators_sleep_for_the_run_and_all_wake() -> None:

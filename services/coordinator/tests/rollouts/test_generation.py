@@ -17,7 +17,6 @@ from flotilla.reward.v1 import reward_pb2 as reward
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
-from flotilla_core import rpc
 from flotilla_core.config import RewardTermConfig, SamplingConfig
 from flotilla_core.errors import (
     DeadlineExceeded,
@@ -31,6 +30,8 @@ from flotilla_core.errors import (
 )
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+
+pytestmark = pytest.mark.usefixtures("direct_calls")
 
 TOKENIZER: Any = SimpleNamespace(decode_many=lambda sequences: list(map(str, sequences)))
 SLOTS = ("run/0/0/0", "run/0/0/1", "run/0/0/2")
@@ -77,12 +78,6 @@ class Pool:
 
     def eject(self, instance_id: str, why: str) -> None:
         self.ejected.append(instance_id)
-
-
-@pytest.fixture(autouse=True)
-def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripted replicas are called as they are, without a wire."""
-    monkeypatch.setattr(rpc, "server_stream", lambda method, request, **_: method(request))
 
 
 def delivered(

@@ -37,7 +37,7 @@ from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import Learners, StepUpdates
-from flotilla_core import ids, rpc
+from flotilla_core import ids
 from flotilla_core.agreement import AgreementLimits
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.errors import Cancelled, FlotillaError, InvalidConfig, InvalidRequest, Unavailable
@@ -153,11 +153,7 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    async def direct(method: Any, request: Any, **_: Any) -> Any:
-        return await method(request)
-
-    monkeypatch.setattr(rpc, "unary", direct)
+async def bench(tmp_path: Path, direct_calls: None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     await ledger.save_run(RunRecord(RUN, "run", RunState.RUNNING, "", str(tmp_path), 0.0))
     yield Bench(ledger, tmp_path, monkeypatch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,13 @@ from flotilla_coordinator.runs.resume import StartPoint
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.weights.members import SyncReport
 from flotilla_coordinator.weights.sync import WeightSync
-from flotilla_core import rpc
 from flotilla_core.config import RunConfig, StackConfig, WeightSyncConfig
 from flotilla_core.errors import FlotillaError, Mismatch, RankFailed
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
 from flotilla_testing.scripted import scripted_generator, scripted_trainer
+
+pytestmark = pytest.mark.usefixtures("direct_calls")
 
 STEPS = 3
 LIMIT_S = 5.0
@@ -169,17 +169,6 @@ class Loop:
         """Return when everything was done that waits for nothing."""
         for _ in range(TURNS):
             await asyncio.sleep(0)
-
-
-@pytest.fixture(autouse=True)
-def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Scripted services are called as they are, without a wire."""
-
-    async def unary(method: Callable[..., Any], request: Any, **_options: Any) -> Any:
-        return await method(request)
-
-    monkeypatch.setattr(rpc, "unary", unary)
-    yield
 
 
 async def test_rollouts_proceed_while_the_canary_is_held_open_and_nothing_of_theirs_is_trained() -> None:

@@ -19,7 +19,6 @@ from flotilla_coordinator.trainers import messages as group_messages
 from flotilla_coordinator.trainers.roles import PolicyTrainer, ScoringSession, Teachers, mean_logprobs
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_coordinator.trainers.spec import critic_needs_start, frozen_roles_of
-from flotilla_core import rpc
 from flotilla_core.config import RunConfig
 from flotilla_core.config.advantages import DistillAdvantage
 from flotilla_core.roles import POLICY, REFERENCE, TEACHER
@@ -41,9 +40,8 @@ async def nobody() -> list[str]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[pb.ComputeLogprobsRequest]:
+def asked(direct_calls: None, monkeypatch: pytest.MonkeyPatch) -> list[pb.ComputeLogprobsRequest]:
     """Record the requests; answer -id for every token, in another order than that of the request."""
-    monkeypatch.setattr(rpc, "unary", lambda method, request, **options: method(request))
     monkeypatch.setattr(group_messages, "PART_BYTES", 30)
     return []
 

@@ -25,6 +25,8 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError, NotFound, Un
 from flotilla_core.version import Version
 from flotilla_testing.files import NO_FILES, files_in, to_nobody
 
+pytestmark = pytest.mark.usefixtures("direct_calls")
+
 CONFIG = RunConfig.model_validate(
     {"name": "run", "steps": 3, "data": {"train": "x.jsonl"}, "rewards": [{"reward": "exact"}]}
 )
@@ -85,17 +87,6 @@ class Trainer:
         if request.update_id not in self.updates:
             raise NotFound("never happened here")
         return pb.GetUpdateResponse(result=self.updates[request.update_id])
-
-
-@pytest.fixture(autouse=True)
-def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer is called as it is, without a wire."""
-
-    async def call(method: Any, request: Any, **_options: Any) -> Any:
-        return await method(request)
-
-    monkeypatch.setattr(rpc, "unary", call)
-    monkeypatch.setattr(rpc, "client_stream", call)
 
 
 def policy(trainer: Trainer, *ended: str, lineage: int = 0) -> PolicyTrainer:

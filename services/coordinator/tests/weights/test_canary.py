@@ -11,11 +11,12 @@ import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.weights.canary import Canary, LiveCheck
-from flotilla_core import rpc
 from flotilla_core.config import CanaryConfig, StackConfig
 from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+
+pytestmark = pytest.mark.usefixtures("direct_calls")
 
 V1 = Version(0, 1)
 TOKENS = np.arange(4, dtype=np.int32)
@@ -72,11 +73,6 @@ def canary_of(dtype: str, policy: Policy, **settings: Any) -> Canary:
     config = CanaryConfig(prompts=2, tokens=4, **settings)
     stack = StackConfig.model_validate({end: {"dtype": dtype} for end in ("trainer", "generator")})
     return Canary("run", config, stack, policy, prompts, timeout_s=5)  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "server_stream", lambda method, request, **_: method(request))
 
 
 @pytest.fixture

@@ -17,11 +17,12 @@ import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.weights.canary import Canary
-from flotilla_core import rpc
 from flotilla_core.agreement import DECIDING_TOKENS, LEAST_TOKENS, SECOND_LOOK, Rounding
 from flotilla_core.config import CanaryConfig, StackConfig
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+
+pytestmark = pytest.mark.usefixtures("direct_calls")
 
 V1 = Version(0, 1)
 TOKENS = 400_000
@@ -71,11 +72,6 @@ def canary_of(prompts: int, tokens: int) -> Canary:
     stack = StackConfig.model_validate({end: {"dtype": "bfloat16"} for end in ("trainer", "generator")})
     asked = [np.arange(3, dtype=np.int32)] * prompts
     return Canary("run", config, stack, Policy(), asked, timeout_s=5)  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "server_stream", lambda method, request, **_: method(request))
 
 
 def test_the_tokens_are_like_those_that_were_measured() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import pytest
 from flotilla_coordinator.weights import sync as sync_module
 from flotilla_coordinator.weights.members import SyncReport
 from flotilla_coordinator.weights.sync import WeightSync
-from flotilla_core import rpc
 from flotilla_core.config import WeightSyncConfig
 from flotilla_core.errors import (
     DeadlineExceeded,
@@ -88,15 +87,8 @@ class Bench:
 
 
 @pytest.fixture(autouse=True)
-def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Scripted services are called as they are, without a wire; newcomers are looked for all the time."""
-
-    async def unary(method: Callable[..., Any], request: Any, **_options: Any) -> Any:
-        return await method(request)
-
-    monkeypatch.setattr(rpc, "unary", unary)
+def newcomers_are_looked_for_all_the_time(direct_calls: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_module, "LOOK_AGAIN_S", 0.001)
-    yield
 
 
 async def test_a_joiner_takes_the_version_in_a_group_of_its_own_and_the_next_sync_is_of_all() -> None:

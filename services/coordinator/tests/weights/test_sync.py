@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +29,8 @@ from flotilla_core.errors import (
 from flotilla_core.version import Version
 from flotilla_testing.scripted import scripted_generator as replica
 from flotilla_testing.scripted import scripted_trainer
+
+pytestmark = pytest.mark.usefixtures("direct_calls")
 
 V1, V2 = Version(0, 1), Version(0, 2)
 Failure = FlotillaError | None
@@ -92,17 +94,6 @@ class Bench:
     @property
     def epochs(self) -> list[int]:
         return [request.epoch for request in self.stub.asked("OpenWeightGroup")]
-
-
-@pytest.fixture(autouse=True)
-def direct_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Scripted services are called as they are, without a wire."""
-
-    async def unary(method: Callable[..., Any], request: Any, **_options: Any) -> Any:
-        return await method(request)
-
-    monkeypatch.setattr(rpc, "unary", unary)
-    yield
 
 
 async def test_a_member_whose_live_memory_changed_is_evicted_and_asked_for_no_canary() -> None:

@@ -323,35 +323,6 @@ def test_an_update_of_dropped_groups_alone_has_no_gradient() -> None:
     assert (loss, np.abs(gradient).max()) == (0.0, 0.0)
 
 
-def test_stale_tokens_count_less_in_every_term_of_the_loss() -> None:
-    batch = UpdateBatch.read(make_groups([3, 4]), ModelLimits(VOCABULARY, 0), VERSION)
-    assert batch.logprobs is not None
-    batch = replace(batch, reference_logprobs=batch.logprobs - 0.1)
-    terms = {name: EVERYTHING[name] for name in ("kl", "teacher", "entropy_coefficient")}
-    plain, _ = PolicyObjective(objective_of("grpo", **terms)).sequences(batch, 0)
-    decay = {"correction": {"staleness_decay": 0.5}}
-    decayed, _ = PolicyObjective(objective_of("grpo", **terms, **decay)).sequences(batch, 0)
-    factors = 0.5 ** batch.staleness[batch.trained]
-    assert 0 < (factors < 1).sum() < factors.size
-    for name in ("weights", "kl_weights", "teacher_weights"):
-        np.testing.assert_allclose(decayed.columns[name], plain.columns[name] * factors, rtol=1e-6)
-
-
-def test_tokens_of_one_age_scale_the_whole_loss_by_one_factor() -> None:
-    """So the terms of the loss keep their balance, whatever the age."""
-    groups = make_groups([3, 4])
-    for group in groups:
-        for sample in group.samples:
-            (span,) = sample.version_spans
-            span.end = len(from_tensor(sample.token_ids))
-    terms = {name: EVERYTHING[name] for name in ("kl", "teacher", "entropy_coefficient")}
-    plain = result(objective_of("grpo", **terms), groups)
-    decay = {"correction": {"staleness_decay": 0.5, "fail_at": None}}
-    halved = result(objective_of("grpo", **terms, **decay), groups)
-    assert halved[0] == pytest.approx(plain[0] / 2, abs=TOLERANCE)
-    np.testing.assert_allclose(halved[1], plain[1] / 2, atol=TOLERANCE)
-
-
 def test_divergence_in_the_reward_is_paid_token_by_token() -> None:
     groups = make_groups([3, 4])
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
@@ -368,15 +339,6 @@ def test_divergence_in_the_reward_is_paid_token_by_token() -> None:
         sequences.columns["advantages"], plain.columns["advantages"] - 0.05 * ahead, atol=1e-5
     )
     assert "kl_weights" not in sequences.columns
-
-
-def test_shuffled_rewards_are_the_same_rewards_in_another_order() -> None:
-    batch = UpdateBatch.read(make_groups([4] * 8), ModelLimits(VOCABULARY, 0), VERSION)
-    plain = PolicyObjective(objective_of("grpo")).sequences(batch, 5)[0].columns["advantages"]
-    control = PolicyObjective(objective_of("grpo", shuffle_rewards=True))
-    shuffled = control.sequences(batch, 5)[0].columns["advantages"]
-    assert (shuffled != plain).any()
-    np.testing.assert_array_equal(shuffled, control.sequences(batch, 5)[0].columns["advantages"])
 
 
 def test_advantages_of_the_caller_are_taken_as_they_are() -> None:
@@ -445,20 +407,6 @@ def test_how_far_the_policy_has_moved_is_not_taken_for_another_engine() -> None:
     # Where all of it is old there is nothing to compare.
     _, _, old = result(objective_of("grpo"), sampled_by((before, before), (0.2, 0.2)))
     assert old["tokens/fresh_share"] == 0 and "probs_diff/fresh" not in old
-
-
-def test_overlong_responses_lose_reward_towards_the_limit() -> None:
-    groups = make_groups([2])
-    for sample, length in zip(groups[0].samples, (4, LIMIT), strict=True):
-        sample.Clear()
-        sample.sample_id = f"of-{length}"
-        sample.token_ids.CopyFrom(to_tensor(np.ones(length, np.int32)))
-        sample.logprobs.CopyFrom(to_tensor(np.full(length, -1, np.float32)))
-        sample.reward = 1.0
-    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
-    objective = objective_of("dr_grpo", advantage={"overlong": {"buffer_tokens": 8, "penalty": 1.0}})
-    sequences, _ = PolicyObjective(objective).sequences(batch, 0)
-    assert sequences.columns["advantages"].tolist() == [0.5] * 4 + [-0.5] * LIMIT
 
 
 def broken_update(field: str) -> list[pb.TrainGroup]:

@@ -60,43 +60,6 @@ def objective(kind: str, *, normalize: bool = False, rejects: bool = False) -> O
     return ObjectiveSettings.from_wire(wire_objective("policy", {"correction": correction}))
 
 
-def weights_by_hand(batch: UpdateBatch, kind: str, cap: float, floor: float) -> list[float]:
-    """Return one number for each token, turn or sequence with a trained token, from its definition."""
-    assert batch.logprobs is not None
-    ratios = np.exp(scores_of(batch).astype(float) - batch.logprobs)
-    products: list[float] = []
-    starts = np.cumsum(batch.response_lengths) - batch.response_lengths
-    for start, length in zip(starts, batch.response_lengths, strict=True):
-        fresh = True
-        for token in range(start, start + length):
-            if not batch.trained[token]:
-                fresh = fresh or kind == "segment"
-                continue
-            if fresh or kind in ("token", "icepop"):
-                products.append(1.0)
-            products[-1] *= ratios[token]
-            fresh = False
-    if kind.startswith("icepop"):
-        return [product if floor <= product <= cap else 0.0 for product in products]
-    return [min(product, cap) for product in products]
-
-
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_normalised_weights_are_divided_by_their_mean_over_the_update(kind: str) -> None:
-    plain, normalised = PolicyObjective(objective(kind)), PolicyObjective(objective(kind, normalize=True))
-    assert not plain.scores_policy(several_steps=False)
-    assert normalised.scores_policy(several_steps=False)
-    update = batch()
-    mean = float(np.mean(weights_by_hand(update, kind, CAP, FLOOR)))
-    assert abs(mean - 1) > 0.01
-    scores = scores_of(update)
-    before, after = (front.sequences(update, 5, scores)[0].columns for front in (plain, normalised))
-    np.testing.assert_allclose(after["importance_scale"], 1 / mean, rtol=1e-6)
-    # The entropy and the divergence are no part of what is corrected.
-    np.testing.assert_array_equal(after["weights"], before["weights"])
-    np.testing.assert_array_equal(after["proximal_logprobs"], scores[update.trained])
-
-
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_weights_and_rejections_do_not_depend_on_the_cuts(kind: str, normalize: bool) -> None:

@@ -79,21 +79,6 @@ def test_a_group_is_judged_by_what_is_left_of_it() -> None:
     assert np.flatnonzero(by_sample(front, batch, "weights")).tolist() == [3, 4]
 
 
-def test_the_mean_may_be_of_the_group_and_the_deviation_of_the_batch() -> None:
-    rewards = [[1.0, 0.0, 0.5], [2.0, 0.0], [1.0, 1.0]]
-    front = front_of(function("reinforce", gamma=1.0), reward_normalization={"mean": GROUP, "std": BATCH})
-    deviation = np.std([r for group in rewards for r in group], ddof=1) + 1e-6
-    expected = [(r - np.mean(group)) / deviation for group in rewards for r in group]
-    np.testing.assert_allclose(by_sample(front, batch_of(rewards), "advantages"), expected, rtol=1e-6)
-
-
-def test_normalised_rewards_are_bounded_and_then_scaled() -> None:
-    normalization = {"mean": BATCH, "std": BATCH, "clip": 0.4, "scale": 3.0}
-    front = front_of(function("reinforce", gamma=1.0), reward_normalization=normalization)
-    found = by_sample(front, batch_of([[9.0, 0.0, 0.0], [0.0]]), "advantages")
-    np.testing.assert_allclose(found, [1.2, -1.2, -1.2, -1.2])
-
-
 def test_running_normalisation_is_by_the_rewards_of_the_updates_that_were_made() -> None:
     front = front_of(function("reinforce", gamma=1.0), reward_normalization={"mean": RUNNING, "std": RUNNING})
     batch = batch_of([[1.0, 0.0, 1.0], [0.0, 0.25]])
