@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -18,6 +17,7 @@ from flotilla_coordinator.plan.trainer_memory import KEPT_SHARE, layer_activatio
 from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core.config import LoraConfig, RunConfig, StackConfig, load_text
 from flotilla_core.errors import InvalidConfig
+from flotilla_testing.model_folders import write_tokenizer
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.rank import kept_whole
@@ -43,14 +43,9 @@ AWKWARD = [
 
 
 def model_folder(folder: Path) -> Path:
-    folder.mkdir()
     shape = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=20, max_position_embeddings=64, **shape)).save_pretrained(folder)
-    words = {character: index for index, character in enumerate("_0123456789+=")}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="_"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.save(str(folder / "tokenizer.json"))
-    return folder
+    return write_tokenizer(folder, "_0123456789+=")
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-import tokenizers
 
 from flotilla.coordinator.v1.run_pb2 import Plan
 from flotilla_coordinator.plan import plan_run, size_limits
@@ -22,6 +20,7 @@ from flotilla_coordinator.plan.placement import placed
 from flotilla_core.config import RunConfig, StackConfig, load
 from flotilla_core.errors import FailedPrecondition
 from flotilla_launch import gpus as gpus_module
+from flotilla_testing.model_folders import write_header, write_tokenizer
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "qwen3"
 CARDS = {"80 GB": 81_559, "141 GB": 143_771}
@@ -127,19 +126,9 @@ def make_model(folder: Path, config: dict[str, Any]) -> None:
     """Make a folder with the shape of a model, and a tokenizer of letters."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {
-        name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in weights(config)
-    }
-    header = json.dumps(tensors).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"_": 0, "<end>": 1, "a": 2, "b": 3}, unk_token="_")
-    )
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.save(str(folder / "tokenizer.json"))
+    write_header(folder, dict(weights(config)))
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    settings = {"eos_token": "<end>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_tokenizer(folder, ["_", "<end>", "a", "b"], template=template, eos_token="<end>")
 
 
 def set_host(folder: Path, count: int, mebibytes: int) -> None:

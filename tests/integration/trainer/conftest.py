@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 from google.protobuf.duration_pb2 import Duration
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla.common.v1 import weights_pb2
 from flotilla.trainer.v1 import session_pb2
@@ -36,6 +34,7 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.files import files_in
 from flotilla_testing.session_specs import as_struct, called, wire_objective
+from flotilla_testing.tiny_qwen3 import VOCABULARY, tiny_qwen3
 from flotilla_trainer.front.servicer import TrainerServicer
 from flotilla_trainer.front.session_files import SessionFiles
 from flotilla_trainer.front.session_manager import SessionManager
@@ -44,27 +43,14 @@ from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.service import SERVICE_NAME
 
-VOCABULARY = 31
 CALL_TIMEOUT_S = 60.0
 Asked = str | session_pb2.Objective
 
 
 def make_model(folder: Path, seed: int, **changes: Any) -> Path:
     """A two-layer Qwen3 with weights large enough to make every term matter."""
-    torch.manual_seed(seed)
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": True,
-    }
-    Qwen3ForCausalLM(Qwen3Config(**(shape | changes))).save_pretrained(folder)
+    shape = {"intermediate_size": 64, "initializer_range": 0.3, "tie_word_embeddings": True}
+    tiny_qwen3(seed, **shape | changes).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}", "utf-8")
     return folder
 

@@ -1,11 +1,10 @@
-"""Texts that would grow without bound are refused: soon, in little memory, by file, override and wire."""
+"""Texts that would grow without bound are refused in little memory, by file, override and wire."""
 
 from __future__ import annotations
 
 import resource
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from flotilla_core.errors import InvalidConfig
 from flotilla_core.json_text import json_object, read_json_object
 from flotilla_core.model_folder import stored_shapes
 
-LONGEST_S = 10.0
-"""A refusal takes 2 s at most on an idle core; tests share theirs."""
 MOST_MEMORY = 600 << 20
 """Bytes of a process that reads a configuration; half of it is Python with pydantic and protobuf."""
 
@@ -58,10 +55,8 @@ BOMBS = {
 def test_what_would_grow_without_bound_is_refused_with_place_and_limit(
     text: str, place: str, limit: str
 ) -> None:
-    began = time.process_time()
     with pytest.raises(InvalidConfig) as refused:
         load_text(RunConfig, text, source="run.yaml")
-    assert time.process_time() - began < LONGEST_S
     assert place in str(refused.value)
     assert limit in str(refused.value)
     assert len(str(refused.value)) < 1000

@@ -218,3 +218,16 @@ def assistant(text: str, **keys: Any) -> dict[str, Any]:
 def system(text: str) -> dict[str, Any]:
     """Return a message of the system."""
     return {"role": "system", "content": text}
+
+
+TOOL = {
+    "name": "weather",
+    "description": "The weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+CALLING: list[dict[str, Any]] = [
+    user("Weather?"),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,12 +12,12 @@ import huggingface_hub.constants
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tokenizers
 
 from flotilla_coordinator.plan import size_limits
 from flotilla_core.config import RunConfig, StackConfig, load
 from flotilla_core.config.presets import PRESETS
 from flotilla_launch import gpus as gpus_module
+from flotilla_testing.model_folders import write_header, write_tokenizer
 
 Command = Callable[..., tuple[int, str, str]]
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
@@ -39,16 +38,9 @@ def make_model(folder: Path, *, width: int = 8, layers: int = 3, template: bool 
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {"embed.weight": [300, width]}
     shapes |= {f"model.layers.{n}.w.weight": [width, width] for n in range(layers)}
-    header = json.dumps(
-        {name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
-    ).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    letters = {"_": 0, "<eos>": 1} | {chr(code): code for code in range(2, 256)}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="_"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.save(str(folder / "tokenizer.json"))
+    write_header(folder, shapes)
     settings = {"eos_token": "<eos>"} | ({"chat_template": TEMPLATE} if template else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_tokenizer(folder, ["\0", "<eos>", *map(chr, range(2, 256))], **settings)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from flotilla_coordinator.data.training_sets import training_data
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_testing import chat_templates as templates
-from flotilla_testing.chat_templates import assistant, user
+from flotilla_testing.chat_templates import CALLING, TOOL, assistant, user
 
 Row = dict[str, Any]
 Models = Callable[[str], Tokenizer]
@@ -24,17 +24,6 @@ ASKED = (
     "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n"
     "<|im_start|>user\nSky?<|im_end|>\n<|im_start|>assistant\n"
 )
-TOOL = {
-    "name": "weather",
-    "description": "The weather.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
-CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
-CALLING = [
-    user("Weather?"),
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "1", "content": "sunny"},
-]
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
-import tokenizers
 
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt, PromptFile, load_prompts
@@ -19,6 +18,7 @@ from flotilla_coordinator.data.training_sets import data_remarks, read_held_out,
 from flotilla_coordinator.plan.data_lines import data_lines
 from flotilla_core.config import DataConfig, RunConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_testing.model_folders import write_tokenizer
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"
 TEMPLATE = (
@@ -29,14 +29,9 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    words = ["<pad>", "<eos>", *CHARACTERS]
     folder = tmp_path_factory.mktemp("model")
-    vocabulary = {character: index for index, character in enumerate(["<pad>", "<eos>", *CHARACTERS])}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return Tokenizer.load(folder)
+    return Tokenizer.load(write_tokenizer(folder, words, template=TEMPLATE, eos_token="<eos>"))
 
 
 ROWS = [

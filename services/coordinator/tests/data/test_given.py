@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from flotilla_coordinator.data.given import load_given
 from flotilla_coordinator.data.prompt_source import PromptSource
@@ -16,6 +15,7 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_data.columns import Reads
+from flotilla_testing.model_folders import write_tokenizer
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz|\n"
 TEMPLATE = (
@@ -27,17 +27,11 @@ END = 1
 
 
 def make_tokenizer(folder: Path, template: str) -> Tokenizer:
-    folder.mkdir(exist_ok=True)
-    words = ["<pad>", "<end>", "<user>", "<assistant>", *CHARACTERS]
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>")
+    special = ["<pad>", "<end>", "<user>", "<assistant>"]
+    words = [*special, *CHARACTERS]
+    return Tokenizer.load(
+        write_tokenizer(folder, words, special=special, template=template, eos_token="<end>")
     )
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.add_special_tokens(words[:4])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    (folder / "chat_template.jinja").write_text(template)
-    return Tokenizer.load(folder)
 
 
 @pytest.fixture(scope="module")

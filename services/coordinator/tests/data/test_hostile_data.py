@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
-import tokenizers
 import zstandard
 
+from flotilla_testing.model_folders import write_tokenizer
 from flotilla_testing.peak_memory import most_memory_kib
 
 MOST_MIB = 1024
@@ -63,14 +63,11 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    vocabulary = {character: index for index, character in enumerate(["<pad>", "<eos>", *"0123456789+= x"])}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    return folder
+    words, template = (
+        ["<pad>", "<eos>", *"0123456789+= x"],
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    return write_tokenizer(tmp_path_factory.mktemp("model"), words, template=template, eos_token="<eos>")
 
 
 Ask = Callable[..., str]

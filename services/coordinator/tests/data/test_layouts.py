@@ -25,7 +25,7 @@ from flotilla_core.errors import InvalidConfig
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
 from flotilla_testing import chat_templates as templates
-from flotilla_testing.chat_templates import assistant, system, user
+from flotilla_testing.chat_templates import CALL, CALLING, TOOL, assistant, system, user
 
 Row = dict[str, Any]
 Models = Callable[[str], Tokenizer]
@@ -257,18 +257,7 @@ def test_each_layout_teaches_what_its_writer_means(
     assert found == expected
 
 
-TOOL = {
-    "name": "weather",
-    "description": "The weather.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
-CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
-CALLING = [
-    user("Weather?"),
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "1", "content": "sunny"},
-    assistant("Sunny."),
-]
+ANSWERED = [*CALLING, assistant("Sunny.")]
 CALLED = [
     '[+<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>+]',
     "\n<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n<|im_start|>assistant\n[+Sunny.<|im_end|>+]",
@@ -280,7 +269,7 @@ CALLED = [
 def test_calls_of_tools_are_learned_as_the_template_writes_them(
     tools: object, ending: str, tmp_path: Path, model: Models
 ) -> None:
-    row = {"messages": CALLING} | ({"tools": tools} if tools else {})
+    row = {"messages": ANSWERED} | ({"tools": tools} if tools else {})
     (found,) = sent([row], model(templates.QWEN25), tmp_path / f"rows.{ending}")
     prompt, *learned = found.partition("[+")
     assert "".join(learned) == "".join(CALLED)
@@ -289,10 +278,10 @@ def test_calls_of_tools_are_learned_as_the_template_writes_them(
 
 def test_calls_of_functions_in_old_files_are_the_same(tmp_path: Path, model: Models) -> None:
     chat = [
-        CALLING[0],
+        ANSWERED[0],
         {"role": "assistant", "content": None, "function_call": CALL["function"]},
         {"role": "function", "name": "weather", "content": "sunny"},
-        CALLING[3],
+        ANSWERED[3],
     ]
     (found,) = sent(
         [{"messages": chat, "functions": [TOOL]}], model(templates.QWEN25), tmp_path / "rows.jsonl"
@@ -415,16 +404,16 @@ REFUSED: dict[str, tuple[str, str, Row, str, Row]] = {
     "calls that the template leaves out": (
         "CHATML",
         "sft",
-        {"messages": CALLING},
+        {"messages": ANSWERED},
         "leaves out a part of a call.*write the call into its message",
-        {"messages": [user("a"), assistant('weather(city="Paris")'), *CALLING[2:]]},
+        {"messages": [user("a"), assistant('weather(city="Paris")'), *ANSWERED[2:]]},
     ),
     "calls in the prompt that the template leaves out": (
         "CHATML",
         "dpo",
-        {"prompt": CALLING[:3], **CHOSEN},
+        {"prompt": ANSWERED[:3], **CHOSEN},
         "leaves out a part of a call.*write the call into",
-        {"prompt": [user("a"), assistant('weather(city="Paris")'), CALLING[2]], **CHOSEN},
+        {"prompt": [user("a"), assistant('weather(city="Paris")'), ANSWERED[2]], **CHOSEN},
     ),
     "thoughts that the template leaves out": (
         "CHATML",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import psutil
@@ -13,17 +12,12 @@ import tokenizers
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.model_folder import tokenizer_digest
+from flotilla_testing.model_folders import write_tokenizer
 
 
 def make(folder: Path, **settings: object) -> Path:
-    vocabulary = {text: index for index, text in enumerate(["<pad>", "<eos>", "<end>", "1", "2", "+", "="])}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.decoder = tokenizers.decoders.Fuse()
-    backend.add_special_tokens(["<pad>", "<eos>", "<end>"])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", **settings}))
-    return folder
+    special = ["<pad>", "<eos>", "<end>"]
+    return write_tokenizer(folder, [*special, *"12+="], special=special, **{"eos_token": "<eos>", **settings})
 
 
 def test_text_survives_the_way_there_and_back(tmp_path: Path) -> None:

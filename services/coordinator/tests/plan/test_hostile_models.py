@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_core.errors import FlotillaError, Internal
+from flotilla_testing.model_folders import write_tokenizer
 from flotilla_testing.peak_memory import forget_most_memory, most_memory_kib
 
 CONFIG = {
@@ -42,12 +42,8 @@ def write_model(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(
         weights({"model.embed_tokens.weight": tensor([3, 8])}) + bytes(96)
     )
-    vocabulary = {text: index for index, text in enumerate(["<pad>", "<eos>", "1"])}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>")).save(
-        str(folder / "tokenizer.json")
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    words = ["<pad>", "<eos>", "1"]
+    write_tokenizer(folder, words, template="{{ messages[0].content }}", eos_token="<eos>")
 
 
 Change = Callable[[Path], object]

@@ -10,6 +10,7 @@ import pytest
 
 from flotilla_coordinator.plan.data_lines import model_line
 from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
+from flotilla_testing.model_folders import write_header
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -30,10 +31,7 @@ EXPERTS = {f"model.layers.0.mlp.experts.{index}.up_proj.weight": [10, 8] for ind
 @pytest.fixture
 def mixture(tmp_path: Path) -> ModelFacts:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    shapes = DENSE | EXPERTS
-    entries = {n: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for n, shape in shapes.items()}
-    header = json.dumps(entries).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_header(tmp_path, DENSE | EXPERTS, "F32")
     return ModelFacts.read(tmp_path)
 
 
@@ -41,5 +39,4 @@ def test_a_mixture_counts_all_experts_and_those_that_a_token_meets(mixture: Mode
     outside, one = sum(map(math.prod, DENSE.values())), 10 * 8
     assert (mixture.experts, mixture.visited_experts) == (4, 1)
     assert (mixture.parameters, mixture.active_parameters) == (outside + 4 * one, outside + one)
-    explanation = model_line(mixture, SequenceLimit(64, None)).explanation
-    assert f"of the 4 experts of a layer a token visits 1: it meets {outside + one} parameters" in explanation
+    assert f" {outside + one} " in model_line(mixture, SequenceLimit(64, None)).explanation

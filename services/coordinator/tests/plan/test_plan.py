@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.plan import plan_run, remarks, size_limits
@@ -18,6 +17,7 @@ from flotilla_coordinator.plan.size_limits import MOST_GROUPS, MOST_SAMPLES
 from flotilla_coordinator.plan.trainer_memory import TrainerMemory
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.findings import info, warning
+from flotilla_testing.model_folders import write_header, write_tokenizer
 
 RECOMPUTED = {"activation_checkpointing": True, "tokens_per_microbatch": 4096}
 PARAMETERS = {"embed": [20, 8], "layer": [3, 8, 8]}
@@ -25,11 +25,7 @@ SUPERVISED = {"algorithm": {"type": "sft"}, "evaluation": None, "rewards": []}
 
 
 def make_model(folder: Path, **changes: object) -> Path:
-    folder.mkdir()
-    vocabulary = {character: index for index, character in enumerate("_0123456789+=")}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="_"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    backend.save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, "_0123456789+=")
     config = {
         "model_type": "qwen3",
         "hidden_size": 8,
@@ -40,16 +36,8 @@ def make_model(folder: Path, **changes: object) -> Path:
         "max_position_embeddings": 64,
     }
     (folder / "config.json").write_text(json.dumps(config | changes))
-    store_header(folder, PARAMETERS)
+    write_header(folder, PARAMETERS, "F32")
     return folder
-
-
-def store_header(folder: Path, shapes: dict[str, list[int]]) -> None:
-    header = json.dumps(
-        {"__metadata__": {"format": "pt"}}
-        | {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
-    ).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 @pytest.fixture
@@ -134,7 +122,7 @@ def test_supervised_training_needs_answers_and_no_generators(
     first = next(line for line in planned.lines if line.name == "first row")
     assert (first.value, first.explanation) == (
         "row 1 of 40: 3 of 8 tokens are learned",
-        "1 0 + 1 =>>>1 1 _<<<",
+        "10+1=>>>11_<<<",
     )
     run["data"]["answer_field"] = "solution"
     assert "column 'solution' is missing" in the_error(plan(run, stack, **SUPERVISED))
@@ -282,7 +270,7 @@ def layered(stack: StackConfig) -> StackConfig:
     inner = {"self_attn.q_proj": [8, 8], "self_attn.k_proj": [4, 8], "mlp.up_proj": [32, 8], "norm": [8]}
     shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(3) for name, shape in inner.items()}
     outer = {"model.embed_tokens.weight": [20, 8], "model.norm.weight": [8], "lm_head.weight": [20, 8]}
-    store_header(Path(stack.model), outer | shapes)
+    write_header(Path(stack.model), outer | shapes, "F32")
     return stack
 
 

@@ -142,9 +142,14 @@ def result(
         batch = replace(batch, reference_logprobs=reference)
     if front.scores_distributions(batch):
         batch = replace(batch, score_squares=0.1 * reference.astype(np.float64) ** 2)
-    sequences, _ = front.sequences(batch, 5)
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_()
     sums: dict[str, float] = {}
+    scores = None
+    if front.scores_policy(several_steps=False):
+        asked = batch.all_responses()
+        rows = torch.log_softmax(table.detach(), -1)[asked.tokens[asked.scored - 1].astype(np.int64)]
+        scores = rows.numpy()[np.arange(len(rows)), asked.tokens[asked.scored]]
+    sequences, _ = front.sequences(batch, 5, scores)
     for batches in pack(sequences, Layout(budget, ranks, packed)):
         for micro in batches:
             columns = {name: torch.from_numpy(values) for name, values in micro.columns.items()}
@@ -195,6 +200,32 @@ def test_corrections_divergence_and_entropy_do_not_depend_on_the_layout_either(
     assert_same(result(objective, reordered(groups), budget=37, ranks=3), whole)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "floor"),
+    [("token", 0), ("segment", 0), ("sequence", 0), ("icepop", 0.3), ("icepop_sequence", 1e-6)],
+)
+def test_weights_and_rejections_do_not_depend_on_the_layout_either(
+    kind: str, floor: float, normalize: bool
+) -> None:
+    correction = {
+        "importance": kind,
+        "proximal": "trainer",
+        "importance_cap": 3.0,
+        "normalize_importance": normalize,
+        "rejection": [
+            {"measure": "k1", "low": 0.3, "high": 3.0},
+            {"measure": "k3", "over": "sequence_mean", "high": 3.0},
+        ],
+        **({"importance_floor": floor} if floor else {}),
+    }
+    objective, groups = objective_of("grpo", correction=correction), make_groups([4, 3, 5, 2, 3])
+    whole = result(objective, groups)
+    assert 0 < whole[2]["correction/left_out"] < 1 and np.abs(whole[1]).max() > 1e-4
+    for ranks, budget, packed in LAYOUTS:
+        assert_same(result(objective, groups, budget=budget, ranks=ranks, packed=packed), whole)
+
+
 @pytest.mark.parametrize("sizes", [[2], [1], [7], [13, 11], [2] * 17])
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "gspo", "reinforce_plus_plus"])
 def test_awkward_batch_sizes_are_exact(preset: str, sizes: list[int]) -> None:
@@ -237,17 +268,6 @@ def test_groups_that_are_dropped_leave_every_mean_deviation_and_denominator_too(
     assert np.abs(alone[1]).max() > 1e-4  # There is something to compare.
     assert dropped[0] == pytest.approx(alone[0], abs=TOLERANCE)
     np.testing.assert_allclose(dropped[1], alone[1], atol=TOLERANCE)
-
-
-def test_a_sum_is_the_mean_times_the_tokens_that_count() -> None:
-    groups = make_groups([4, 3, 5], seed=1)
-    for sample in groups[1].samples:
-        sample.reward = 0.5
-    mean = objective_of("dapo")
-    total = objective_of("dapo", aggregation={"type": "token_sum"})
-    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
-    tokens = PolicyObjective(mean).units(batch)
-    np.testing.assert_allclose(result(total, groups)[1], tokens * result(mean, groups)[1], atol=1e-4)
 
 
 def test_turns_have_ratios_of_their_own() -> None:
@@ -321,24 +341,6 @@ def test_an_update_of_dropped_groups_alone_has_no_gradient() -> None:
             sample.reward = 1.0
     loss, gradient, _ = result(objective_of("dapo"), groups)
     assert (loss, np.abs(gradient).max()) == (0.0, 0.0)
-
-
-def test_divergence_in_the_reward_is_paid_token_by_token() -> None:
-    groups = make_groups([3, 4])
-    batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), VERSION)
-    kl = {"placement": "reward", "estimator": "k1"}
-    front = PolicyObjective(objective_of("reinforce", kl=kl | {"coefficient": 0.5}))
-    assert batch.logprobs is not None
-    sequences, metrics = front.sequences(replace(batch, reference_logprobs=batch.logprobs - 0.1), 0)
-    plain, _ = PolicyObjective(objective_of("reinforce")).sequences(batch, 0)
-    assert metrics["kl/mean"] == pytest.approx(0.1, abs=1e-5)
-    # From each token on, every trained token costs half of a tenth.
-    trained = np.split(batch.trained, np.cumsum(batch.response_lengths)[:-1])
-    ahead = np.concatenate([mask[::-1].cumsum()[::-1] for mask in trained])[batch.trained]
-    np.testing.assert_allclose(
-        sequences.columns["advantages"], plain.columns["advantages"] - 0.05 * ahead, atol=1e-5
-    )
-    assert "kl_weights" not in sequences.columns
 
 
 def test_advantages_of_the_caller_are_taken_as_they_are() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_algorithms import Outcomes, remax
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
@@ -149,21 +148,6 @@ def test_every_position_of_an_update_comes_with_as_many_likeliest_tokens() -> No
         UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0))
 
 
-@pytest.mark.parametrize(("limit", "greedy"), [(None, 0.75), (0.5, 0.5)])
-def test_remax_is_what_a_sample_earns_beyond_the_greedy_reward_on_the_wire(
-    limit: float | None, greedy: float
-) -> None:
-    group = group_with("logprobs")
-    for sample in group.samples:
-        sample.greedy_reward = 0.75
-    front = front_of("remax", {}, reward_clip=limit)
-    batch = UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0))
-    sequences, _ = front.sequences(batch, 0)
-    rewards = np.minimum([0.0, 1.0], limit or 1.0)
-    expected = np.repeat(remax(Outcomes.of(rewards, [2]), [greedy]), COUNT)
-    np.testing.assert_allclose(sequences.columns["advantages"], expected)
-
-
 def test_a_reference_that_is_sent_is_not_scored_again_and_one_that_is_missing_is_refused() -> None:
     grpo = {"baseline": "group", "normalize_std": True}
     front = front_of("grpo", grpo, kl=REFERENCE)
@@ -176,12 +160,3 @@ def test_a_reference_that_is_sent_is_not_scored_again_and_one_that_is_missing_is
         front.scores_reference(batch_with("logprobs"))
     kept = front_of("grpo", grpo, kl=REFERENCE | {"reference": "frozen"})
     assert kept.scores_reference(batch_with("logprobs")) and not kept.scores_reference(sent)
-
-
-def test_a_student_is_pulled_by_how_much_more_its_teacher_likes_each_token() -> None:
-    batch = batch_with("logprobs", "teacher_logprobs")
-    teacher = batch.teacher_logprobs
-    assert teacher is not None
-    teacher[:] = teacher + np.arange(2 * COUNT, dtype=np.float32)
-    sequences, _ = front_of("distill", TEACHER).sequences(batch, 0)
-    np.testing.assert_allclose(sequences.columns["advantages"], 2.0 * np.arange(2 * COUNT), atol=1e-5)

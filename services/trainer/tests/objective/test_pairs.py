@@ -1,7 +1,6 @@
-"""Preferences on a small model, from the pairs to the gradient: the update that is scored first has the gradient of the
-pairwise loss, however it is cut, and what is no pair is refused by name.
+"""Preferences on a small model: what the front tells of its pairs, and what is no pair is refused by name.
 
-The model is a table of bigrams, whose logits depend on the token before alone, so that any layout can be computed.
+The model is a table of bigrams, whose logits depend on the token before alone.
 """
 
 from __future__ import annotations
@@ -18,28 +17,13 @@ from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.session_specs import wire_objective
-from flotilla_trainer.batch.packing import Layout, Sequences, pack
+from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import ModelLimits
 from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective.session_objective import session_objective
-from flotilla_trainer.rank.objective import Objective
 from flotilla_trainer.wire.objective import ObjectiveSettings
 
 VOCABULARY = 13
-TOLERANCE = 1e-5
-LAYOUTS = [(1, 10_000, False), (1, 37, True), (2, 1, False), (2, 150, True), (3, 60, False), (3, 1, True)]
-"""Ranks, token budget, packed."""
-PREFERENCES: dict[str, dict[str, Any]] = {
-    "sigmoid": {"loss": "sigmoid", "beta": 0.3},
-    "smoothed": {"loss": "sigmoid", "beta": 0.3, "label_smoothing": 0.1},
-    "ipo": {"loss": "ipo", "beta": 0.5},
-    "hinge": {"loss": "hinge", "beta": 0.05},
-    "reference free": {
-        "loss": "sigmoid",
-        "beta": 0.05,
-        "reference_free": True,
-    },
-}
 
 
 def objective_of(**fields: Any) -> ObjectiveSettings:
@@ -76,71 +60,18 @@ def scores(model: torch.Tensor, sequences: Sequences) -> np.ndarray:
     return torch.log_softmax(model, -1)[before, after].numpy().astype(np.float32)
 
 
-def plainly(preference: Any, groups: list[pb.TrainGroup]) -> Any:
-    """Compute loss and gradient, pair by pair, by the formulas."""
-    model, losses = POLICY.clone().requires_grad_(), []
-    for group in groups:
-        ahead = []
-        for sample in group.samples:
-            answer = torch.from_numpy(from_tensor(sample.token_ids).astype(np.int64))
-            prompt = torch.from_numpy(from_tensor(group.prompt_token_ids).astype(np.int64))
-            before = torch.cat([prompt[-1:], answer[:-1]])
-            logprobs = torch.log_softmax(model, -1)[before, answer]
-            if not preference.reference_free:
-                logprobs = logprobs - torch.log_softmax(REFERENCE, -1)[before, answer]
-            mask = from_tensor(sample.mask) if sample.mask.data else np.ones(len(answer), bool)
-            ahead.append(logprobs[torch.from_numpy(mask.copy())].sum())
-        h, beta, smoothing = ahead[0] - ahead[1], preference.beta, preference.label_smoothing
-        if preference.loss == "ipo":
-            losses.append((h - 1 / (2 * beta)) ** 2)
-        elif preference.loss == "hinge":
-            losses.append(torch.relu(1 - beta * h))
-        else:
-            log_sigmoid = torch.nn.functional.logsigmoid
-            losses.append(-(1 - smoothing) * log_sigmoid(beta * h) - smoothing * log_sigmoid(-beta * h))
-    loss = torch.stack(losses).mean()
-    loss.backward()
-    assert model.grad is not None
-    return loss.item(), model.grad.numpy()
-
-
-def on_ranks(
-    objective: ObjectiveSettings, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
-) -> tuple[dict[str, float], np.ndarray]:
-    """Compute metrics and gradient by the path that the front and the ranks take."""
-    front, rank = session_objective(objective), Objective(objective)
+def metrics_of(objective: ObjectiveSettings, groups: list[pb.TrainGroup]) -> dict[str, float]:
+    front = session_objective(objective)
     batch = UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), Version(0, 0))
     if front.scores_reference(batch):
         batch = replace(batch, reference_logprobs=scores(REFERENCE, batch.all_responses()))
-    sequences, metrics = front.sequences(batch, 0, scores(POLICY, batch.all_responses()))
-    model = POLICY.clone().requires_grad_()
-    for batches in pack(sequences, Layout(budget, ranks, packed)):
-        for micro in batches:
-            before = torch.from_numpy(micro.tokens).flatten()[torch.from_numpy(micro.positions)].long()
-            logprobs = torch.log_softmax(model, -1)[before, torch.from_numpy(micro.targets).long()]
-            columns = {name: torch.from_numpy(values) for name, values in micro.columns.items()}
-            terms = rank(logprobs, torch.zeros_like(logprobs), columns)
-            (terms.loss * 0.0 if micro.idle else terms.loss).backward()
-    assert model.grad is not None
-    return metrics, model.grad.numpy()
-
-
-@pytest.mark.parametrize("name", PREFERENCES)
-@pytest.mark.parametrize("count", [1, 7])
-def test_loss_and_gradient_are_those_of_the_pairs_for_any_layout(name: str, count: int) -> None:
-    objective, groups = objective_of(**PREFERENCES[name]), make_pairs(count)
-    loss, gradient = plainly(objective.section, groups)
-    assert np.abs(gradient).max() > 1e-3  # There is something to compare.
-    for layout in LAYOUTS:
-        metrics, got = on_ranks(objective, groups, *layout)
-        assert metrics["loss"] == pytest.approx(loss, abs=TOLERANCE)
-        np.testing.assert_allclose(got, gradient, atol=TOLERANCE, err_msg=str(layout))
+    return front.sequences(batch, 0, scores(POLICY, batch.all_responses()))[1]
 
 
 def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
     groups = make_pairs(4)
     objective = objective_of(loss="sigmoid", beta=0.5)
-    metrics, _ = on_ranks(objective, groups, 1, 100, False)
+    metrics = metrics_of(objective, groups)
     assert metrics["preference/margin"] == pytest.approx(
         metrics["preference/chosen_reward"] - metrics["preference/rejected_reward"]
     )
@@ -149,7 +80,7 @@ def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
         chosen, rejected = list(group.samples)
         del group.samples[:]
         group.samples.extend([rejected, chosen])
-    swapped, _ = on_ranks(objective, groups, 1, 100, False)
+    swapped = metrics_of(objective, groups)
     assert swapped["preference/accuracy"] == 1 - metrics["preference/accuracy"]
     assert swapped["preference/margin"] == pytest.approx(-metrics["preference/margin"])
     assert swapped["preference/chosen_logprob"] == pytest.approx(metrics["preference/rejected_logprob"])
@@ -200,7 +131,7 @@ def test_what_is_no_pair_is_refused_by_its_sample(spoil: Any, said: str) -> None
     spoil(groups)
     objective = objective_of(loss="sigmoid", beta=0.1)
     with pytest.raises(InvalidRequest, match=said) as caught:
-        on_ranks(objective, groups, 1, 100, False)
+        metrics_of(objective, groups)
     assert "'g1/" in str(caught.value)
 
 

@@ -1,5 +1,4 @@
-"""A reward model's update on a small model, from the pairs to the gradient: the update that is scored first has the
-gradient of the comparison, however it is cut, and what is no pair is refused by name.
+"""A reward model's update on a small model: what the front tells of its pairs, and what is no pair is refused by name.
 
 The model is a table with a reward for each token, so that the reward of an answer is that of its last token.
 """
@@ -26,13 +25,9 @@ from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.objective.pairs import after_answers
 from flotilla_trainer.objective.session_objective import session_objective
-from flotilla_trainer.rank.objective import RewardObjective, rank_objective
 from flotilla_trainer.wire.objective import ObjectiveSettings
 
 VOCABULARY = 13
-TOLERANCE = 1e-6
-LAYOUTS = [(1, 10_000, False), (1, 37, True), (2, 1, False), (2, 150, True), (3, 60, False), (3, 1, True)]
-"""Ranks, token budget, packed."""
 REWARDS = 1.5 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -63,49 +58,9 @@ def scores(sequences: Sequences) -> np.ndarray:
     return REWARDS.numpy()[sequences.tokens[sequences.scored - 1]].astype(np.float32)
 
 
-def plainly(center: float, groups: list[pb.TrainGroup]) -> tuple[float, np.ndarray]:
-    """Loss and gradient in float64, pair by pair: -log s(r_c - r_r) + c (r_c + r_r)^2."""
-    table, losses = REWARDS.clone().requires_grad_(), []
-    for group in groups:
-        chosen, rejected = (table[int(from_tensor(sample.token_ids)[-1])] for sample in group.samples)
-        losses.append(torch.log1p(torch.exp(rejected - chosen)) + center * (chosen + rejected) ** 2)
-    loss = torch.stack(losses).mean()
-    loss.backward()
-    assert table.grad is not None
-    return loss.item(), table.grad.numpy()
-
-
-def on_ranks(
-    objective: ObjectiveSettings, groups: list[pb.TrainGroup], ranks: int, budget: int, packed: bool
-) -> tuple[dict[str, float], np.ndarray, float]:
-    """Metrics, gradient and counted tokens by the path that the front and the ranks take."""
-    front, rank = session_objective(objective), rank_objective(objective)
-    assert isinstance(rank, RewardObjective)
+def metrics_of(groups: list[pb.TrainGroup]) -> dict[str, float]:
     batch = read(groups)
-    sequences, metrics = front.sequences(batch, 0, scores(after_answers(batch)))
-    table, tokens = REWARDS.clone().requires_grad_(), 0.0
-    for batches in pack(sequences, Layout(budget, ranks, packed)):
-        for micro in batches:
-            fed = torch.from_numpy(micro.tokens).flatten()
-            columns = {name: torch.from_numpy(values) for name, values in micro.columns.items()}
-            terms = rank(table[fed[torch.from_numpy(micro.positions)].long()], columns)
-            (terms.loss * 0.0 if micro.idle else terms.loss).backward()
-            tokens += 0.0 if micro.idle else terms.sums["tokens"].item()
-    assert table.grad is not None
-    return metrics, table.grad.numpy(), tokens
-
-
-@pytest.mark.parametrize("center", [0.0, 0.07])
-@pytest.mark.parametrize("count", [1, 7])
-def test_loss_and_gradient_are_those_of_the_pairs_for_any_layout(center: float, count: int) -> None:
-    groups = make_pairs(count)
-    loss, gradient = plainly(center, groups)
-    assert np.abs(gradient).max() > 1e-3  # There is something to compare.
-    for layout in LAYOUTS:
-        metrics, got, tokens = on_ranks(objective_of(center), groups, *layout)
-        assert metrics["loss"] == pytest.approx(loss, abs=TOLERANCE)
-        np.testing.assert_allclose(got, gradient, atol=TOLERANCE, err_msg=str(layout))
-        assert tokens == sum(len(from_tensor(s.token_ids)) for group in groups for s in group.samples)
+    return session_objective(objective_of()).sequences(batch, 0, scores(after_answers(batch)))[1]
 
 
 def test_every_token_is_fed_and_the_last_one_is_asked() -> None:
@@ -122,7 +77,7 @@ def test_every_token_is_fed_and_the_last_one_is_asked() -> None:
 
 def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
     groups = make_pairs(4)
-    metrics, _, _ = on_ranks(objective_of(), groups, 1, 100, False)
+    metrics = metrics_of(groups)
     last = np.array([[int(from_tensor(s.token_ids)[-1]) for s in group.samples] for group in groups])
     rewards = REWARDS.numpy()[last]
     ahead = rewards[:, 0] - rewards[:, 1]
@@ -166,7 +121,7 @@ def test_what_is_no_pair_is_refused_by_its_sample(
     groups = make_pairs(3)
     spoil(groups)
     with pytest.raises(InvalidRequest, match=said) as caught:
-        on_ranks(objective_of(), groups, 1, 100, False)
+        metrics_of(groups)
     assert "'g1/" in str(caught.value)
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.compilation import COMPILING, Compilation
 from flotilla_trainer.rank.cut import gathered
@@ -43,11 +43,7 @@ Costs = dict[str, float]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("model")
-    shape = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "head_dim": 8}
-    torch.manual_seed(0)
-    config = Qwen3Config(**sizes, **shape, initializer_range=0.2)
-    Qwen3ForCausalLM(config).save_pretrained(place)
+    tiny_qwen3(vocab_size=VOCABULARY, intermediate_size=40, num_hidden_layers=4).save_pretrained(place)
     return place
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import LoraConfig
+from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank import compiled_layers, packed_rows
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
 from flotilla_trainer.rank.lora import Adapters
@@ -39,10 +39,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacke
 
 
 def model(layers: int) -> PolicyModel:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "head_dim": 8}
-    return PolicyModel(Qwen3ForCausalLM(Qwen3Config(**sizes, **shape, initializer_range=0.2)))
+    return PolicyModel(tiny_qwen3(vocab_size=VOCABULARY, num_hidden_layers=layers))
 
 
 def numbers(policy: PolicyModel, rows: int, length: int, adapters: Adapters) -> list[torch.Tensor]:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import BatchingConfig, LoraConfig, OptimizerConfig
 from flotilla_core.errors import Exhausted
+from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank import device_memory, worker
 from flotilla_trainer.rank.compilation import one_pass
 from flotilla_trainer.rank.device_memory import MicroBatchMemory, Taken
@@ -176,9 +176,7 @@ def test_a_cpu_measures_nothing() -> None:
 def test_a_measuring_pass_leaves_no_gradient(
     tmp_path: Path, on_ranks: OnRanks, lora: LoraConfig | None, packed: bool
 ) -> None:
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Qwen3Config(vocab_size=31, num_hidden_layers=2, head_dim=8, **shape)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    tiny_qwen3().save_pretrained(tmp_path)
 
     def act() -> list[str]:
         cpu = torch.device("cpu")
@@ -194,9 +192,7 @@ def test_a_measuring_pass_leaves_no_gradient(
 def test_the_optimizer_of_a_session_is_gone_before_that_of_the_next_is_built(
     tmp_path: Path, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Qwen3Config(vocab_size=31, num_hidden_layers=2, head_dim=8, **shape)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    tiny_qwen3().save_pretrained(tmp_path)
     session = SessionSettings(ObjectiveSettings(), OptimizerConfig(), BatchingConfig(), 0, total_updates=1)
 
     def act() -> list[int]:

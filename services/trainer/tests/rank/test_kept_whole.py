@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import BatchingConfig, OptimizerConfig
 from flotilla_core.errors import Exhausted, UserCodeError
+from flotilla_testing.tiny_qwen3 import VOCABULARY, tiny_qwen3
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.rank import update as update_module
 from flotilla_trainer.rank.cut import gathered, local
@@ -26,7 +26,7 @@ from flotilla_trainer.wire.frames import Array, Frame
 from flotilla_trainer.wire.objective import ObjectiveSettings
 from flotilla_trainer.wire.settings import SessionSettings
 
-VOCABULARY, RANKS = 31, 2
+RANKS = 2
 CPU = torch.device("cpu")
 OnRanks = Callable[[int, Callable[[], Any]], list[Any]]
 SESSION = SessionSettings(
@@ -109,13 +109,7 @@ def outcome(folder: Path, dtype: torch.dtype, kept: Kept, *, fails: bool = False
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("kept")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, num_hidden_layers=2, head_dim=8, initializer_range=0.2, **shape
-    )
-    config.tie_word_embeddings = True
-    Qwen3ForCausalLM(config).save_pretrained(place)
+    tiny_qwen3(tie_word_embeddings=True).save_pretrained(place)
     return place
 
 

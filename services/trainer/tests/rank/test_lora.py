@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import LoraConfig, OptimizerConfig
 from flotilla_core.errors import InvalidRequest
+from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
@@ -27,10 +28,7 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(vocab_size=31, num_hidden_layers=2, head_dim=8, initializer_range=0.2, **shape)
-    Qwen3ForCausalLM(config).save_pretrained(place)
+    tiny_qwen3().save_pretrained(place)
     return place
 
 

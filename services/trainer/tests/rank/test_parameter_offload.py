@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import BertConfig, BertModel
 
 from flotilla_core.config import BatchingConfig, CriticConfig, LoraConfig, OptimizerConfig, PolicyConfig
 from flotilla_core.errors import FlotillaError
+from flotilla_testing.tiny_qwen3 import VOCABULARY, tiny_qwen3
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.rank import update as update_module
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
@@ -33,7 +34,6 @@ from flotilla_trainer.wire.settings import SessionSettings
 from flotilla_weights.digest import tensor_digests
 
 pytestmark = pytest.mark.timeout(240)
-VOCABULARY = 31
 CPU = torch.device("cpu")
 OnRanks = Callable[[int, Callable[[], Any]], list[Any]]
 Found = dict[str, Any]
@@ -145,13 +145,7 @@ def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("offload")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, num_hidden_layers=2, head_dim=8, initializer_range=0.2, **shape
-    )
-    config.tie_word_embeddings = True
-    Qwen3ForCausalLM(config).save_pretrained(place)
+    tiny_qwen3(tie_word_embeddings=True).save_pretrained(place)
     return place
 
 

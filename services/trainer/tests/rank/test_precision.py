@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import OptimizerConfig
+from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank.cut import local
 from flotilla_trainer.rank.float32_policy import Float32Policy
 from flotilla_trainer.rank.mesh import RankMesh
@@ -26,10 +26,7 @@ STEP = 1e-4
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedModel]:
     place = tmp_path_factory.mktemp("rank")
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(vocab_size=31, num_hidden_layers=2, head_dim=8, initializer_range=0.2, **shape)
-    Qwen3ForCausalLM(config).save_pretrained(place / "model")
+    tiny_qwen3().save_pretrained(place / "model")
     store = dist.FileStore(str(place / "rendezvous"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

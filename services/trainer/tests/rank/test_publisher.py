@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.pretend_gpus import PretendGpus
+from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank.cut import gathered
 from flotilla_trainer.rank.gather import rows_of
 from flotilla_trainer.rank.mesh import RankMesh
@@ -43,19 +43,7 @@ class SilentFront:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("publisher")
-    config = Qwen3Config(
-        vocab_size=31,
-        hidden_size=32,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(place)
+    tiny_qwen3(tie_word_embeddings=True).save_pretrained(place)
     return place
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank.activation_offload import SelectiveLayers
 from flotilla_trainer.rank.policy_model import PolicyModel
 
@@ -12,18 +12,7 @@ LENGTH = 24
 
 
 def policy() -> PolicyModel:
-    torch.manual_seed(0)
-    shape = Qwen3Config(
-        vocab_size=31,
-        hidden_size=32,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-    )
-    return PolicyModel(Qwen3ForCausalLM(shape))
+    return PolicyModel(tiny_qwen3(intermediate_size=128))
 
 
 def test_wide_parts_are_computed_again_and_attention_is_not() -> None:
