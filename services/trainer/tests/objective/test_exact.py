@@ -479,13 +479,6 @@ def test_an_objective_that_cannot_be_is_refused_by_field(case: str) -> None:
 
 USER_CODE = """
 import numpy as np
-import torch
-
-def advantage(outcomes, *, scale):
-    return scale * (outcomes.rewards - outcomes.rewards.mean())
-
-def loss(tokens, *, power):
-    return -tokens.advantages * (tokens.logprobs - tokens.old_logprobs) ** power
 
 def scalar(tokens):
     return tokens.logprobs.sum()
@@ -503,21 +496,6 @@ def code(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(USER_CODE)
     return path
-
-
-def test_functions_of_the_user_are_advantage_and_loss(code: Path) -> None:
-    objective = objective_of(
-        "grpo",
-        advantage=function(f"{code}:advantage", parameters={"scale": 2.0}),
-        loss=function(f"{code}:loss", parameters={"power": 1}),
-    )
-    ours = objective_of(
-        "grpo",
-        advantage=function("grpo", baseline="batch", normalize_std=False),
-        loss=function("reinforce"),
-    )
-    groups = make_groups([3, 4])
-    np.testing.assert_allclose(result(objective, groups)[1], 2 * result(ours, groups)[1], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(

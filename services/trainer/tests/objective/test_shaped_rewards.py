@@ -63,14 +63,6 @@ def by_sample(front: PolicyObjective, batch: UpdateBatch, column: str) -> list[f
     return [float(found[sample]) for sample in sorted(found)]
 
 
-def test_gpg_makes_up_for_silent_groups_once_and_not_where_they_are_left_out() -> None:
-    batch = batch_of([[1.0, 0.0], [1.0, 1.0]])
-    gpg = function("gpg", normalize_std=False)
-    assert by_sample(front_of(gpg), batch, "advantages") == [1.0, -1.0, 0.0, 0.0]
-    left = front_of(gpg, drop_uniform_groups=True)
-    assert by_sample(left, batch, "advantages") == [0.5, -0.5, 0.0, 0.0]
-
-
 def test_a_group_is_judged_by_what_is_left_of_it() -> None:
     batch = batch_of([[1.0, 1.0, 0.0], [1.0, 0.0]], cut_off=("g0/2",))
     front = front_of(

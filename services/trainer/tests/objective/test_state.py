@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.tensors import to_tensor
@@ -40,19 +39,6 @@ def graded_batch() -> UpdateBatch:
     for number in range(4):
         group.samples.add(sample_id=f"s{number}", token_ids=tokens, logprobs=logprobs, reward=float(number))
     return UpdateBatch.read([group], ModelLimits(10, 0), VERSION)
-
-
-def test_an_adaptive_coefficient_moves_with_the_steps_that_were_made() -> None:
-    kl = {
-        "placement": "loss",
-        "estimator": "k1",
-        "coefficient": 0.5,
-        "target": 0.01,
-        "horizon_samples": 100,
-    }
-    front = PolicyObjective(objective_of(kl=kl))
-    front.adapt({"kl/mean": 1.0}, samples=10)
-    assert front.kl_coefficient == pytest.approx(0.5 * 1.02)
 
 
 def test_the_rewards_of_an_update_are_remembered_once_its_step_was_made() -> None:
