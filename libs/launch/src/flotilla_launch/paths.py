@@ -18,87 +18,52 @@ from flotilla_core.files import make_private_folder
 from flotilla_launch.lease import LOCKS
 
 
+class _Below:
+    """A file or folder in the directory of a stack."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, paths: StackPaths, owner: type[StackPaths]) -> Path:
+        return paths.directory.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class StackPaths:
     """The files of one stack."""
 
     directory: Path
     """The directory of the stack: `<state_dir>/<name>`, absolute."""
+    launcher_file = _Below("launcher.json")
+    stack_file = _Below("stack.yaml")
+    processes_file = _Below("processes.json")
+    launcher_lock_file = _Below(LOCKS[0])
+    """Locked by the process that may change the stack's processes: the launcher, or a cleanup."""
+    guardian_lock_file = _Below(LOCKS[1])
+    """Locked by the guardian for as long as it lives."""
+    guardian_file = _Below("guardian.json")
+    """Names the process of the guardian."""
+    ended_file = _Below("ended.json")
+    """Says why the stack is no longer supervised, if its guardian gave it up."""
+    placed_file = _Below("placed.json")
+    """Says which launcher has the stack, if it is not the local one."""
+    endpoints_file = _Below("endpoints.json")
+    """Tells the agents of other nodes where NATS and the coordinator are."""
+    nodes = _Below("nodes")
+    """The folder of what agents tell about their nodes."""
+    up_lock_file = _Below("up.lock")
+    """Locked while a `flotilla up` or `flotilla down` is at work."""
+    instances = _Below("instances")
+    logs = _Below("logs")
+    nats = _Below("nats")
+    nats_log = _Below("nats", "nats.log")
 
     @classmethod
     def of(cls, state_dir: Path, name: str) -> StackPaths:
         return cls((state_dir / name).absolute())
 
-    @property
-    def launcher_file(self) -> Path:
-        return self.directory / "launcher.json"
-
-    @property
-    def stack_file(self) -> Path:
-        return self.directory / "stack.yaml"
-
-    @property
-    def processes_file(self) -> Path:
-        return self.directory / "processes.json"
-
-    @property
-    def launcher_lock_file(self) -> Path:
-        """Locked by the process that may change the stack's processes: the launcher, or a cleanup."""
-        return self.directory / LOCKS[0]
-
-    @property
-    def guardian_lock_file(self) -> Path:
-        """Locked by the guardian for as long as it lives."""
-        return self.directory / LOCKS[1]
-
-    @property
-    def guardian_file(self) -> Path:
-        """Names the process of the guardian."""
-        return self.directory / "guardian.json"
-
-    @property
-    def ended_file(self) -> Path:
-        """Says why the stack is no longer supervised, if its guardian gave it up."""
-        return self.directory / "ended.json"
-
-    @property
-    def placed_file(self) -> Path:
-        """Says which launcher has the stack, if it is not the local one."""
-        return self.directory / "placed.json"
-
-    @property
-    def endpoints_file(self) -> Path:
-        """Tells the agents of other nodes where NATS and the coordinator are."""
-        return self.directory / "endpoints.json"
-
-    @property
-    def nodes(self) -> Path:
-        """The folder of what agents tell about their nodes."""
-        return self.directory / "nodes"
-
     def node_file(self, node: str) -> Path:
         return self.nodes / f"{node}.json"
-
-    @property
-    def up_lock_file(self) -> Path:
-        """Locked while a `flotilla up` or `flotilla down` is at work."""
-        return self.directory / "up.lock"
-
-    @property
-    def instances(self) -> Path:
-        return self.directory / "instances"
-
-    @property
-    def logs(self) -> Path:
-        return self.directory / "logs"
-
-    @property
-    def nats(self) -> Path:
-        return self.directory / "nats"
-
-    @property
-    def nats_log(self) -> Path:
-        return self.nats / "nats.log"
 
     def announce_file(self, name: str) -> Path:
         """Written by the service itself as soon as its port is open."""
