@@ -11,7 +11,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 import flotilla
 from flotilla.common.v1.roles import ROLES
-from flotilla_core.rpc.handlers import is_open_to_all
+from flotilla_core.method_handlers import is_open_to_all
 from flotilla_core.rpc.server import SERVICE_NAMES
 from flotilla_core.trust.role_tokens import LADDER
 

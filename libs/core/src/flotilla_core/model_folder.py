@@ -49,9 +49,7 @@ def model_folder(model: Path | str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
-        )
+        return Path(snapshot_download(str(model), allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise NotFound(
             f"there is no folder {model}, and the hub did not give the model",

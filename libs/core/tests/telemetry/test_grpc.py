@@ -22,7 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from flotilla_core import telemetry
 from flotilla_core.telemetry import names
-from flotilla_core.telemetry.grpc import ATTEMPT_METADATA, TracedChannel, server_interceptor
+from flotilla_core.telemetry.grpc import ATTEMPT_METADATA, TracedChannel, TracingInterceptor
 
 SERVICE = "flotilla.test.v1.TestService"
 INNER = "inside the handler"
@@ -139,7 +139,7 @@ async def traced(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Fixture]:
     add_TraceServiceServicer_to_server(collector, receiver)
     receiver_port = receiver.add_insecure_port("127.0.0.1:0")
     await receiver.start()
-    server = grpc.aio.server(interceptors=[server_interceptor()])
+    server = grpc.aio.server(interceptors=[TracingInterceptor()])
     server.add_generic_rpc_handlers((handlers,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

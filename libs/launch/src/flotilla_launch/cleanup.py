@@ -62,7 +62,7 @@ def main() -> None:
             return
         ended = clean_up(paths, runs_go_on=True)
         if ended:
-            _say(f"launcher and guardian are gone; the stack was ended: {', '.join(ended)}")
+            say(f"launcher and guardian are gone; the stack was ended: {', '.join(ended)}")
         # Also a service that no file names any more.
         end_tree(None, os.environ.get(MARK, ""))
 
@@ -84,7 +84,8 @@ def _end(processes: list[ProcessRecord], grace_s: float = _GRACE_S) -> None:
         shared_memory.remove(process.shared_memory)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Write a line to the log of the launcher at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from flotilla_core.disk import lacks_room
 from flotilla_core.process_identity import ProcessIdentity
-from flotilla_launch.cleanup import CLEANUP_LIMIT_S, clean_up
+from flotilla_launch.cleanup import CLEANUP_LIMIT_S, clean_up, say
 from flotilla_launch.lease import LEASE_S
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.records import Phase, StackRecord
@@ -132,7 +132,7 @@ class Guardian:
             why = f"the launcher died {len(self._deaths)} times within {DEATHS_WINDOW_S:.0f} s"
             self._end_stack(why, tell=True)
         else:
-            _say("the launcher died: starting it again")
+            say("the launcher died: starting it again")
             try:
                 self._start_launcher()
             except OSError as error:
@@ -156,7 +156,7 @@ class Guardian:
                 values = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "why": why}
                 write_json(self._paths.ended_file, values)
             ended = ", ".join(clean_up(self._paths, runs_go_on=runs_go_on)) or "nothing was left"
-        _say(f"{why}; the guardian ended the stack: {ended}")
+        say(f"{why}; the guardian ended the stack: {ended}")
 
 
 def main() -> None:
@@ -176,11 +176,6 @@ def main() -> None:
 def _guardian_of(paths: StackPaths) -> ProcessIdentity | None:
     values = read_json(paths.guardian_file)
     return ProcessIdentity(**values) if values is not None else None
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from flotilla_core.files import write_atomically
 from flotilla_core.logger import get_logger
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.rpc import RpcServer
+from flotilla_core.tasks import BackgroundTasks
 from flotilla_core.trust import TokenFile, make_token
 from flotilla_launch.cleanup import CLEANUP_LIMIT_S, clean_up
 from flotilla_launch.gpus import Gpus
@@ -145,7 +146,7 @@ class LauncherServicer(LauncherServiceServicer):
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._changes: set[asyncio.Task[Any]] = set()
+        self._changes = BackgroundTasks()
 
     async def Apply(self, request: pb.ApplyRequest, context: Context) -> pb.ApplyResponse:
         stack = load_text(StackConfig, request.stack_yaml)
@@ -177,9 +178,7 @@ class LauncherServicer(LauncherServiceServicer):
         )
 
     async def _finished(self, change: Coroutine[Any, Any, Result]) -> Result:
-        task = asyncio.create_task(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
+        task = self._changes.begin(change)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from flotilla_core.addresses import dialled
-from flotilla_core.rpc.handlers import is_open_to_all
+from flotilla_core.method_handlers import is_open_to_all
 from flotilla_core.telemetry.grpc import TracedChannel
 from flotilla_core.trust import HEADER, CallSigner, Token
 

@@ -22,9 +22,9 @@ from grpc_status import rpc_status
 
 from flotilla_core.errors import FlotillaError, Internal, InvalidRequest, Unimplemented
 from flotilla_core.logger import get_logger
+from flotilla_core.method_handlers import behavior_of, is_infrastructure, wrapped
 from flotilla_core.rpc import status
 from flotilla_core.rpc.fence import Fence, NewestFences
-from flotilla_core.rpc.handlers import behavior_of, is_infrastructure, wrapped
 from flotilla_core.rpc.validation import validate
 
 logger = get_logger()

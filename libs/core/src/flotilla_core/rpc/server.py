@@ -25,12 +25,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from flotilla_core.addresses import ANY_ADDRESS, UNIX, dialable, dialled, is_loopback, joined
 from flotilla_core.errors import FlotillaError, InvalidConfig, PortInUse
 from flotilla_core.logger import get_logger
+from flotilla_core.method_handlers import is_open_to_all, wrapped
 from flotilla_core.rpc.channel import SERVER_OPTIONS
 from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor, abort, read_to_its_end
 from flotilla_core.rpc.fence import FENCE_HEADER
-from flotilla_core.rpc.handlers import is_open_to_all, wrapped
 from flotilla_core.rpc.interface import check_interface, ports_of
-from flotilla_core.telemetry.grpc import server_interceptor
+from flotilla_core.telemetry.grpc import TracingInterceptor
 from flotilla_core.trust import HEADER, CallVerifier, Token, check_is_secret
 from flotilla_core.trust.calls import unproven
 from flotilla_core.trust.refusals import RefusalLog
@@ -78,7 +78,7 @@ class RpcServer:
                 shares_our_clock=is_loopback(self._bind.host),
             )
             interceptors.append(TokenServerInterceptor(verifier))
-        interceptors += [server_interceptor(), ErrorsInterceptor()]
+        interceptors += [TracingInterceptor(), ErrorsInterceptor()]
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         for add_servicer_to_server, servicer in self._adders:
             add_servicer_to_server(servicer, server)

@@ -30,6 +30,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, StatusCode
 
+from flotilla_core.method_handlers import behavior_of, wrapped
 from flotilla_core.telemetry import names
 from flotilla_core.telemetry.provider import tracer
 from flotilla_core.telemetry.spans import TRACEPARENT, format_traceparent, parse_traceparent, remote_context
@@ -195,12 +196,9 @@ def _known_code(call: Any) -> grpc.StatusCode:
     return grpc.StatusCode.UNKNOWN
 
 
-def server_interceptor() -> ServerInterceptor:
-    """Return the interceptor for `grpc.aio.server`; it belongs first, so that it sees what the others answer."""
-    return _TracingInterceptor()
+class TracingInterceptor(ServerInterceptor):
+    """The interceptor for `grpc.aio.server`; it belongs before those whose answers it shall see."""
 
-
-class _TracingInterceptor(ServerInterceptor):
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
@@ -216,20 +214,7 @@ class _TracingInterceptor(ServerInterceptor):
 
 def _traced(handler: Any, name: str, metadata: Any) -> grpc.RpcMethodHandler[Any, Any]:
     """Return the same handler of one call, inside a span."""
-    if handler.request_streaming:
-        behavior = handler.stream_stream if handler.response_streaming else handler.stream_unary
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-    else:
-        behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
+    behavior = behavior_of(handler)
 
     async def respond(request: Any, context: Any) -> Any:
         with _CallSpan(name, metadata, context):
@@ -241,12 +226,9 @@ def _traced(handler: Any, name: str, metadata: Any) -> grpc.RpcMethodHandler[Any
                 async for response in responses:
                     yield response
 
-    wrapped = stream if inspect.isasyncgenfunction(behavior) else respond
-    return make(
-        wrapped,
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
+    # A handler in coroutine style writes its stream through the context.
+    respond_stream: Any = stream if inspect.isasyncgenfunction(behavior) else respond
+    return wrapped(handler, respond, respond_stream)
 
 
 class _CallSpan:
