@@ -6,36 +6,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import LoraConfig
+from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank import fused_head
 from flotilla_trainer.rank.fused_head import PLAIN
 from flotilla_trainer.rank.lora import Adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
 
-WIDTH, VOCABULARY = 16, 131
+VOCABULARY = 131
 CPU = torch.device("cpu")
-
-
-def shape() -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
 
 
 def trained(logprobs_of: Callable[[PolicyModel, torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights after ten updates of a model with tied embeddings, and the last gradients."""
-    torch.manual_seed(0)
-    policy = PolicyModel(Qwen3ForCausalLM(shape()))
+    policy = PolicyModel(tiny_qwen3(vocab_size=VOCABULARY, tie_word_embeddings=True))
     adamw = torch.optim.AdamW(policy.parameters(), lr=1e-2, eps=1e-3)
     random = torch.Generator().manual_seed(2)
     for _ in range(10):
@@ -71,9 +56,7 @@ def test_weights_after_ten_updates_are_those_of_plain_operations(monkeypatch: py
 
 
 def test_a_head_with_adapters_still_learns_through_them() -> None:
-    config = shape()
-    config.tie_word_embeddings = False
-    policy = PolicyModel(Qwen3ForCausalLM(config))
+    policy = PolicyModel(tiny_qwen3(vocab_size=VOCABULARY))
     policy.requires_grad_(False)
     adapters = Adapters(policy.causal_lm, LoraConfig(rank=2, alpha=4.0, targets=("lm_head",)), 0, CPU)
     tokens = torch.arange(48).reshape(2, 24)
@@ -84,7 +67,7 @@ def test_a_head_with_adapters_still_learns_through_them() -> None:
 
 
 def test_scores_are_the_same_with_and_without_likeliest_tokens() -> None:
-    policy = PolicyModel(Qwen3ForCausalLM(shape()))
+    policy = PolicyModel(tiny_qwen3(vocab_size=VOCABULARY, tie_word_embeddings=True))
     tokens = torch.arange(48).reshape(2, 24)
     asked = tokens, POSITIONS, tokens[:, 1:].flatten()
     with torch.no_grad():
