@@ -12,13 +12,12 @@ from pathlib import Path
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.config import BatchingConfig
-from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.batch.packing import MicroBatch
 from flotilla_trainer.batch.tokens import read_scored
-from flotilla_trainer.front.session_ranks import SessionRanks
+from flotilla_trainer.front.session_ranks import SessionRanks, WithRanks
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Array
 
@@ -88,7 +87,7 @@ class SequenceScores:
         )
 
 
-class ScoringSession:
+class ScoringSession(WithRanks):
     """A run's session on a gang that does not learn: a reference or a teacher.
 
     It exists between OpenSession and CloseSession. It scores with the weights of its start; its version never changes.
@@ -107,29 +106,12 @@ class ScoringSession:
         self.run_id = request.run_id
         self.folder = folder
         self.version = Version(request.lineage, 0)
-        self._ranks = SessionRanks(request.run_id, batching, gang, activities)
+        super().__init__(SessionRanks(request.run_id, batching, gang, activities))
         self._scores = SequenceScores(self._ranks, lambda: self.version)
-
-    @property
-    def budget(self) -> int:
-        """The most tokens of a micro-batch now."""
-        return self._ranks.budget
-
-    def shrink(self, budget: int) -> None:
-        """Give micro-batches no more tokens than this: with more, ranks of this run ran out of memory."""
-        self._ranks.shrink(budget, "ranks of this run ran out of memory with more")
 
     async def open(self) -> None:
         """Refuse a layout that the model does not allow; the ranks need no command."""
         self._ranks.layout()
-
-    def end(self, why: FlotillaError) -> None:
-        """Send no more work of this session to the ranks; a command that already runs is finished."""
-        self._ranks.end(why)
-
-    async def settled(self) -> None:
-        """Wait until no work of this session is in progress."""
-        await self._ranks.settled()
 
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
         """Return log-probabilities under the weights of the start, whether the request names the reference or not."""

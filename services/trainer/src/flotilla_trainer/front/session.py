@@ -14,7 +14,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core.errors import FailedPrecondition, FlotillaError
+from flotilla_core.errors import FailedPrecondition
 from flotilla_core.logger import get_logger
 from flotilla_core.service import Activities
 from flotilla_core.version import Version
@@ -24,7 +24,7 @@ from flotilla_trainer.front.pending_gradients import PendingGradients
 from flotilla_trainer.front.prepared_update import Preparation
 from flotilla_trainer.front.scoring import SequenceScores
 from flotilla_trainer.front.session_progress import SessionProgress
-from flotilla_trainer.front.session_ranks import SessionRanks
+from flotilla_trainer.front.session_ranks import SessionRanks, WithRanks
 from flotilla_trainer.front.updates import Updates
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.objective.session_objective import LOSSES_OF_THEIR_OWN, session_objective
@@ -36,7 +36,7 @@ A_POLICY = "a policy"
 logger = get_logger()
 
 
-class Session:
+class Session(WithRanks):
     """The state of a run between OpenSession and CloseSession."""
 
     def __init__(
@@ -52,7 +52,8 @@ class Session:
         self.folder = folder
         self._spec = spec
         self._settings = settings
-        self._ranks = ranks = SessionRanks(run_id, settings.batching, gang, activities)
+        ranks = SessionRanks(run_id, settings.batching, gang, activities)
+        super().__init__(ranks)
         self._progress = progress = SessionProgress(
             run_id,
             settings.optimizer,
@@ -89,25 +90,12 @@ class Session:
         """The id of the update that was sent last; empty before the first."""
         return self.updates.last_id
 
-    @property
-    def budget(self) -> int:
-        """The most tokens of a micro-batch now."""
-        return self._ranks.budget
-
-    def shrink(self, budget: int) -> None:
-        """Give micro-batches no more tokens than this: with more, ranks of this run ran out of memory."""
-        self._ranks.shrink(budget, "ranks of this run ran out of memory with more")
-
     async def open(self) -> None:
         """Build the optimizer on the ranks, and let micro-batches be as large as the ranks have memory for."""
         packed, refusal = self._ranks.layout().packed, self._ranks.packing_refusal
         logger.info("session opens", run_id=self.run_id, packed=packed, packing_refusal=refusal)
         answers = await self._ranks.command("open_session", self._settings.fields())
         self._ranks.shrink(answers[0].fields["fits"], "a rank lacks the memory for larger ones")
-
-    def end(self, why: FlotillaError) -> None:
-        """Send no more work of this session to the ranks; a command that already runs is finished."""
-        self._ranks.end(why)
 
     def check_open(self) -> None:
         """Refuse work for a session that has ended."""
@@ -116,10 +104,6 @@ class Session:
     def check_version(self, version: Version, what: str) -> None:
         """Refuse work for another version than the current one."""
         self._progress.check_version(version, what)
-
-    async def settled(self) -> None:
-        """Wait until no work of this session is in progress."""
-        await self._ranks.settled()
 
     @contextlib.asynccontextmanager
     async def holding(self, version: Version, what: str) -> AsyncIterator[None]:

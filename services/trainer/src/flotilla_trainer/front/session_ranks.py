@@ -165,6 +165,30 @@ class SessionRanks:
         return _in_place(await self.work("values", packed, {}), packed, count)
 
 
+class WithRanks:
+    """What every session does through its access to the gang."""
+
+    def __init__(self, ranks: SessionRanks) -> None:
+        self._ranks = ranks
+
+    @property
+    def budget(self) -> int:
+        """The most tokens of a micro-batch now."""
+        return self._ranks.budget
+
+    def shrink(self, budget: int) -> None:
+        """Give micro-batches no more tokens than this: with more, ranks of this run ran out of memory."""
+        self._ranks.shrink(budget, "ranks of this run ran out of memory with more")
+
+    def end(self, why: FlotillaError) -> None:
+        """Send no more work of this session to the ranks; a command that already runs is finished."""
+        self._ranks.end(why)
+
+    async def settled(self) -> None:
+        """Wait until no work of this session is in progress."""
+        await self._ranks.settled()
+
+
 class MemoryLosses:
     """The gangs that runs lost because a rank ran out of memory, so that the same cause does not end them again.
 
