@@ -268,7 +268,28 @@ def refuse_failing_rewards(
         )
 
 
-class SupervisedSource:
+class CursorAlone:
+    """A source whose state is its place in the data set: no work of it is ever under way."""
+
+    def __init__(self, prompts: PromptSource) -> None:
+        self._prompts = prompts
+
+    async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
+        """Continue from the cursor."""
+        if cursor is not None:
+            self._prompts.restore(cursor)
+
+    def reconfigure(self, config: RunConfig) -> None:
+        """Do nothing: no setting that can change concerns it."""
+
+    def admit(self, step: int, version: Version) -> None:
+        """Do nothing: what it gives needs no preparation."""
+
+    async def close(self) -> None:
+        """Do nothing: there is no work to end."""
+
+
+class SupervisedSource(CursorAlone):
     """Makes batches of prompts with their given answers: one, or a pair of which one is preferred.
 
     A batch is `prompts_per_step` prompts in the source's order. Nothing is generated, so nothing enters the ledger.
@@ -277,26 +298,12 @@ class SupervisedSource:
     samples_from_policy = False
 
     def __init__(self, run_id: str, prompts: PromptSource, prompts_per_step: int) -> None:
+        super().__init__(prompts)
         self._run_id = run_id
-        self._prompts = prompts
         self._prompts_per_step = prompts_per_step
-
-    async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
-        """Continue from the cursor."""
-        if cursor is not None:
-            self._prompts.restore(cursor)
-
-    def reconfigure(self, config: RunConfig) -> None:
-        """Do nothing: no setting that can change concerns given answers."""
-
-    def admit(self, step: int, version: Version) -> None:
-        """Do nothing: answers need no preparation."""
 
     async def batch(self, step: int, version: Version) -> Batch:
         """Return the next prompts and their answers."""
         prompts = [self._prompts.next() for _ in range(self._prompts_per_step)]
         groups = [given_group(self._run_id, prompt) for prompt in prompts]
         return Batch(step=step, groups=groups, cursor=self._prompts.cursor)
-
-    async def close(self) -> None:
-        """Do nothing: no work is ever under way."""

@@ -16,15 +16,15 @@ from typing import Any, NoReturn
 import numpy as np
 
 from flotilla_coordinator.data.chat_turns import Chat, prompt_text
-from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import GroupIssue
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_coordinator.rollouts.source import CursorAlone
 from flotilla_core import ids, telemetry
-from flotilla_core.config import RolloutConfig, RunConfig, SamplingConfig
+from flotilla_core.config import RolloutConfig, SamplingConfig
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 
@@ -195,28 +195,11 @@ class ClientSampling:
         return group
 
 
-class ClientSource:
+class ClientSource(CursorAlone):
     """The place in the data set of a run whose client draws the prompts, as checkpoints save and restore it."""
 
     samples_from_policy = True
 
-    def __init__(self, prompts: PromptSource) -> None:
-        self._prompts = prompts
-
-    async def restore(self, steps_done: int, cursor: dict[str, Any] | None) -> None:
-        """Continue from the cursor."""
-        if cursor is not None:
-            self._prompts.restore(cursor)
-
-    def reconfigure(self, config: RunConfig) -> None:
-        """Do nothing: the settings that can change concern steps, which the client makes."""
-
-    def admit(self, step: int, version: Version) -> None:
-        """Do nothing: the client requests groups when it wants them."""
-
     async def batch(self, step: int, version: Version) -> NoReturn:
         """Refuse, because the client makes its own batches."""
         raise AssertionError("a run whose client makes the steps is not asked for a batch")
-
-    async def close(self) -> None:
-        """Do nothing: no work is under way here."""
