@@ -84,22 +84,26 @@ def json_object(
 
 def read_json_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """Return the object in a file; a missing file stays a FileNotFoundError, which the reader can explain better."""
+    content = read_bounded(path, "the file", str(path), most_bytes)
+    return json_object(content, str(path), what=path.name)
+
+
+def read_bounded(path: Path, what: str, where: str, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return what a file holds, but no more than its limit; a missing file stays a FileNotFoundError."""
     try:
         with open_regular(path) as file:
             content = file.read(most_bytes + 1)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise InvalidConfig(
-            "the file cannot be read", where=str(path), why=error.strerror or str(error)
-        ) from None
+        raise InvalidConfig(f"{what} cannot be read", where=where, why=error.strerror or str(error)) from None
     if len(content) > most_bytes:
         raise InvalidConfig(
-            "the file is too large",
-            where=str(path),
+            f"{what} is too large",
+            where=where,
             why=f"it has more than {most_bytes} bytes, the limit of its kind",
         )
-    return json_object(content, str(path), what=path.name)
+    return content
 
 
 def _refuse_constant(name: str) -> NoReturn:

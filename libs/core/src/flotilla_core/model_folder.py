@@ -17,7 +17,7 @@ from typing import Any
 
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.files import open_regular, require_regular
-from flotilla_core.json_text import MOST_BYTES, json_object
+from flotilla_core.json_text import json_object, read_bounded
 
 LONGEST_HEADER = 100 << 20
 """The most bytes of a header, which is the limit of the format."""
@@ -66,10 +66,13 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             require_regular(path.stat(), path)
         except OSError as error:
-            raise InvalidConfig(
-                "the file of weights cannot be read", where=str(path), why=error.strerror or str(error)
-            ) from None
+            raise _unreadable(path, error) from None
     return found
+
+
+def _unreadable(path: Path, error: OSError) -> InvalidConfig:
+    why = error.strerror or str(error)
+    return InvalidConfig("the file of weights cannot be read", where=str(path), why=why)
 
 
 def whole_number(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
@@ -124,9 +127,7 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
             content = file.read(length) if length <= LONGEST_HEADER else b""
             content = content if len(content) == length else b""
     except OSError as error:
-        raise InvalidConfig(
-            "the file of weights cannot be read", where=str(path), why=error.strerror or str(error)
-        ) from None
+        raise _unreadable(path, error) from None
     try:
         header = json_object(content, str(path))
         return {name: _shape(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
@@ -153,8 +154,7 @@ def tokenizer_digest(folder: Path) -> str:
             next_step="set `model` in stack.yaml, or initial_weights in run.yaml, to a Hugging Face folder",
         )
     try:
-        with open_regular(folder / TOKENIZER_FILE) as file:
-            content = file.read(MOST_BYTES + 1)
+        content = read_bounded(folder / TOKENIZER_FILE, TOKENIZER_FILE, str(folder))
     except FileNotFoundError:
         raise NotFound(
             f"the model folder has no {TOKENIZER_FILE}",
@@ -162,14 +162,4 @@ def tokenizer_digest(folder: Path) -> str:
             why="only fast tokenizers are supported",
             next_step="save one there with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`",
         ) from None
-    except OSError as error:
-        raise InvalidConfig(
-            f"{TOKENIZER_FILE} cannot be read", where=str(folder), why=error.strerror or str(error)
-        ) from None
-    if len(content) > MOST_BYTES:
-        raise InvalidConfig(
-            f"{TOKENIZER_FILE} is too large",
-            where=str(folder),
-            why=f"it has more than {MOST_BYTES} bytes, the limit of its kind",
-        )
     return hashlib.sha256(content).hexdigest()
