@@ -166,7 +166,7 @@ class SessionRanks:
 
 
 class WithRanks:
-    """What every session does through its access to the gang."""
+    """A session by the access that it has to the gang, whether it learns or not."""
 
     def __init__(self, ranks: SessionRanks) -> None:
         self._ranks = ranks
