@@ -192,12 +192,12 @@ def planned(folder: Path, size: str, gpus: str) -> Planned:
     lines = {line.name: line for line in plan.lines}
     who = [line.explanation for name, line in lines.items() if name.startswith("GPU ")]
     assert len(who) == int(gpus.partition(" ")[0]), "every GPU is used"
-    found = re.search(r"generator-0[^(]*\((.+?), KV cache (.+?)\)", "; ".join(who))
+    found = re.search(r"generator-0[^(]*\(up to (.+?), KV cache (.+?) of it", "; ".join(who))
     assert found is not None
     rank = lines["memory of a trainer rank"].value.removeprefix("about ")
     laid = " ".join(f"`{one}`" for one in laid_over.split())
     return Planned(
-        size, gpus, seats_of(stack), rank, f"{found[1]} + {found[2]}", all_weights, laid, tuple(plan.warnings)
+        size, gpus, seats_of(stack), rank, f"{found[1]}, {found[2]}", all_weights, laid, tuple(plan.warnings)
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flotilla_coordinator.cli import evaluate
-from flotilla_coordinator.plan import placement
+from flotilla_coordinator.plan import size_limits
 from flotilla_coordinator.plan.gpu_memory import SharedGpu, rank_room
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.placement import placed, seat_lines, seats
@@ -144,9 +144,9 @@ def test_weights_rest_on_the_host_only_where_all_of_them_cannot_learn_on_the_gpu
 ) -> None:
     large = make_model(tmp_path / "large", width=16_384, layers=30)  # 8 billion parameters
     host(2, gib=80)
-    monkeypatch.setattr(placement, "host_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(size_limits, "host_memory", lambda: 100 * GIB)
     assert not placed(stack_of(large)).trainer.cpu_offload, "their state takes 122 GiB"
-    monkeypatch.setattr(placement, "host_memory", lambda: 256 * GIB)
+    monkeypatch.setattr(size_limits, "host_memory", lambda: 256 * GIB)
     found = placed(stack_of(large))
     assert (found.placement, found.trainer.nproc, found.generator.replicas) == ("colocated", 2, 2)
     assert found.trainer.cpu_offload and "weights rest on the host" in seats(found)[0][0][1]

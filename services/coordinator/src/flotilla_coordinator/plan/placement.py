@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla_coordinator.plan import size_limits
 from flotilla_coordinator.plan.chapter import Line, shown_bytes
 from flotilla_coordinator.plan.gpu_memory import (
     SharedGpu,
@@ -24,7 +25,6 @@ from flotilla_coordinator.plan.gpu_memory import (
     share_beside_standby,
 )
 from flotilla_coordinator.plan.model_facts import ModelFacts
-from flotilla_coordinator.plan.size_limits import host_memory
 from flotilla_coordinator.plan.trainer_memory import HostMemory, frozen_bytes, offloads, resident_bytes
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
@@ -37,6 +37,8 @@ from flotilla_launch.placement import Slot, slots_of
 
 LEARNING_SHARE = 0.8
 """The most of a GPU that a rank may keep through a run; its activations need the rest."""
+LEAST_CACHE_SHARE = 0.05
+"""The least of a GPU that a KV cache has beside a rank whose weights rest on the host; else each has its own GPUs."""
 READY_TIMEOUT_S = 480.0
 """The ready timeout on GPUs: the first start of a model compiles it and captures graphs, which takes two minutes, and
 more with several generators."""
@@ -125,10 +127,11 @@ def _learns(stack: StackConfig, model: ModelFacts, total: int) -> bool:
     """Return whether all weights can learn on the ranks of a stack, in the memory of their GPUs and of this host."""
     trainer = stack.trainer
     resting = HostMemory.of_all_weights(model, trainer).total if offloads(trainer) else 0
-    if resting * trainer.ranks_here > host_memory():
+    if resting * trainer.ranks_here > size_limits.host_memory():
         return False
     if stack.placement == "colocated":
-        return SharedGpu.of(model, stack, total).learns
+        shared = SharedGpu.of(model, stack, total)
+        return shared.learns and (not resting or shared.kv_cache >= LEAST_CACHE_SHARE * total)
     return resident_bytes(model, trainer) <= LEARNING_SHARE * total
 
 
