@@ -73,10 +73,10 @@ def _figures(prompts: int, samples: int) -> Figures:
         directory = Path(folder)
         model = example_model(directory, positions=2 * RESPONSE_TOKENS)
         with light_stack(model, directory, sim={"response_tokens": RESPONSE_TOKENS}) as stack:
-            return _measured(stack, prompts, samples)
+            return measured(stack, prompts, samples)
 
 
-def _measured(stack: Stack, prompts: int, samples: int) -> Figures:
+def measured(stack: Stack, prompts: int, samples: int) -> Figures:
     file = endless_run(
         stack, prompts=prompts, samples=samples, max_staleness=1, longest_response=RESPONSE_TOKENS
     )

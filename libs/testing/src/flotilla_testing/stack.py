@@ -171,6 +171,7 @@ def light_stack(
     trainer_model: Path | None = None,
     trainer_s: float = 0,
     autoscale: dict[str, Any] | None = None,
+    bind: dict[str, Any] | None = None,
     **generator: Any,
 ) -> Iterator[Stack]:
     """A whole fleet in seconds: simulated engine, accepting trainer (`trainer_s` an update), everything else real."""
@@ -180,6 +181,7 @@ def light_stack(
         "generator": {"engine": "sim", **generator},
         "trainer": {"replicas": 0},
         "autoscale": autoscale,
+        "bind": bind or {},
         "restart_budget": 1000,
     }
     with running_stack(description, directory) as stack:
