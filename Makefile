@@ -13,7 +13,7 @@ VERSION := $(shell cut -d + -f 1 VERSION)
 # The contracts of the last release lie in the tree, because a clone may have no tags.
 RELEASED := $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -n 1)
 # A suite is a folder of tests/; its target test-<suite> exists when the folder holds tests.
-LIGHT := $(addprefix libs/,core algorithms data trackers launch client workers) services/coordinator services/reward
+LIGHT := $(addprefix libs/,core algorithms data trackers launch client workers cli) services/coordinator services/reward
 SUITES := $(sort $(patsubst tests/%/,%,$(dir $(wildcard tests/*/test_*.py))))
 
 .PHONY: help

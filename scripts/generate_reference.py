@@ -27,8 +27,8 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from flotilla_coordinator.cli import options
-from flotilla_coordinator.cli.main import load_commands
+from flotilla_cli import options
+from flotilla_cli.main import load_commands
 from flotilla_core.config import ConfigModel, RunConfig, StackConfig, json_schema
 from flotilla_core.config.presets import PRESETS
 from flotilla_core.kinds import KINDS

@@ -9,7 +9,7 @@ those of attributes that open with a fragment. Of the tree as a whole it counts:
 - product: lines of what users run: all sources of `libs` and `services` but generated ones and `libs/testing`.
 - tests: lines of all Python files in folders `tests`, and of `libs/testing`.
 - circles: groups of modules that import each other in a circle, those of functions counted; type-checking imports too.
-- local imports of the command line: import statements inside functions of the package `cli`.
+- local imports of the command line: import statements inside functions of `libs/cli`.
 - private reads of tests: `thing._name`, where `thing` is neither `self` nor `cls`, nor of Python or torch.
 - trip of a sample: files that the list `docs/trip-of-a-sample.txt` names, all of which have to be there.
 """
@@ -309,7 +309,9 @@ def _of_the_tree(root: Path, modules: list[Module]) -> dict[str, int]:
     found = {
         "product": sum(module.lines for module in modules) - testing,
         "tests": sum(len(path.read_text("utf-8").splitlines()) for path in tests_of(root)) + testing,
-        "local imports of the command line": sum(one.local_imports for one in modules if ".cli." in one.name),
+        "local imports of the command line": sum(
+            one.local_imports for one in modules if one.package == "libs/cli"
+        ),
         "private reads of tests": private_reads(root),
     }
     if (root / TRIP).is_file():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flotilla_coordinator.cli.options import PREFLIGHT, RUN_FAILED, USAGE
+from flotilla_cli.options import PREFLIGHT, RUN_FAILED, USAGE
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.checkpoint import CheckpointShelf

@@ -22,6 +22,7 @@ from flotilla_launch.placement import slots_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if (path / "pyproject.toml").exists())
+PROGRAMS_BESIDE = {"coordinator": ("libs/cli",)}  # who enters the container of a stack has the command there
 COMPOSE = ROOT / "deploy" / "compose"
 LAYERS = ("core.yaml", "gpu.yaml", "observability.yaml")
 SECRETS = {"token", "nats_credentials"}
@@ -66,7 +67,8 @@ def test_an_image_has_every_package_of_ours_that_its_service_needs(service: str)
     installed = set(re.findall(r"\./(libs/\w+|services/\w+)", dockerfile(service)))
     images = module("scripts/build_images.py")
     assert service in images.SERVICES
-    assert installed == {f"services/{service}", *_libraries_of(f"services/{service}")}
+    programs = {f"services/{service}", *PROGRAMS_BESIDE.get(service, ())}
+    assert installed == programs.union(*map(_libraries_of, programs))
     assert images.LOCKS[service]
     for lock in images.LOCKS[service].values():
         assert (ROOT / "requirements" / f"{lock}.txt").is_file()

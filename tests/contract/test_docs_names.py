@@ -18,7 +18,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from flotilla_coordinator.cli.main import load_commands
+from flotilla_cli.main import load_commands
 from flotilla_core.config import ConfigModel, PolicyConfig, RunConfig, StackConfig, load_text
 from flotilla_core.config.other_programs import OURS
 from flotilla_core.errors import InvalidConfig

@@ -16,7 +16,11 @@ from flotilla_core.roles import CRITIC, REFERENCE, TEACHER
 from flotilla_core.telemetry.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-WRITERS = ("services/coordinator/src", "services/trainer/src")
+WRITERS = (
+    "services/coordinator/src/**/*.py",
+    "services/trainer/src/**/*.py",
+    "libs/core/src/flotilla_core/evaluations.py",
+)
 NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>]+)+")
 NO_METRICS = {"examples/arithmetic"}
 COMPUTED = {
@@ -69,7 +73,7 @@ def texts(tree: ast.AST) -> Iterator[str]:
 
 def written() -> set[str]:
     """The metrics that coordinator and trainer spell."""
-    files = (file for folder in WRITERS for file in (ROOT / folder).rglob("*.py"))
+    files = (file for pattern in WRITERS for file in ROOT.glob(pattern))
     found = {text for file in files for text in texts(ast.parse(file.read_text(encoding="utf-8")))}
     names = {text for text in found if NAME.fullmatch(text)} - NO_METRICS
     for pattern, made in COMPUTED.items():

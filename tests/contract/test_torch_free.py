@@ -56,7 +56,7 @@ def link(name: str, version: str, site: Path) -> None:
 
 def test_nothing_heavy_is_installed_or_imported(light_python: Path) -> None:
     code = (
-        "import importlib.util, sys, flotilla_coordinator.service, flotilla_coordinator.cli.main, flotilla_client;"
+        "import importlib.util, sys, flotilla_coordinator.service, flotilla_cli.main, flotilla_client;"
         f"print([name for name in {HEAVY!r} if importlib.util.find_spec(name) or name in sys.modules])"
     )
     done = subprocess.run([light_python, "-c", code], capture_output=True, text=True, check=False)
@@ -86,7 +86,7 @@ async def test_coordinator_serves_the_command_line(light_python: Path, tmp_path:
             [
                 light_python,
                 "-m",
-                "flotilla_coordinator.cli.main",
+                "flotilla_cli.main",
                 "run",
                 "list",
                 "--json",

@@ -17,8 +17,8 @@ LINES = ("Why", "Flotilla", "You", "Proof")
 ENTRY = re.compile(r"^### (?P<title>.*) \((?P<codes>[AB\d, ]+)\)\n(?P<text>(?:(?!^#).*\n?)*)", re.MULTILINE)
 TEST = re.compile(r"^(?:async )?def (test_\w+)", re.MULTILINE)
 CHECKERS = (
-    "services/coordinator/src/flotilla_coordinator/cli/doctor.py",
-    "services/coordinator/src/flotilla_coordinator/cli/stack_checks.py",
+    "libs/cli/src/flotilla_cli/doctor.py",
+    "libs/cli/src/flotilla_cli/stack_checks.py",
     "services/trainer/src/flotilla_trainer/service.py",
 )
 

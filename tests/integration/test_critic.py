@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_coordinator.cli.options import RUN_FAILED
+from flotilla_cli.options import RUN_FAILED
 from flotilla_coordinator.ledger.checker import check
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_testing.runs import ppo_run

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-MAIN = "flotilla_coordinator.cli.main"
+MAIN = "flotilla_cli.main"
 RUNS_ON_DISK = "flotilla_coordinator.views.stored"
 """The module that commands import in a function, where no fleet answers."""
 _REQUEST_BYTES = 1 << 18

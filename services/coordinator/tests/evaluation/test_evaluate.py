@@ -18,20 +18,13 @@ from flotilla_coordinator.evaluation.evaluate import (
     HeldOutPrompts,
     HeldOutResult,
 )
-from flotilla_coordinator.evaluation.figures import (
-    before,
-    before_and_after,
-    figures_of,
-    held_out_text,
-    majority_right,
-    pass_at,
-    vote_of,
-)
+from flotilla_coordinator.evaluation.figures import figures_of, majority_right, pass_at, vote_of
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.config import RunConfig, SamplingConfig, dump_yaml, load_text
 from flotilla_core.errors import UserCodeError
+from flotilla_core.evaluations import before, before_and_after, held_out_text
 from flotilla_core.version import Version
 
 VERSION = Version(0, 4)

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.cli import evaluate
 from flotilla_coordinator.plan import size_limits
 from flotilla_coordinator.plan.gpu_memory import SharedGpu, rank_room
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.placement import placed, seat_lines, seats
 from flotilla_core.config import RunConfig, StackConfig, dump_yaml, load, load_text
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.version import Version
 from flotilla_launch import gpus as gpus_module
 
 GIB = 1 << 30
@@ -214,12 +212,3 @@ def test_a_generator_that_cannot_fit_is_refused_by_its_keys(model: Path, host: H
     host(2, gib=1)
     with pytest.raises(FailedPrecondition, match=r"a generator does not fit.*tensor_parallel_size"):
         placed(stack_of(model, placement="separate", generator={"memory_fraction": 0.001}))
-
-
-def test_the_fleet_of_an_evaluation_has_no_trainer_to_sleep_for(model: Path, tmp_path: Path) -> None:
-    stack = stack_of(
-        model, placement="colocated", state_dir=tmp_path / "state", generator={"sleep_while_training": True}
-    )
-    fleet = evaluate._fleet(stack, evaluate.Subject(model, "run", Version(0, 1), ""))
-    assert load_text(StackConfig, dump_yaml(fleet)) == fleet, "as the launcher reads it"
-    assert not fleet.generator.sleep_while_training

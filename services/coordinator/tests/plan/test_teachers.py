@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flotilla_coordinator.cli.config import paths_of_stack
-from flotilla_coordinator.cli.stack_checks import stack_checks
 from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.checks import role_errors
 from flotilla_coordinator.plan.update_lines import algorithm_chapter
@@ -53,32 +49,11 @@ def test_a_run_whose_teachers_the_stack_does_not_start_is_refused_by_their_keys(
     assert [error.startswith(said) for error in errors] == ([True] if said else [])
 
 
-def test_the_model_folder_of_every_named_teacher_is_looked_at(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    stack = stack_of(math={"model": tmp_path / "empty"}, code={"model": "./absent"}, same={})
-    found = {key: problem for key, _, problem in paths_of_stack(stack) if key.startswith("teachers.")}
-    assert found == {
-        "teachers.math.model": f"{tmp_path / 'empty'} has no config.json",
-        "teachers.code.model": "there is no such folder as ./absent, and a name of the hub is organisation/model",
-    }
-
-
 def test_the_plan_tells_of_the_teachers_and_their_weights() -> None:
     advantage = {"teachers": {"math": 0.7, "code": 0.3}}
     algorithm = PolicyConfig.model_validate({"type": "distillation", "advantage": advantage})
     told = {name: explanation for name, _, explanation in Chapter.of(algorithm_chapter(algorithm)).lines}
     assert told["advantage"] == "coefficient 1, reward_weight 0, teachers math 0.7 and code 0.3"
-
-
-def test_doctor_looks_at_the_model_of_every_teacher_that_is_started(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    file = tmp_path / "stack.yaml"
-    model = str(tmp_path / "empty")
-    teachers = {"math": {"replicas": 1, "model": model}, "idle": {"model": model}}
-    file.write_text(json.dumps({"state_dir": str(tmp_path / "state"), "teachers": teachers}))
-    _, findings = stack_checks(str(file))
-    found = {one.code: one.what for one in findings if one.code.startswith("teachers.")}
-    assert found == {"teachers.math.model": f"{tmp_path / 'empty'} has no config.json"}
 
 
 @pytest.mark.parametrize(

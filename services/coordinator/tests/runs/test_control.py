@@ -12,10 +12,11 @@ import pytest
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.runs.context import RunContext
-from flotilla_coordinator.runs.control import LIVE_KEYS, RunControl, changed_config
+from flotilla_coordinator.runs.control import RunControl, changed_config
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.status import RemainingTime, RunStatus
 from flotilla_core.config import RunConfig, StackConfig, load_text
+from flotilla_core.config.run import LIVE_KEYS
 from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_core.service import Activities
 

@@ -35,6 +35,15 @@ from flotilla_core.config.training import (
 
 DIRECT = "none"
 """The value of `proxy` that uses none, whatever the environment says."""
+LIVE_KEYS = (
+    "steps",
+    "rollout.max_staleness",
+    "optimizer.learning_rate",
+    "evaluation.every_steps",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+)
+"""The settings that an active run can take from its next step on."""
 SECRETS = frozenset({"api_key", "key", "token", "password", "hf_token", "username"})
 """Names under which other programs take secrets."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from flotilla_coordinator.data.prompts import Prompt, PromptFile
 from flotilla_coordinator.data.training_sets import HeldOut
-from flotilla_coordinator.evaluation.figures import ACCURACY, figures_of, named, vote_of
+from flotilla_coordinator.evaluation.figures import figures_of, vote_of
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample, given_group
 from flotilla_coordinator.rollouts.generation import EVALUATION, GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
@@ -26,6 +26,7 @@ from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_core import telemetry
 from flotilla_core.config import RewardTermConfig, RunConfig, SamplingConfig
 from flotilla_core.errors import UserCodeError
+from flotilla_core.evaluations import ACCURACY, named
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version

@@ -12,16 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flotilla_core.config import RunConfig, dump_yaml, load_text
+from flotilla_core.config.run import LIVE_KEYS
 from flotilla_core.errors import InvalidRequest
-
-LIVE_KEYS = (
-    "steps",
-    "rollout.max_staleness",
-    "optimizer.learning_rate",
-    "evaluation.every_steps",
-    "checkpoint.every_steps",
-    "checkpoint.keep",
-)
 
 
 class RunControl:

@@ -17,7 +17,6 @@ from pathlib import Path
 from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING, Finding
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.evaluation.evaluate import Evaluation
-from flotilla_coordinator.evaluation.figures import held_out_text
 from flotilla_coordinator.ledger.records import RunRecord
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.records.report import conclude
@@ -26,6 +25,7 @@ from flotilla_coordinator.runs.warnings import LearningSignal
 from flotilla_coordinator.views.metrics import add_evaluation
 from flotilla_coordinator.views.runs import TERMINAL, give_reason, interrupted_run
 from flotilla_core.errors import DiskFull
+from flotilla_core.evaluations import held_out_text
 from flotilla_core.findings import info, text_of, warning
 from flotilla_core.logger import get_logger
 from flotilla_core.version import Version

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.evaluation.figures import ACCURACY, before
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.errors import NotFound
+from flotilla_core.evaluations import ACCURACY, before
 from flotilla_core.telemetry.metrics import higher_is_better, in_groups
 
 WIDTH, HEIGHT = 64, 12

@@ -1,0 +1,365 @@
+"""Implements `flotilla reward`, which lists the rewards that a run may name, and tries them without a fleet.
+
+Invariant: no code of a user runs in this process. A trial is scored by the reward service's own code, in a process of
+its own that ends with the command.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from select import select
+from subprocess import Popen
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from google.protobuf.json_format import MessageToDict
+
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo
+from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
+from flotilla_cli.completion import complete_setting
+from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
+from flotilla_cli.output import print_json, print_line, print_table, say
+from flotilla_cli.services import find_services
+from flotilla_cli.stack import (
+    load_stack_with_model,
+    make_example,
+    stack_file,
+    with_models_here,
+)
+from flotilla_core import rpc
+from flotilla_core.config import RewardTermConfig, RunConfig, load, load_text
+from flotilla_core.errors import (
+    FailedPrecondition,
+    FlotillaError,
+    Internal,
+    InvalidConfig,
+    InvalidRequest,
+    Unavailable,
+)
+from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
+from flotilla_core.model_folder import model_folder
+from flotilla_core.rpc.status import from_status
+from flotilla_data.rows import open_rows, parts
+
+if TYPE_CHECKING:
+    from flotilla_coordinator.data.prompts import Prompt
+    from flotilla_coordinator.rollouts.scoring import Outcome
+
+app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
+
+_LIST_S = 10.0
+_TRIAL = "flotilla_reward.trial"
+_REFUSED = 3
+"""The exit code of a trial that printed the status of an error."""
+_MOST_PRINTED = 1 << 20
+"""The bytes that are shown of what rewards print."""
+_LOOK_S = 0.1
+_LONGEST_CELL = 40
+ANSWER, EMPTY = "(the answer)", "(empty)"
+
+
+@app.command("list")
+def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """List the rewards that the reward services know by name, with their parameters.
+
+    A function in a file needs no entry here: name it in the run as path.py:function.
+    """
+    rewards = [_reward_json(found, services) for found, services in wait(_ask(stack, coordinator))]
+    if as_json:
+        print_json({"rewards": rewards})
+        return
+    rows = [
+        (one["name"], ", ".join(_parameter(one, name) for name in one["parameters"]), one["description"])
+        for one in rewards
+    ]
+    print_table(("REWARD", "PARAMETERS", "WHAT IT GIVES"), rows)
+
+
+async def _ask(stack: str | None, coordinator: str | None) -> list[tuple[RewardInfo, list[str]]]:
+    """Return each reward once, with the names of the services that serve it."""
+    found: dict[str, tuple[RewardInfo, list[str]]] = {}
+    services = [
+        one for one in (await find_services(stack, coordinator)).values() if one.kind == SERVICE_KIND_REWARD
+    ]
+    if not services:
+        raise Unavailable("no reward service is running", next_step="start one: flotilla scale reward 1")
+    for service in services:
+        async with service.channel() as channel:
+            call = RewardServiceStub(channel).ListRewards
+            answer = await rpc.unary(call, ListRewardsRequest(), timeout_s=_LIST_S)
+        for info in answer.rewards:
+            found.setdefault(info.name, (info, []))[1].append(service.name)
+    return list(found.values())
+
+
+def _reward_json(info: RewardInfo, services: list[str]) -> dict[str, Any]:
+    schema = MessageToDict(info.parameters)
+    return {
+        "name": info.name,
+        "description": " ".join(info.description.split()),
+        "parameters": schema.get("properties", {}),
+        "required": schema.get("required", []),
+        "services": services,
+    }
+
+
+def _parameter(reward: dict[str, Any], name: str) -> str:
+    """Show a parameter: `pattern` where it must be given, `ignore_case=false` where it has a default."""
+    default = reward["parameters"][name].get("default")
+    if isinstance(default, float):  # every number of a Struct is one
+        return f"{name}={default:g}"
+    return name if default is None else f"{name}={json.dumps(default)}"
+
+
+@app.command()
+def test(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[REWARD]... [FILE]... [key.path=value]...",
+            help="Rewards by name or path.py:function; run files, whose rewards and data are taken; overrides.",
+            autocompletion=complete_setting,
+        ),
+    ],
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="FILE", help="Data file, in place of data.train.")
+    ] = None,
+    rows: Annotated[int, typer.Option("-n", "--rows", min=1, help="Rows of the data to score.")] = 5,
+    response: Annotated[
+        list[str] | None, typer.Option("--response", metavar="TEXT", help="A response to score for each row.")
+    ] = None,
+    responses: Annotated[
+        Path | None,
+        typer.Option(
+            "--responses", metavar="FILE", help='JSONL file with a "response" for each row, in order.'
+        ),
+    ] = None,
+    stack: Stack = None,
+    as_json: Json = False,
+) -> None:
+    """Score rows of the data by the rewards of a run, or by one reward; needs no fleet and no GPU.
+
+    Without responses of yours each row is scored twice: with its answer as the response, and with an empty one. Exit
+    code 1 when a response could not be scored.
+    """
+    config = _config_of(arguments, data)
+    prompts = _rows(config, stack, rows)
+    tried = list(_responses(prompts, response or [], responses))
+    scored = zip(tried, _scored(config, tried), strict=True)
+    found = [_trial_json(config, *one, *outcome) for one, outcome in scored]
+    if as_json:
+        print_json({"rewards": [term.reward for term in config.rewards], "samples": found})
+    else:
+        _print_trial(found)
+    if any(one["failure"] for one in found):
+        raise typer.Exit(RUN_FAILED)
+
+
+def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
+    """Return the run of the files with the rewards that are named, or one of these rewards and the data alone."""
+    overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
+    others = [text for text in arguments if text not in overrides]
+    files = [text for text in others if text.endswith((".yaml", ".yml")) or os.path.isfile(text)]
+    names = [text for text in others if text not in files]
+    if data is not None:
+        overrides = [f"data.train={json.dumps(str(data))}", *overrides]
+    if not files and data is None:
+        raise InvalidRequest(
+            "there are no rows to score",
+            where=" ".join(arguments),
+            next_step="name a run file, or a data file by --data FILE",
+        )
+    if not files:
+        terms = [{"reward": name} for name in names]
+        text = json.dumps({"name": "trial", "steps": 1, "data": {"train": str(data)}, "rewards": terms})
+        return load_text(RunConfig, text, source="command line", overrides=overrides, resolve_paths=True)
+    config = load(RunConfig, files, overrides, resolve_paths=True)
+    if names:
+        asked = [RewardTermConfig(reward=name).with_paths_from(Path.cwd()) for name in names]
+        known = {term.reward: term for term in config.rewards}
+        config = config.model_copy(update={"rewards": tuple(known.get(one.reward, one) for one in asked)})
+    if not config.rewards:
+        raise InvalidRequest(
+            "the run names no rewards", where=", ".join(files), next_step="name one: path.py:function"
+        )
+    return config
+
+
+def _rows(config: RunConfig, stack: str | None, rows: int) -> list[Prompt]:
+    """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
+    from flotilla_coordinator.data.prompts import load_prompts
+    from flotilla_coordinator.data.tokenizer import Tokenizer
+    from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
+
+    make_example(stack_file(stack))
+    tokenizer = Tokenizer.load(model_folder(with_models_here(load_stack_with_model(stack)).model))
+    return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows)
+
+
+def _responses(
+    prompts: list[Prompt], given: list[str], file: Path | None
+) -> Iterator[tuple[Prompt, str, str]]:
+    """Yield prompt, response, and a name for each response that is no text of the user's."""
+    if file is not None:
+        texts = _read_responses(file, len(prompts))
+        yield from ((prompt, text, "") for prompt, text in zip(prompts, texts, strict=False))
+    for prompt in prompts:
+        yield from ((prompt, text, "") for text in given)
+        if not given and file is None:
+            if prompt.answer:
+                yield prompt, prompt.answer, ANSWER
+            yield prompt, "", EMPTY
+
+
+def _read_responses(file: Path, most: int) -> Iterator[str]:
+    """Yield the first responses of a file, which is read within the bounds of data files."""
+    written = 'write one JSON object a line, with the text of a response under "response"'
+    try:
+        rows = open_rows(file, "train", None)
+    except FlotillaError as error:
+        why = ": ".join(filter(None, (error.what, error.why)))
+        raise type(error)(
+            "the responses cannot be read", where=error.where, why=why, next_step=written
+        ) from None
+    for part in parts(rows, range(min(most, len(rows)))):
+        for row in rows.read(part):
+            if row.error is not None:
+                raise row.error
+            text = row.values.get("response")
+            if not isinstance(text, str):
+                raise InvalidConfig('the line has no text "response"', where=row.where, next_step=written)
+            yield text
+
+
+def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[tuple[Outcome, float]]:
+    """Return the outcome of each response, from a process of the reward service, and its seconds."""
+    from flotilla_coordinator.rollouts.scoring import reward_spec, score_item, weigh
+
+    if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
+        raise FailedPrecondition(
+            "the reward service is not installed here", next_step="pip install flotilla-reward"
+        )
+    items = [score_item(str(number), prompt, text) for number, (prompt, text, _) in enumerate(tried)]
+    request = pb.ScoreRequest(rewards=map(reward_spec, config.rewards), items=items)
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
+        asked.write(request.SerializeToString())
+        asked.seek(0)
+        command = [sys.executable, "-m", _TRIAL]
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        with subprocess.Popen(
+            command, stdin=asked, stdout=answered, stderr=subprocess.PIPE, env=environment, bufsize=0
+        ) as trial:
+            _say_all(trial)
+        answered.seek(0)
+        answer = answered.read()
+    if trial.returncode == 0:
+        outcomes = pb.ScoreResponse.FromString(answer).outcomes
+        return [(weigh(config.rewards, [one]), one.elapsed.ToNanoseconds() / 1e9) for one in outcomes]
+    refused = from_status(answer) if trial.returncode == _REFUSED else None
+    raise refused or Internal("the trial ended early", why=f"its process ended with code {trial.returncode}")
+
+
+def _say_all(trial: Popen[bytes]) -> None:
+    """Print what the code of a user prints until the trial ends: up to a limit, as text that no terminal obeys."""
+    assert trial.stderr is not None
+    line, left, more, over = b"", _MOST_PRINTED, 0, False
+    while not over:
+        # What user code left behind may keep the pipe open: after the end of the trial only what is in it counts.
+        over = trial.poll() is not None
+        ready, _, _ = select([trial.stderr], [], [], 0 if over else _LOOK_S)
+        block = os.read(trial.stderr.fileno(), _MOST_PRINTED) if ready else b""
+        over = over or bool(ready and not block)
+        more += max(0, len(block) - left)
+        line += block[:left]
+        left = max(0, left - len(block))
+        *lines, line = line.split(b"\n")
+        if len(line) > LONGEST_LINE_BYTES or (over and line):
+            lines, line = [*lines, line], b""
+        for one in lines:
+            say(line_text(one))
+    if more:
+        say(f"... and {more:,} bytes more, which are not shown")
+
+
+def _trial_json(
+    config: RunConfig, prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float
+) -> dict[str, Any]:
+    return {
+        "row": prompt.index + 1,
+        "prompt": prompt.prompt_text,
+        "response": response,
+        "response_is": name.strip("()"),
+        "answer": prompt.answer,
+        "info": prompt.info,
+        "reward": outcome.total,
+        "reward_parts": [
+            {"reward": term.reward, "value": value}
+            for term, value in zip(config.rewards, outcome.terms, strict=False)
+        ],
+        "seconds": seconds,
+        "failure": outcome.failure,
+        "traceback": outcome.traceback,
+    }
+
+
+def _print_trial(found: list[dict[str, Any]]) -> None:
+    """Print a line for each response, then each failure once with its traceback, then what to make of it."""
+    rows = []
+    shared = _shared_lines([one["prompt"] for one in found])
+    for one in found:
+        parts = ", ".join(f"{Path(part['reward']).name}={part['value']:.4g}" for part in one["reward_parts"])
+        shown = f"({one['response_is']})" if one["response_is"] else _short(one["response"])
+        reward = "failed" if one["failure"] else f"{one['reward']:.4g}"
+        time = f"{one['seconds'] * 1000:.1f} ms"
+        rows.append(
+            (
+                str(one["row"]),
+                shown,
+                reward,
+                parts,
+                time,
+                _short(one["answer"]),
+                _short(one["prompt"][shared:]),
+            )
+        )
+    print_table(("ROW", "RESPONSE", "REWARD", "PARTS", "TIME", "ANSWER", "PROMPT"), rows)
+    failures: dict[str, list[dict[str, Any]]] = {}
+    for one in found:
+        if one["failure"]:
+            failures.setdefault(one["failure"], []).append(one)
+    for failure, ones in failures.items():
+        print_line(f"\n{len(ones)} of {len(found)} failed, row {ones[0]['row']} first: {failure}")
+        if ones[0]["traceback"]:
+            print_line(textwrap.indent(ones[0]["traceback"].rstrip(), "  "))
+    rewards = [one["reward"] for one in found if not one["failure"]]
+    for name in dict.fromkeys(one["response_is"] for one in found):
+        of_name = [one["reward"] for one in found if one["response_is"] == name and not one["failure"]]
+        if name and of_name:
+            say(
+                f"mean reward of {name.replace('empty', 'an empty response')}: {sum(of_name) / len(of_name):.4g}"
+            )
+    if len(rewards) > 1 and len(set(rewards)) == 1:
+        say("all rewards are equal: these responses teach nothing. Try others: --response TEXT")
+
+
+def _shared_lines(prompts: list[str]) -> int:
+    """Return the length of the lines with which all prompts begin: a system prompt would hide what differs."""
+    if len(set(prompts)) < 2:
+        return 0
+    lines = zip(*(prompt.splitlines(keepends=True) for prompt in prompts), strict=False)
+    return sum(len(same[0]) for same in takewhile(lambda line: len(set(line)) == 1, lines))
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, _LONGEST_CELL, placeholder="...")

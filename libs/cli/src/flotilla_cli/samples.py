@@ -1,0 +1,361 @@
+"""Implements `flotilla samples`, which shows the samples of a run, or of its evaluations, with their rewards.
+
+Invariants: filters see whole texts. The answers of evaluations come from the files of the run directory, where they can
+be read. Without a running fleet samples are read from disk too.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from flotilla.coordinator.v1.coordinator_pb2 import GetRunResponse, Sample, SampleState
+from flotilla_cli.completion import RunId
+from flotilla_cli.options import Coordinator, Json, Stack, make_folder_of
+from flotilla_cli.output import print_json, print_line, print_table, say, version_text
+from flotilla_cli.stack import ask
+from flotilla_core.config import RunConfig, load_text
+from flotilla_core.errors import FlotillaError, InvalidRequest, NotFound
+from flotilla_core.terminal import visible_json
+from flotilla_data.samples import read_samples
+
+if TYPE_CHECKING:
+    from flotilla_cli.stack import Answers
+
+_LONGEST_TEXT = 50
+_PAGE = 200
+COLUMNS = ("SAMPLE", "STEP", "STATE", "REWARD", "VERSION", "PROMPT", "RESPONSE")
+EVALUATION_COLUMNS = ("STEP", "SET", "ROW", "REWARD", "ANSWER", "PROMPT", "RESPONSE")
+
+
+class State(StrEnum):
+    """States of a sample, as `--state` names them."""
+
+    ISSUED = "issued"
+    GENERATED = "generated"
+    SCORED = "scored"
+    CONSUMED = "consumed"
+    DURABLE = "durable"
+    DROPPED = "dropped"
+
+
+class Order(StrEnum):
+    """Orders of `--sort`; all ascend."""
+
+    REWARD = "reward"
+    LENGTH = "length"
+    STEP = "step"
+
+
+class Filter(NamedTuple):
+    """Says which samples are shown, in which order, and how many."""
+
+    step: int | None
+    state: State | None
+    above: float | None
+    below: float | None
+    contains: str | None
+    sort: Order | None
+    reverse: bool
+    limit: int | None
+
+    def takes(self, sample: dict[str, Any]) -> bool:
+        """Return whether a sample is shown; without a reward it is neither above nor below a number."""
+        reward = sample["reward"]
+        if self.step is not None and sample["step"] != self.step:
+            return False
+        if self.above is not None and (reward is None or reward <= self.above):
+            return False
+        if self.below is not None and (reward is None or reward >= self.below):
+            return False
+        texts = (sample["prompt"], sample["response"], sample.get("answer") or "")
+        return self.contains is None or any(self.contains.casefold() in text.casefold() for text in texts)
+
+    @property
+    def stops_early(self) -> bool:
+        """Return whether the first samples that fit are those that are shown."""
+        return self.limit is not None and self.sort is None and not self.reverse
+
+    def chosen(self, samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the samples to show, in their order; one without a reward comes after all others."""
+        found = [sample for sample in samples if self.takes(sample)]
+        if self.sort is Order.REWARD:
+            found = [sample for sample in found if sample["reward"] is not None]
+        keys: dict[Order, Callable[[dict[str, Any]], Any]] = {
+            Order.REWARD: lambda sample: sample["reward"],
+            Order.LENGTH: lambda sample: _tokens(sample) or len(sample["response"]),
+            Order.STEP: lambda sample: sample["step"],
+        }
+        if self.sort is not None:
+            found.sort(key=keys[self.sort], reverse=self.reverse)
+        elif self.reverse:
+            found.reverse()
+        return found[: self.limit]
+
+
+def samples(
+    run: RunId,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Only those of this step.")] = None,
+    state: Annotated[State | None, typer.Option("--state", help="Only those in this state.")] = None,
+    reward_above: Annotated[
+        float | None, typer.Option("--reward-above", metavar="X", help="Only those with a reward above X.")
+    ] = None,
+    reward_below: Annotated[
+        float | None, typer.Option("--reward-below", metavar="X", help="Only those with a reward below X.")
+    ] = None,
+    contains: Annotated[
+        str | None,
+        typer.Option(
+            "--contains", metavar="TEXT", help="Only those with this text in prompt, response or answer."
+        ),
+    ] = None,
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="Answers to the held-out prompts instead.")
+    ] = False,
+    held_out: Annotated[
+        str | None, typer.Option("--set", metavar="NAME", help="With --evaluation: only this held-out set.")
+    ] = None,
+    sort: Annotated[
+        Order | None, typer.Option("--sort", help="Ascending order; without it the oldest come first.")
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="Samples to show.")] = 20,
+    full: Annotated[bool, typer.Option("--full", help="Show whole prompts and responses.")] = False,
+    parquet: Annotated[
+        Path | None,
+        typer.Option(
+            "--parquet", metavar="FILE", help="Write all that fit as a Parquet file instead; -n is not used."
+        ),
+    ] = None,
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Show samples of a run, the oldest first: prompt, response, reward, version and what became of each.
+
+    With --full also the answer, the other columns of the row, and the parts of the reward.
+    """
+    if evaluation and state is not None:
+        raise InvalidRequest("answers of an evaluation have no state", where="--state with --evaluation")
+    if held_out is not None and not evaluation:
+        raise InvalidRequest("only evaluations have sets", where="--set", next_step="add --evaluation")
+    wanted = Filter(
+        step, state, reward_above, reward_below, contains, sort, reverse, None if parquet else limit
+    )
+    where = (stack, coordinator)
+    none = ""
+    if evaluation:
+        run_id, shown = _evaluated(run, wanted, held_out, *where)
+    else:
+        run_id, shown, none = _sampled(run, wanted, *where)
+    if parquet is not None:
+        _write_parquet(parquet, run_id, shown, as_json=as_json)
+    elif as_json:
+        print_json({"run_id": run_id, "samples": shown})
+    elif not shown:
+        say(none or f"run {run_id} has no such sample")
+    elif full:
+        for sample in shown:
+            _print_whole(sample)
+    elif evaluation:
+        print_table(EVALUATION_COLUMNS, map(_evaluation_row, _told_apart(shown)))
+    else:
+        print_table(COLUMNS, map(_row, _told_apart(shown)))
+
+
+def _sampled(
+    run: str, wanted: Filter, stack: str | None, coordinator: str | None
+) -> tuple[str, list[dict[str, Any]], str]:
+    """Return the run's id and its samples, and why it can have none."""
+
+    async def read(client: Answers) -> tuple[GetRunResponse, list[dict[str, Any]]]:
+        of_run = await client.get_run_and_config(run)
+        found, page_token = list[dict[str, Any]](), ""
+        while True:
+            page = await client.list_samples(
+                of_run.run.run_id,
+                step=wanted.step,
+                state=_wire_state(wanted.state),
+                limit=_PAGE,
+                page_token=page_token,
+            )
+            if not (page.complete or page_token):
+                say(
+                    "the coordinator is of release 0.1.0: answers, other columns and parts of rewards are missing"
+                )
+            found += filter(wanted.takes, map(_sample_json, page.samples))
+            page_token = page.next_page_token
+            if not page_token or (wanted.stops_early and len(found) >= (wanted.limit or 0)):
+                return of_run, found
+
+    of_run, found = ask(read, stack, coordinator)
+    run_id, chosen = of_run.run.run_id, wanted.chosen(found)
+    return run_id, chosen, "" if chosen else _why_none(run_id, of_run.config_yaml)
+
+
+def _why_none(run_id: str, config_yaml: str) -> str:
+    """Say of a run that learns from the answers of its data what to look at; nothing of one that draws samples."""
+    try:
+        config = load_text(RunConfig, config_yaml, source=f"run {run_id}")
+    except FlotillaError:
+        return ""  # Another release wrote it.
+    if not (config.learns_from_pairs or config.algorithm.type == "sft"):
+        return ""
+    answers = f", and flotilla samples {run_id} --evaluation its answers to held-out prompts"
+    return (
+        f"run {run_id} draws no samples: {config.algorithm.type} learns from the answers of its data. "
+        "flotilla run plan shows what it learns of the first row, and flotilla run show its metrics"
+        + (answers if config.evaluates_answers else "")
+    )
+
+
+def _evaluated(
+    run: str, wanted: Filter, held_out: str | None, stack: str | None, coordinator: str | None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return the run's id and the answers of its evaluations, which the run directory alone holds."""
+    of_run = ask(lambda client: client.get_run(run), stack, coordinator)
+    run_id, directory = of_run.run_id, of_run.directory
+    found = list(read_samples(Path(directory), "eval", None if wanted.step is None else {wanted.step}))
+    if not found:
+        raise NotFound(
+            f"run {run_id} has no answers of an evaluation"
+            + ("" if wanted.step is None else " at this step"),
+            where=f"{directory}/samples",
+            next_step="evaluations keep their answers since this release; see evaluation.data of the run",
+        )
+    return run_id, wanted.chosen(one for one in found if held_out in (None, one.get("set")))
+
+
+def _wire_state(state: State | None) -> Any:
+    return SampleState.Value(f"SAMPLE_STATE_{state.name if state else 'UNSPECIFIED'}")
+
+
+def _sample_json(sample: Sample) -> dict[str, Any]:
+    parts = [{"reward": part.reward, "value": part.value} for part in sample.reward_parts.parts]
+    return {
+        "sample_id": sample.sample_id,
+        "step": sample.step,
+        "state": SampleState.Name(sample.state).removeprefix("SAMPLE_STATE_").lower(),
+        "drop_reason": sample.drop_reason or None,
+        "reward": sample.reward if sample.HasField("reward") else None,
+        "reward_parts": parts if sample.HasField("reward_parts") else None,
+        "policy_versions": list(dict.fromkeys(version_text(span.version) for span in sample.version_spans)),
+        "tokens": sample.version_spans[-1].end if sample.version_spans else 0,
+        "generator": sample.generator_id or None,
+        "attempt": sample.attempt,
+        "update_id": sample.update_id or None,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "answer": sample.answer if sample.HasField("answer") else None,
+        "info": json.loads(sample.info_json) if sample.HasField("info_json") else None,
+    }
+
+
+def _write_parquet(path: Path, run_id: str, found: list[dict[str, Any]], *, as_json: bool) -> None:
+    from flotilla_coordinator.records.report import write_sample_table
+
+    make_folder_of(path)
+    write_sample_table(path, found)
+    if as_json:
+        print_json({"run_id": run_id, "file": str(path), "rows": len(found)})
+    else:
+        print_line(f"{path}: {len(found)} samples of run {run_id}")
+
+
+def _row(sample: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        sample["sample_id"],
+        str(sample["step"]),
+        _outcome(sample),
+        _reward(sample),
+        " ".join(sample["policy_versions"]),
+        *(_short(sample[text]) for text in ("prompt", "response")),
+    )
+
+
+def _evaluation_row(sample: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        str(sample["step"]),
+        sample.get("set") or "",
+        str(sample.get("prompt_index", "")),
+        _reward(sample),
+        *(_short(sample.get(text) or "") for text in ("answer", "prompt", "response")),
+    )
+
+
+def _told_apart(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples with the part of each long prompt that no other one has: where they differ, up to the end.
+
+    A system prompt, which begins all of them, and what a chat template writes at their end say nothing about a row.
+    """
+    prompts = sorted({sample.get("prompt") or "" for sample in found})
+    if len(prompts) < 2 or max(map(len, prompts)) <= _LONGEST_TEXT:
+        return found
+    begin = _common(prompts)
+    end = _common([prompt[len(begin) :][::-1] for prompt in prompts])
+    if not begin:
+        return found
+    return [
+        sample | {"prompt": _last_part((sample.get("prompt") or "")[len(begin) :].removesuffix(end[::-1]))}
+        for sample in found
+    ]
+
+
+def _common(texts: list[str]) -> str:
+    """Return what all texts begin with, without a word that this would cut."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(min(texts), max(texts), strict=False))
+    common = "".join(sign for sign, _ in pairs)
+    return common[: max(common.rfind(sign) for sign in " \n>") + 1]
+
+
+def _last_part(text: str) -> str:
+    """Return the end of a text, which asks; in a chat the turns before it come first."""
+    words = " ".join(text.split())
+    return words if len(words) <= _LONGEST_TEXT else "..." + words[3 - _LONGEST_TEXT :]
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, _LONGEST_TEXT, placeholder="...")
+
+
+def _print_whole(sample: dict[str, Any]) -> None:
+    versions = " ".join(sample.get("policy_versions") or [sample.get("policy_version") or "none"])
+    if "state" in sample:
+        print_line(f"=== {sample['sample_id']}  step {sample['step']}  {_outcome(sample)}")
+    else:
+        place = " ".join(filter(None, ("evaluation", sample.get("set"))))
+        print_line(f"=== {place}  step {sample['step']}  row {sample.get('prompt_index', '?')}")
+    tokens = f"  {_tokens(sample)} tokens" if _tokens(sample) is not None else ""
+    print_line(f"reward {_reward(sample) or 'none'}  version {versions}{tokens}")
+    if sample.get("reward_parts"):
+        print_line("parts  " + ", ".join(_part(part) for part in sample["reward_parts"]))
+    if sample.get("info"):
+        print_line(f"info   {visible_json(sample['info'])}")
+    for name in ("prompt", "response", "answer"):
+        if sample.get(name) or name != "answer":
+            print_line(f"--- {name}\n{sample[name]}")
+
+
+def _tokens(sample: dict[str, Any]) -> int | None:
+    """Return the tokens of the response; the answers of an evaluation have another name for them."""
+    tokens: int | None = sample.get("tokens", sample.get("response_tokens"))
+    return tokens
+
+
+def _part(part: dict[str, Any]) -> str:
+    return f"{Path(part['reward']).name} {part['value']:.4g}"
+
+
+def _outcome(sample: dict[str, Any]) -> str:
+    return f"{sample['state']}: {sample['drop_reason']}" if sample["drop_reason"] else str(sample["state"])
+
+
+def _reward(sample: dict[str, Any]) -> str:
+    return "" if sample["reward"] is None else f"{sample['reward']:.4g}"
