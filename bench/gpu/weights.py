@@ -40,6 +40,7 @@ from flotilla_weights import digest  # noqa: E402
 from flotilla_weights.group import Receiver, Sender  # noqa: E402
 from flotilla_weights.manifest import Manifest  # noqa: E402
 from flotilla_weights.process_group import connected_group, let_go  # noqa: E402
+from flotilla_weights.wire import Link  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 BACKEND = "nccl" if HAS_GPU else "gloo"
@@ -246,9 +247,8 @@ def send(pipe: Connection, gpu: int, shape: str) -> None:
         match order:
             case ("join", port, secret, place, epoch, world_size, senders, bucket_bytes):
                 rank.cut(bucket_bytes)
-                rank.sender = Sender.beside(
-                    "127.0.0.1", port, place, epoch, world_size, BACKEND, TIMEOUT_S, senders, secret
-                )
+                link = Link(epoch, place, world_size, BACKEND, TIMEOUT_S, senders)
+                rank.sender = Sender(link, "127.0.0.1", port, secret)
                 rank.sender.connect(rank.manifest, rank.device)
             case ("publish",):
                 rank.learn()

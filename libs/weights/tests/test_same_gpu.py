@@ -17,6 +17,7 @@ from flotilla_weights.digest import tensor_digests
 from flotilla_weights.group import Receiver, Sender
 from flotilla_weights.manifest import Manifest
 from flotilla_weights.process_group import Lane, lanes_between
+from flotilla_weights.wire import Link
 
 LIMIT_S = 10.0
 MANIFEST = Manifest.from_named(
@@ -168,9 +169,8 @@ class Pairs:
         self._gpu = gpu
         self._pool = pool
         first = Sender.listen("127.0.0.1", 1, 4, "nccl", timeout_s, self.senders)
-        second = Sender.beside(
-            "127.0.0.1", first.port, 3, 1, 4, "nccl", timeout_s, self.senders, first.secret
-        )
+        link = Link(1, 3, 4, "nccl", timeout_s, self.senders)
+        second = Sender(link, "127.0.0.1", first.port, first.secret)
         self.ranks = [first, second]
         self.receivers = [receiver_of(first, rank, 4, timeout_s, self.senders) for rank in (1, 2)]
         joining = [

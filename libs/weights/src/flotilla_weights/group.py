@@ -59,6 +59,7 @@ class Sender:
     """The end of one rank of the trainer, in one epoch."""
 
     def __init__(self, link: Link, host: str, port: int, secret: bytes) -> None:
+        """Become the sender of a rank's link; `connect` reaches the rendezvous of rank 0."""
         self._link = link
         self._round = 0
         self._device = torch.device("cpu")
@@ -83,22 +84,6 @@ class Sender:
         link = Link(epoch, SENDER_RANK, world_size, backend, timeout_s, senders)
         secret = secret or new_secret()
         return cls(link, host, link.serve(host, secret), secret)
-
-    @classmethod
-    def beside(
-        cls,
-        host: str,
-        port: int,
-        rank: int,
-        epoch: int,
-        world_size: int,
-        backend: str,
-        timeout_s: float,
-        senders: Sequence[int],
-        secret: bytes,
-    ) -> Self:
-        """Become one of the other senders; `connect` reaches the rendezvous of rank 0."""
-        return cls(Link(epoch, rank, world_size, backend, timeout_s, senders), host, port, secret)
 
     @property
     def is_heard(self) -> bool:

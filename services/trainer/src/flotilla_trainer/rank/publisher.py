@@ -30,6 +30,7 @@ from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_weights.group import Sender
 from flotilla_weights.manifest import Manifest
+from flotilla_weights.wire import Link
 
 
 @dataclass
@@ -59,21 +60,24 @@ class Publisher:
         self._frozen_sent, self._made = False, None
         senders, rank = fields["senders"], dist.get_rank()
         manifest = self._manifest(fields["bucket_bytes"])
-        described = fields["epoch"], fields["world_size"], fields["backend"], fields["timeout_s"], senders
+        epoch, described = (
+            fields["epoch"],
+            (fields["world_size"], fields["backend"], fields["timeout_s"], senders),
+        )
         secret = bytes.fromhex(fields["secret"])
         sender: Sender | None = None
         try:
             if rank == 0:
-                sender = Sender.listen(fields["host"], *described, secret)
+                sender = Sender.listen(fields["host"], epoch, *described, secret)
         finally:
             # The other ranks wait for the port, also where there is none.
             port = self._told(0 if sender is None else sender.port) if len(senders) > 1 else 0
         if rank > 0:
             if rank >= len(senders) or port == 0:
                 return {}
-            sender = Sender.beside(fields["host"], port, senders[rank], *described, secret)
+            sender = Sender(Link(epoch, senders[rank], *described), fields["host"], port, secret)
         assert sender is not None, "rank 0 listens"
-        group = _OpenGroup(fields["epoch"], sender, threading.current_thread())
+        group = _OpenGroup(epoch, sender, threading.current_thread())
         group.joining = threading.Thread(
             target=self._join, args=(group, manifest), name=f"weights-join-{group.epoch}", daemon=True
         )
