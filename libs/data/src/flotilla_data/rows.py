@@ -19,7 +19,7 @@ from functools import cache, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -68,27 +68,6 @@ class Row:
     values: dict[str, Any]
     error: InvalidConfig | None = field(default=None, compare=False)
     """The reason why the row has no values."""
-
-
-class FileRows(Protocol):
-    """The rows of one file; numbers begin at 0 in each."""
-
-    nbytes: int
-    """The size of all rows as they are stored."""
-
-    def __len__(self) -> int: ...
-
-    def most_bytes(self, number: int) -> int:
-        """Return how large a row may be."""
-        ...
-
-    def read(self, numbers: Sequence[int]) -> list[Row]:
-        """Return these rows, in this order."""
-        ...
-
-    def unproven(self, proof: Proof | None) -> Iterator[Row]:
-        """Return the rows in their order, without those that `proof` makes sure of."""
-        ...
 
 
 class LineRows:
@@ -241,6 +220,10 @@ class ArrowRows:
                 if values[name] is not None:
                     values[name] = str(values[name])
             yield Row(number, f"{self._shown}, row {number + 1}", values)
+
+
+FileRows = LineRows | ArrowRows
+"""The rows of one file; numbers begin at 0 in each."""
 
 
 class Rows:
