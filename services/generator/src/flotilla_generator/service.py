@@ -7,6 +7,7 @@ and the launcher starts it again.
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.operate_pb2 import (
@@ -104,4 +105,4 @@ def _engine(host: Host, checkpoint: Checkpoint) -> Engine:
     from flotilla_generator.engine.vllm.engine import VllmEngine
 
     engine = VllmEngine(config, checkpoint, cache=host.state_dir / "cache" / "vllm")
-    return engine if config.slowed_by is None else SlowedEngine(engine, config.slowed_by)
+    return engine if config.slowed_by is None else cast("Engine", SlowedEngine(engine, config.slowed_by))

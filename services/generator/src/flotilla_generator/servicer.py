@@ -13,8 +13,8 @@ had yielded before it gets the failure.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from flotilla.common.v1 import weights_pb2
@@ -107,14 +107,10 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._require_open()
         self._require_run(request.run_id)
         group, manifest = request.group, Manifest.from_proto(request.manifest)
-        attributes: dict[str, str | int] = {names.RUN_ID: request.run_id, names.EPOCH: group.epoch}
-        with (
-            telemetry.span(names.GENERATOR_JOIN, attributes=attributes),
-            self._activities.doing(f"joining weight group epoch {group.epoch}", run_id=request.run_id),
-        ):
-            self.weights.require_newer(
-                request.run_id, group.epoch
-            )  # a stale call would take the trainer's memory
+        title = f"joining weight group epoch {group.epoch}"
+        with self._doing(names.GENERATOR_JOIN, title, request, {names.EPOCH: group.epoch}):
+            # A stale call would take the trainer's memory.
+            self.weights.require_newer(request.run_id, group.epoch)
             await self.sleep.wake()
             await self.weights.join(request.run_id, group, request.rank_offset, manifest)
         return pb.JoinWeightGroupResponse()
@@ -123,11 +119,8 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._require_open()
         self.sleep.require_awake()
         version = Version.from_proto(request.policy_version)
-        attributes = {names.RUN_ID: request.run_id, names.POLICY_VERSION: str(version)}
-        with (
-            telemetry.span(names.GENERATOR_STAGE, attributes=attributes) as span,
-            self._activities.doing(f"receiving version {version}", run_id=request.run_id),
-        ):
+        about: dict[str, str | int] = {names.POLICY_VERSION: str(version)}
+        with self._doing(names.GENERATOR_STAGE, f"receiving version {version}", request, about) as span:
             kv_policy = KV_POLICIES.get(request.kv_policy, KvPolicy.RECOMPUTE)
             staged = await self.weights.stage(request.run_id, request.epoch, version, kv_policy)
             span.set_attribute(names.BYTES, staged.manifest.nbytes)
@@ -160,11 +153,8 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._require_open()
         self.sleep.require_awake()
         version = Version.from_proto(request.policy_version)
-        attributes = {names.RUN_ID: request.run_id, names.POLICY_VERSION: str(version)}
-        with (
-            telemetry.span(names.GENERATOR_COMMIT, attributes=attributes) as span,
-            self._activities.doing(f"committing version {version}", run_id=request.run_id),
-        ):
+        about: dict[str, str | int] = {names.POLICY_VERSION: str(version)}
+        with self._doing(names.GENERATOR_COMMIT, f"committing version {version}", request, about) as span:
             applied = await self.weights.commit(
                 request.run_id, request.epoch, version, KV_POLICIES[request.kv_policy], request.expected
             )
@@ -190,10 +180,7 @@ class GeneratorServicer(GeneratorServiceServicer):
     async def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
         self._require_open()
         self._require_run(request.run_id)
-        with (
-            telemetry.span(names.GENERATOR_SLEEP, attributes={names.RUN_ID: request.run_id}) as span,
-            self._activities.doing("falling asleep", run_id=request.run_id),
-        ):
+        with self._doing(names.GENERATOR_SLEEP, "falling asleep", request) as span:
             freed = await self.sleep.sleep(request.run_id)
             span.set_attribute(names.BYTES, freed)
         return pb.SleepResponse(freed_bytes=freed)
@@ -201,12 +188,20 @@ class GeneratorServicer(GeneratorServiceServicer):
     async def Wake(self, request: pb.WakeRequest, context: Any) -> pb.WakeResponse:
         self._require_open()
         self._require_run(request.run_id)
-        with (
-            telemetry.span(names.GENERATOR_WAKE, attributes={names.RUN_ID: request.run_id}),
-            self._activities.doing("waking up", run_id=request.run_id),
-        ):
+        with self._doing(names.GENERATOR_WAKE, "waking up", request):
             await self.sleep.wake()
         return pb.WakeResponse()
+
+    @contextmanager
+    def _doing(
+        self, name: str, title: str, request: Any, about: dict[str, str | int] | None = None
+    ) -> Iterator[Any]:
+        """Show a call for a run as a span and as an activity."""
+        with (
+            telemetry.span(name, attributes={names.RUN_ID: request.run_id, **(about or {})}) as span,
+            self._activities.doing(title, run_id=request.run_id),
+        ):
+            yield span
 
     def _require_open(self) -> None:
         if self._unavailable:

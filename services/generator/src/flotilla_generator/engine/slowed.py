@@ -10,33 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flotilla.common.v1 import weights_pb2
 from flotilla_core.config.stack import LatencyConfig
-from flotilla_core.version import Version
-from flotilla_generator.engine.base import (
-    Applied,
-    Engine,
-    EngineInfo,
-    GenerationRequest,
-    KvPolicy,
-    Received,
-    Sample,
-    Verified,
-)
-from flotilla_weights.manifest import Manifest
+from flotilla_generator.engine.base import Engine, GenerationRequest, Sample
 
 
-class SlowedEngine(Engine):
-    """Holds samples back."""
+class SlowedEngine:
+    """Holds samples back; in all else it is the engine inside."""
 
     def __init__(self, engine: Engine, latency: LatencyConfig) -> None:
         self._engine = engine
         self._latency = latency
         self._aborted: dict[str, asyncio.Event] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Sample]]:
         started = time.monotonic()
@@ -83,47 +74,3 @@ class SlowedEngine(Engine):
             if name in self._aborted:
                 self._aborted[name].set()
         return cut
-
-    @property
-    def waiting_samples(self) -> int:
-        return self._engine.waiting_samples
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
-
-    async def start(self) -> None:
-        await self._engine.start()
-
-    async def stop(self) -> None:
-        await self._engine.stop()
-
-    async def wait_failed(self) -> str:
-        return await self._engine.wait_failed()
-
-    async def worker_stacks(self) -> list[tuple[str, int, str]]:
-        return await self._engine.worker_stacks()
-
-    async def join(self, group: weights_pb2.WeightGroup, rank_offset: int, manifest: Manifest) -> None:
-        await self._engine.join(group, rank_offset, manifest)
-
-    async def receive(self, progress: Callable[[int], None], kv_policy: KvPolicy) -> Received:
-        return await self._engine.receive(progress, kv_policy)
-
-    async def apply(self, version: Version, kv_policy: KvPolicy) -> Applied:
-        return await self._engine.apply(version, kv_policy)
-
-    async def verify(self) -> Verified:
-        return await self._engine.verify()
-
-    async def tag(self, version: Version | None) -> None:
-        await self._engine.tag(version)
-
-    async def drop(self) -> bool:
-        return await self._engine.drop()
-
-    async def sleep(self) -> int:
-        return await self._engine.sleep()
-
-    async def wake(self) -> None:
-        await self._engine.wake()
