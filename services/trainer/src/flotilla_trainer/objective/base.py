@@ -1,12 +1,13 @@
-"""The protocol of a session's objective, and the checks that refuse samples which lack what an objective needs.
+"""The base of a session's objectives, and the checks that refuse samples which lack what an objective needs.
 
 Invariant: an update that lacks a column is refused before a rank sees anything of it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,30 +37,33 @@ ADVANTAGE_NEEDS = {
 }
 
 
-class SessionObjective(Protocol):
-    """An objective of a session, which the front applies to one update after the other."""
+class SessionObjective(ABC):
+    """An objective of a session, which the front applies to one update after the other.
 
-    @property
-    def unit(self) -> str:
-        """The unit over which its losses are averaged."""
+    Unless it says otherwise, its loss is a mean over all trained tokens, compares them with no policy, and makes no
+    advantages; so nothing is scored before an update, and nothing changes from step to step.
+    """
 
-    @property
-    def writes_samples(self) -> bool:
-        """Return whether the versions of tokens are versions of the model that learns."""
-
-    @property
-    def temperature(self) -> float:
-        """The temperature under which tokens are judged."""
+    unit = "tokens"
+    """The unit over which its losses are averaged."""
+    writes_samples = True
+    """True where the versions of tokens are versions of the model that learns."""
+    temperature = 1.0
+    """The temperature under which tokens are judged: at 1 by the unchanged distribution of the model."""
 
     def scores_reference(self, batch: UpdateBatch) -> bool:
         """Return whether the ranks have to score the batch by the policy that the session started from."""
+        return False
 
     def scores_distributions(self, batch: UpdateBatch) -> bool:
         """Return whether advantages need the policy's whole distribution at every token, as it is before the update."""
+        return False
 
     def scores_policy(self, *, several_steps: bool) -> bool:
         """Return whether the model that learns has to score an update before the update trains it."""
+        return False
 
+    @abstractmethod
     def sequences(
         self,
         batch: UpdateBatch,
@@ -74,61 +78,21 @@ class SessionObjective(Protocol):
 
     def units(self, batch: UpdateBatch) -> float:
         """Count the units of a batch."""
+        return counted_units(TOKEN_MEAN, batch.response_lengths, batch.trained)
 
     def metric_weight(self, batch: UpdateBatch) -> float:
         """Return the weight of a batch in the mean of its metrics with those of other batches."""
+        return float(batch.trained.sum())
 
-    def adapt(self, metrics: dict[str, float], samples: int) -> None:
+    def adapt(self, metrics: dict[str, float], samples: int) -> None:  # noqa: B027 - most objectives stay as they are
         """Update what changes from step to step, after a step."""
 
     def state(self) -> dict[str, Any]:
         """Return what updates have changed here, for a checkpoint."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over the state of an earlier session."""
-
-
-class WithoutAdvantages:
-    """An objective that makes no advantages: it needs no distributions and has no state for a checkpoint."""
-
-    def scores_distributions(self, batch: UpdateBatch) -> bool:
-        """Return False: only advantages are made of distributions."""
-        return False
-
-    def state(self) -> dict[str, Any]:
-        """Return an empty state."""
         return {}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Ignore the state, which is empty."""
-
-    def adapt(self, metrics: dict[str, float], samples: int) -> None:
-        """Ignore the step: nothing adapts."""
-
-
-class OverTokens(WithoutAdvantages):
-    """An objective whose loss is a mean over all trained tokens, and which compares them with no policy."""
-
-    unit = "tokens"
-    """The unit over which its losses are averaged."""
-    temperature = 1.0
-    """Tokens are judged by the unchanged distribution of the model."""
-
-    def scores_reference(self, batch: UpdateBatch) -> bool:
-        """Return False: tokens are compared with no reference that the ranks would have to score."""
-        return False
-
-    def scores_policy(self, *, several_steps: bool) -> bool:
-        """Return False: what the policy makes of the tokens before an update plays no part."""
-        return False
-
-    def units(self, batch: UpdateBatch) -> float:
-        """Count the trained tokens of a batch."""
-        return counted_units(TOKEN_MEAN, batch.response_lengths, batch.trained)
-
-    def metric_weight(self, batch: UpdateBatch) -> float:
-        """Return the number of trained tokens, over which the metrics of a batch are averaged."""
-        return float(batch.trained.sum())
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 - as above
+        """Take over the state of an earlier session."""
 
 
 def check_logprobs(batch: UpdateBatch, what: str) -> None:

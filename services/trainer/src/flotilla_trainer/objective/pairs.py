@@ -21,17 +21,16 @@ from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import NOTHING_FOLLOWS, sample_place
 from flotilla_trainer.batch.update_batch import UpdateBatch
-from flotilla_trainer.objective.base import WithoutAdvantages
+from flotilla_trainer.objective.base import SessionObjective
 
 Floats = NDArray[np.float64]
 Scores = NDArray[np.float32]
 
 
-class _OnPairs(WithoutAdvantages):
+class _OnPairs(SessionObjective):
     """An objective that learns from pairs, by a weighted sum whose weights come from scores before the update."""
 
     unit = "pairs"
-    """The unit over which its losses are averaged."""
 
     def scores_policy(self, *, several_steps: bool) -> bool:
         """Return True: the model that learns scores every update before the update trains it."""
@@ -48,11 +47,6 @@ class _OnPairs(WithoutAdvantages):
 
 class PairObjective(_OnPairs):
     """Learns preferences of a policy from pairs of answers."""
-
-    writes_samples = True
-    """The versions of their tokens are versions of the model that learns."""
-    temperature = 1.0
-    """Answers are scored by the unchanged distribution of the policy."""
 
     def __init__(self, preference: DpoConfig) -> None:
         self._preference = preference
@@ -129,14 +123,9 @@ class RewardUpdate(_OnPairs):
 
     writes_samples = False
     """A reward model writes nothing: the versions of the tokens are another model's."""
-    temperature = 1.0
 
     def __init__(self, section: RewardModelConfig) -> None:
         self._center = section.center_coefficient
-
-    def scores_reference(self, batch: UpdateBatch) -> bool:
-        """Return False: rewards are compared only with each other."""
-        return False
 
     def sequences(
         self,

@@ -23,6 +23,7 @@ from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.base import (
     TOKEN_MEAN,
     WHOLE_UPDATES,
+    SessionObjective,
     check_advantage,
     check_logprobs,
     check_reference,
@@ -31,20 +32,17 @@ from flotilla_trainer.objective.base import (
 from flotilla_trainer.wire.objective import ObjectiveSettings
 
 Columns = dict[str, NDArray[Any]]
-TOKEN_SUM = "token_sum"
+UNITS = {TOKEN_MEAN: "tokens", "token_sum": WHOLE_UPDATES}
 
 
-class PolicyObjective:
+class PolicyObjective(SessionObjective):
     """Learns from rollouts of the policy by their rewards."""
-
-    writes_samples = True
-    """The versions of their tokens are versions of the model that learns."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         assert settings.policy is not None, "checked: it has rollouts"
         self._policy = settings.policy
         self.temperature = settings.temperature
-        """The temperature of the rollouts."""
+        self.unit = UNITS.get(self._policy.aggregation.type, "sequences")
         self._limit = settings.max_response_tokens
         self.kl_coefficient = self._policy.kl.coefficient
         self._history = self._seen = RewardHistory()
@@ -100,22 +98,12 @@ class PolicyObjective:
             made["staleness"] = batch.staleness
         return batch.sequences(made), metrics
 
-    @property
-    def unit(self) -> str:
-        """The unit over which its losses are averaged."""
-        aggregation = self._policy.aggregation.type
-        return {TOKEN_MEAN: "tokens", TOKEN_SUM: WHOLE_UPDATES}.get(aggregation, "sequences")
-
     def units(self, batch: UpdateBatch) -> float:
         """Count the units of a batch."""
         kept = columns.kept_samples(batch, self._policy.advantage)
         shares = columns.sample_shares(batch, self._policy.sample_weights, kept)
         counted = columns.counted_tokens(batch, kept, shares)
         return counted_units(self._policy.aggregation.type, batch.response_lengths, counted, shares)
-
-    def metric_weight(self, batch: UpdateBatch) -> float:
-        """Return the number of trained tokens, over which the metrics of a batch are averaged."""
-        return float(batch.trained.sum())
 
     def adapt(self, metrics: dict[str, float], samples: int) -> None:
         """After a step: remember its rewards; the coefficient moves towards the target divergence, if there is one."""

@@ -20,7 +20,7 @@ from flotilla_core.errors import InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.update_batch import UpdateBatch
-from flotilla_trainer.objective.base import TOKEN_MEAN, OverTokens, SessionObjective
+from flotilla_trainer.objective.base import TOKEN_MEAN, SessionObjective
 from flotilla_trainer.objective.pairs import PairObjective, RewardUpdate
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.policy_columns import part_weights
@@ -45,11 +45,8 @@ class CallSection(ConfigModel):
     """The loss that the call descends on."""
 
 
-class SupervisedObjective(OverTokens):
+class SupervisedObjective(SessionObjective):
     """Raises the log-probabilities of given answers; every trained token counts the same."""
-
-    writes_samples = True
-    """The versions of their tokens are versions of the model that learns."""
 
     def sequences(
         self,

@@ -19,7 +19,7 @@ from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.objective import policy_columns as columns
 from flotilla_trainer.objective.base import (
     TOKEN_MEAN,
-    OverTokens,
+    SessionObjective,
     check_logprobs,
     check_reference,
     check_values,
@@ -27,7 +27,7 @@ from flotilla_trainer.objective.base import (
 from flotilla_trainer.wire.objective import ObjectiveSettings
 
 
-class ValueUpdate(OverTokens):
+class ValueUpdate(SessionObjective):
     """Trains a critic on the returns of rollouts."""
 
     writes_samples = False
