@@ -58,19 +58,20 @@ class TrainerService:
             for name, ranks in self._plan.places.items()
             if name
         ]
+        hosts = GangHosts(self._plan, self._fork_server, others, host.registry.watch, host.connect)
         self._gang = Gang(
             self._plan,
             self._fork_server,
             lost=self._lost,
             beyond_help=host.failed,
-            hosts=GangHosts(self._plan, self._fork_server, others, host.registry.watch, host.connect),
+            hosts=hosts,
         )
         self._manager = SessionManager(
             self._gang,
             self._plan,
             host.stack,
             host.activities,
-            SessionFiles(host.files, host.state_dir / "remote-runs" / host.name, self._gang.bring),
+            SessionFiles(host.files, host.state_dir / "remote-runs" / host.name, hosts.bring),
         )
 
     def add_to(self, server: rpc.RpcServer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,7 +25,8 @@ class Computing:
 
     def __init__(self, stacks_file: Path) -> None:
         self._steps = itertools.count()
-        self.process = SimpleNamespace(stacks_file=str(stacks_file))
+        self.process = self
+        self.stacks_file = str(stacks_file)
 
     @property
     def progress(self) -> int:

@@ -73,7 +73,7 @@ def gradients(folder: Path) -> dict[str, Array]:
     dist.destroy_process_group()  # a rank forms its own
     setup = RankSetup(
         rank=rank,
-        ranks=RANKS,
+        nproc=RANKS,
         head=VALUE_HEAD,
         rendezvous=str(folder / "rendezvous"),
         meet_host="",

@@ -11,9 +11,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -23,7 +22,6 @@ from flotilla.trainer.v1 import ranks_pb2_grpc
 from flotilla_core import rpc
 from flotilla_core.activities import Activities
 from flotilla_core.config.model import file_of_function
-from flotilla_core.config.stack import TlsConfig
 from flotilla_core.errors import FlotillaError, Unavailable
 from flotilla_core.gangs import agent_name
 from flotilla_core.logger import get_logger
@@ -33,7 +31,7 @@ from flotilla_trainer.gang.fork_server import RankForkServer
 from flotilla_trainer.gang.local_rank import LocalRank
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.remote_rank import RemoteRank
-from flotilla_trainer.wire.settings import SHARDS
+from flotilla_trainer.wire.settings import SHARDS, HostSettings
 
 if TYPE_CHECKING:
     from flotilla.trainer.v1.ranks_pb2_grpc import RankServiceAsyncStub
@@ -48,31 +46,6 @@ logger = get_logger()
 Views = Callable[[], AsyncGenerator[dict[str, reg.Registration]]]
 
 
-@dataclass(frozen=True)
-class HostSettings:
-    """Holds what the ranks of a host are told about it."""
-
-    model: str
-    otlp: tuple[str, ...]
-    token_file: str | None
-    tls: TlsConfig | None
-
-
-class RankHost(Protocol):
-    """A host as the gang uses it."""
-
-    name: str
-    ranks: range
-
-    async def settings(self) -> HostSettings: ...
-
-    async def start(self, rank: int) -> LocalRank | RemoteRank: ...
-
-    async def told(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]: ...
-
-    async def collect(self, folder: Path) -> None: ...
-
-
 class FrontHost:
     """The host of the front."""
 
@@ -85,8 +58,13 @@ class FrontHost:
 
     async def settings(self) -> HostSettings:
         """Return what the front's own plan says."""
-        plan = self._plan
-        return HostSettings(str(plan.model), plan.otlp, plan.token_file, plan.bind.tls)
+        plan, tls = self._plan, self._plan.bind.tls
+        return HostSettings(
+            model=str(plan.model),
+            otlp=plan.otlp,
+            token_file=plan.token_file,
+            tls=None if tls is None else tls.model_dump(mode="json"),
+        )
 
     async def start(self, rank: int) -> LocalRank:
         """Fork a rank."""
@@ -130,15 +108,13 @@ class AgentHost:
     async def settings(self) -> HostSettings:
         """Return where this host has what a rank reads at its start; the model is brought there."""
         here = await self._described()
-        tls = None
-        if here.certificate_file:
-            tls = TlsConfig(
-                certificate_file=Path(here.certificate_file),
-                key_file=Path(here.key_file),
-                ca_file=Path(here.ca_file),
-            )
-        model = await self.bring(self._plan.model)
-        return HostSettings(model, tuple(here.otlp), here.token_file or None, tls)
+        files = {name: getattr(here, name) for name in ("certificate_file", "key_file", "ca_file")}
+        return HostSettings(
+            model=await self.bring(self._plan.model),
+            otlp=tuple(here.otlp),
+            token_file=here.token_file or None,
+            tls=files if here.certificate_file else None,
+        )
 
     async def start(self, rank: int) -> RemoteRank:
         """Let the agent fork a rank."""
@@ -197,6 +173,9 @@ class AgentHost:
         return brought.path
 
 
+RankHost = FrontHost | AgentHost
+
+
 class GangHosts:
     """All hosts of a gang, that of the front first."""
 
@@ -244,7 +223,7 @@ class GangHosts:
             await host.collect(folder)
 
     async def bring(self, path: Path, *, sealed: bool, run_id: str) -> None:
-        """Bring a folder of the front's host to each further host, one after the other."""
+        """Bring a folder of the front's host to each further one, so that a command which names it need not wait."""
         for host in self._others:
             await host.bring(path, sealed=sealed, run_id=run_id)
 

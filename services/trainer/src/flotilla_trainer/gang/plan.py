@@ -16,24 +16,16 @@ from flotilla_core.config.stack import BindConfig, HostRanks
 from flotilla_core.gangs import gang_of
 from flotilla_core.roles import POLICY, role_of_process
 from flotilla_core.rpc.interface import interface_address
+from flotilla_trainer.wire.settings import GangSettings
 
 
-@dataclass(frozen=True)
-class GangPlan:
+@dataclass(frozen=True, kw_only=True)
+class GangPlan(GangSettings):
     """The settings of a gang: the number of ranks, their model, their time limits and the place of their logs."""
 
     name: str
     role: str
     """One of policy, critic, reference and teacher; the teacher named math has the role teacher-math."""
-    instance_id: str
-    nproc: int
-    replicate: int
-    sequence_parallel: int
-    cpu_offload: bool
-    memory_fraction: float | None
-    compile: str
-    backend: str
-    dtype: str
     model: Path
     log_dir: Path
     rank_timeout_s: float
@@ -49,8 +41,6 @@ class GangPlan:
     """The hosts of the ranks, that of the front first; none where all ranks are on it."""
     host: str = ""
     """The host that this process runs ranks on; empty on that of the front."""
-    returns_memory: bool = False
-    """True where ranks leave memory that they do not use to generators on their GPUs, which sleep during updates."""
 
     @classmethod
     def of_stack(

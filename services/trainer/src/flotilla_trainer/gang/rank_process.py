@@ -76,30 +76,10 @@ class RankProcess:
         """Return whether this rank has yet to answer the running command."""
         return bool(self._answers)
 
-    def ended(self) -> str:
-        """Describe how the process ended; empty while it lives."""
-        return self.process.ended()
-
-    def last_log_line(self) -> str:
-        """Return the last line that the process wrote, which names the error of a rank that failed."""
-        return self.process.last_log_line()
-
-    async def is_stopped(self) -> bool:
-        """Return whether the process is stopped by SIGSTOP or a debugger."""
-        return await self.process.is_stopped()
-
-    async def stacks(self, *, wake: bool = False) -> str:
-        """Return the stacks of all its threads; `wake` continues a stopped process so that it can write them."""
-        return await self.process.stacks(wake=wake)
-
     async def leave(self) -> None:
         """Ask the process to end by itself, and wait until it has."""
         self._send(Frame("leave"))
         await asyncio.wait({self._ending})
-
-    def kill(self) -> None:
-        """End the process and everything that it started."""
-        self.process.kill()
 
     async def reaped(self) -> None:
         """Wait until the killed process has ended."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from flotilla_trainer.gang.plan import GangPlan, listening_host
 from flotilla_trainer.gang.rank_process import RankProcess
 from flotilla_trainer.gang.watch import GangWatch
 from flotilla_trainer.wire.frames import Array, Frame
-from flotilla_trainer.wire.settings import OPEN_STORE, RankSetup, first_head
+from flotilla_trainer.wire.settings import OPEN_STORE, GangSettings, RankSetup, first_head
 
 MAX_RESTARTS_IN_A_ROW = 3
 URGENT_TIMEOUT_S = 5.0
@@ -121,10 +121,6 @@ class Gang:
         """Bring into a checkpoint what the ranks of other hosts wrote of it, once all have reported."""
         await self._hosts.collect(folder)
 
-    async def bring(self, path: Path, *, sealed: bool, run_id: str) -> None:
-        """Bring a folder of the front's host to every other host, so that a command which names it need not wait."""
-        await self._hosts.bring(path, sealed=sealed, run_id=run_id)
-
     async def idle(self) -> None:
         """Wait until no command runs."""
         async with self._lock:
@@ -185,9 +181,9 @@ class Gang:
 
     async def stacks(self) -> list[operate_pb2.ProcessStacks]:
         """Return the stacks of every rank, also of one that hangs."""
-        ranks = [rank for rank in self._ranks if not rank.ended()]
-        texts = await asyncio.gather(*(rank.stacks() for rank in ranks))
-        stopped = await asyncio.gather(*(rank.is_stopped() for rank in ranks))
+        ranks = [rank for rank in self._ranks if not rank.process.ended()]
+        texts = await asyncio.gather(*(rank.process.stacks() for rank in ranks))
+        stopped = await asyncio.gather(*(rank.process.is_stopped() for rank in ranks))
         return [
             operate_pb2.ProcessStacks(
                 process=f"rank {rank.rank}" + (f" on {rank.process.where}" if rank.process.where else ""),
@@ -291,32 +287,21 @@ class Gang:
 
     async def _introduce(self) -> dict[str, Any]:
         plan, head = self._plan, first_head(self._plan.role)
+        shared = {one.name: getattr(plan, one.name) for one in fields(GangSettings)}
         meet_host, rendezvous = await self._meeting()
         setups = []
         for host in self._hosts.all:
             told = await host.settings()
             setups += [
                 RankSetup(
+                    **shared,
+                    **vars(told),
                     rank=rank,
                     head=head,
-                    ranks=plan.nproc,
                     rendezvous=rendezvous,
                     meet_host=meet_host,
                     place=place,
                     ranks_here=len(host.ranks),
-                    backend=plan.backend,
-                    dtype=plan.dtype,
-                    replicate=plan.replicate,
-                    sequence_parallel=plan.sequence_parallel,
-                    cpu_offload=plan.cpu_offload,
-                    memory_fraction=plan.memory_fraction,
-                    compile=plan.compile,
-                    model=told.model,
-                    instance_id=plan.instance_id,
-                    otlp=told.otlp,
-                    token_file=told.token_file,
-                    tls=None if told.tls is None else told.tls.model_dump(mode="json"),
-                    returns_memory=plan.returns_memory,
                 )
                 for place, rank in enumerate(host.ranks)
             ]
@@ -368,7 +353,7 @@ class Gang:
     async def _kill(self, error: FlotillaError) -> None:
         """Kill all ranks at once and fail the callers that wait for an answer with `error`."""
         for rank in self._ranks:
-            rank.kill()
+            rank.process.kill()
             rank.fail_answers(error)
         reaped = [asyncio.ensure_future(rank.reaped()) for rank in self._ranks]
         if reaped:

@@ -65,14 +65,14 @@ class GangWatch:
             rank.last_beat = now
 
     def _dead(self) -> RankFailed | None:
-        dead = sorted((rank for rank in self._ranks if rank.ended()), key=lambda rank: rank.ended_at)
+        dead = sorted((rank for rank in self._ranks if rank.process.ended()), key=lambda rank: rank.ended_at)
         if not dead:
             return None
         first = dead[0]
         return RankFailed(
-            f"{first.name} {first.ended()}",
+            f"{first.name} {first.process.ended()}",
             where=self._where(first),
-            why=f"its log ends with {first.last_log_line()!r}; all of it is in {first.process.log}",
+            why=f"its log ends with {first.process.last_log_line()!r}; all of it is in {first.process.log}",
             next_step="The ranks are being restarted; a run continues from its last checkpoint.",
         )
 
@@ -93,10 +93,10 @@ class GangWatch:
             rank.judge()
         limit_s = self._plan.rank_timeout_s if how == "does not answer" else self._limit_s
         key = " (rank_timeout_s)" if limit_s == self._plan.rank_timeout_s else ""
-        stopped = await asyncio.gather(*(rank.is_stopped() for rank in ranks))
+        stopped = await asyncio.gather(*(rank.process.is_stopped() for rank in ranks))
         evidence = ["it was stopped by a signal (SIGSTOP) or a debugger"] if any(stopped) else []
         wrote = await asyncio.gather(
-            *(rank.stacks(wake=wake) for rank, wake in zip(ranks, stopped, strict=True))
+            *(rank.process.stacks(wake=wake) for rank, wake in zip(ranks, stopped, strict=True))
         )
         for rank, text in zip(ranks, wrote, strict=True):
             stacks = f"are in {rank.process.stacks_file}" if text else "are not known: it wrote none"

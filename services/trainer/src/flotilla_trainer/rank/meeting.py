@@ -50,11 +50,11 @@ class Meeting:
         if setup.meet_host:
             use_interface_towards(setup.meet_host)
         self._kept = self._store(setup)
-        dist.init_process_group(setup.backend, store=self._kept, rank=setup.rank, world_size=setup.ranks)
+        dist.init_process_group(setup.backend, store=self._kept, rank=setup.rank, world_size=setup.nproc)
 
     def _store(self, setup: RankSetup) -> Any:
         if not setup.meet_host:
-            return dist.FileStore(setup.rendezvous, setup.ranks)  # type: ignore[attr-defined]  # its documented place
+            return dist.FileStore(setup.rendezvous, setup.nproc)  # type: ignore[attr-defined]  # its documented place
         if self._kept is not None:
             return self._kept
         port, _, secret = setup.rendezvous.partition(":")

@@ -26,12 +26,42 @@ SMALLEST_BUDGET = 256
 """The tokens below which a micro-batch is halved no more: what lacks memory then is another thing."""
 
 
-@dataclass(frozen=True)
-class RankSetup:
+@dataclass(frozen=True, kw_only=True)
+class GangSettings:
+    """The settings that all ranks of a gang share."""
+
+    instance_id: str
+    nproc: int
+    """Number of the ranks."""
+    replicate: int
+    sequence_parallel: int
+    cpu_offload: bool
+    memory_fraction: float | None
+    """The share of its GPU that the tensors of a rank may take; None where it is what other processes leave free."""
+    compile: str
+    backend: str
+    dtype: str
+    returns_memory: bool = False
+    """True where memory of the GPU that no tensor uses is for a generator there, which sleeps during updates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSettings:
+    """The settings that the ranks of a host share."""
+
+    model: str
+    otlp: tuple[str, ...]
+    token_file: str | None
+    """The file of the stack's secret, which signs the spans of the rank."""
+    tls: dict[str, Any] | None
+    """The section `bind.tls`, by which the spans are sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup(GangSettings, HostSettings):
     """The place of a rank in its gang, and the model that it loads at its start."""
 
     rank: int
-    ranks: int
     head: str
     """The last layer of the model: one of the `*_HEAD` constants."""
     rendezvous: str
@@ -42,23 +72,6 @@ class RankSetup:
     """Number of this rank among those of its host, which is the number of its GPU there."""
     ranks_here: int
     """Number of the ranks on its host."""
-    backend: str
-    dtype: str
-    replicate: int
-    sequence_parallel: int
-    cpu_offload: bool
-    memory_fraction: float | None
-    """The share of its GPU that its tensors may take; None where it is what other processes leave free."""
-    compile: str
-    model: str
-    instance_id: str
-    otlp: tuple[str, ...]
-    token_file: str | None
-    """The file of the stack's secret, which signs the spans of the rank."""
-    tls: dict[str, Any] | None
-    """The section `bind.tls`, by which the spans are sent."""
-    returns_memory: bool = False
-    """True where memory of the GPU that no tensor uses is for a generator there, whenever no command runs."""
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> RankSetup:
@@ -94,24 +107,20 @@ class SessionSettings:
     def fields(self) -> dict[str, Any]:
         """Write the fields of the command that opens a session."""
         return {
+            **vars(self),
             "objective": self.objective.fields(),
             "optimizer": self.optimizer.model_dump(mode="json"),
             "batching": self.batching.model_dump(mode="json"),
-            "seed": self.seed,
-            "total_updates": self.total_updates,
             "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
-            "refuse_above": self.refuse_above,
         }
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> SessionSettings:
         """Read the fields of the command that opens a session."""
-        return cls(
-            objective=ObjectiveSettings.from_fields(fields["objective"]),
-            optimizer=OptimizerConfig.model_validate(fields["optimizer"]),
-            batching=BatchingConfig.model_validate(fields["batching"]),
-            seed=fields["seed"],
-            total_updates=fields["total_updates"],
-            lora=None if fields["lora"] is None else LoraConfig.model_validate(fields["lora"]),
-            refuse_above=fields["refuse_above"],
-        )
+        sections = {
+            "objective": ObjectiveSettings.from_fields(fields["objective"]),
+            "optimizer": OptimizerConfig.model_validate(fields["optimizer"]),
+            "batching": BatchingConfig.model_validate(fields["batching"]),
+            "lora": None if fields["lora"] is None else LoraConfig.model_validate(fields["lora"]),
+        }
+        return cls(**fields | sections)
