@@ -38,11 +38,11 @@ Scores = tuple[torch.Tensor, torch.Tensor]
 @pytest.fixture
 def operations(monkeypatch: pytest.MonkeyPatch) -> HeadOperations:
     """Plain operations, or the kernels in Triton's interpreter, which needs no GPU."""
-    chosen: HeadOperations = PLAIN
+    chosen = PLAIN
     if INTERPRETED:
         head_kernels = importlib.import_module("flotilla_trainer.rank.head_kernels")
         monkeypatch.setattr(head_kernels, "BLOCK", 64)  # several blocks to a row
-        chosen = head_kernels
+        chosen = HeadOperations(head_kernels.score_rows, head_kernels.write_gradients)
     monkeypatch.setattr(fused_head, "operations_on", lambda device: chosen)
     return chosen
 
@@ -166,7 +166,7 @@ def test_bfloat16_loses_no_gradient_of_the_weight_between_chunks(operations: Hea
 
 @pytest.mark.skipif(INTERPRETED, reason="the choice is made before any kernel runs")
 def test_nothing_is_computed_again_where_memory_is_plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = fused_head.PlainOperations()
+    kernels = HeadOperations(*PLAIN)
     monkeypatch.setattr(fused_head, "operations_on", lambda device: kernels)
     products: list[int] = []
 

@@ -15,7 +15,7 @@ import logging
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -33,59 +33,47 @@ SPARE_SHARE = 0.4
 """The share of the free memory that the raw output of a chunk may take."""
 
 
-class HeadOperations(Protocol):
+class HeadOperations(NamedTuple):
     """The two passes over the raw output of the head."""
 
-    def score_rows(self, raw: torch.Tensor, targets: torch.Tensor, rules: HeadRules) -> TargetScores:
-        """Score one target in each row."""
-
-    def write_gradients(
-        self,
-        raw: torch.Tensor,
-        targets: torch.Tensor,
-        scores: TargetScores,
-        logprob_gradients: torch.Tensor,
-        entropy_gradients: torch.Tensor | None,
-        rules: HeadRules,
-    ) -> torch.Tensor:
-        """Return the gradient by the raw numbers; it takes their place."""
+    score_rows: Callable[[torch.Tensor, torch.Tensor, HeadRules], TargetScores]
+    """The pass that scores one target in each row."""
+    write_gradients: Callable[..., torch.Tensor]
+    """The pass that returns the gradient by the raw numbers; it takes their place."""
 
 
-class PlainOperations:
-    """The two passes in operations of torch."""
-
-    def score_rows(self, raw: torch.Tensor, targets: torch.Tensor, rules: HeadRules) -> TargetScores:
-        """Score one target in each row."""
-        logits = rules.logits(raw)
-        normalizers = torch.logsumexp(logits, dim=-1)
-        logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normalizers
-        entropies = normalizers - (torch.softmax(logits, dim=-1) * logits).sum(-1)
-        return TargetScores(logprobs, normalizers, entropies)
-
-    def write_gradients(
-        self,
-        raw: torch.Tensor,
-        targets: torch.Tensor,
-        scores: TargetScores,
-        logprob_gradients: torch.Tensor,
-        entropy_gradients: torch.Tensor | None,
-        rules: HeadRules,
-    ) -> torch.Tensor:
-        """Return the gradient by the raw numbers; it takes their place."""
-        logits = rules.logits(raw)
-        distances = logits - scores.normalizers[:, None]
-        pull = logprob_gradients[:, None]
-        if entropy_gradients is not None:
-            pull = pull + entropy_gradients[:, None] * (distances + scores.entropies[:, None])
-        slopes = distances.exp_().mul_(pull).neg_()
-        slopes.scatter_add_(-1, targets[:, None], logprob_gradients[:, None])
-        if rules.softcap:
-            steepness = logits * (rules.temperature / rules.softcap)
-            slopes *= 1.0 - steepness.square()
-        return raw.copy_(slopes.mul_(rules.scale / rules.temperature))
+def _score_rows(raw: torch.Tensor, targets: torch.Tensor, rules: HeadRules) -> TargetScores:
+    """Score one target in each row."""
+    logits = rules.logits(raw)
+    normalizers = torch.logsumexp(logits, dim=-1)
+    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normalizers
+    entropies = normalizers - (torch.softmax(logits, dim=-1) * logits).sum(-1)
+    return TargetScores(logprobs, normalizers, entropies)
 
 
-PLAIN = PlainOperations()
+def _write_gradients(
+    raw: torch.Tensor,
+    targets: torch.Tensor,
+    scores: TargetScores,
+    logprob_gradients: torch.Tensor,
+    entropy_gradients: torch.Tensor | None,
+    rules: HeadRules,
+) -> torch.Tensor:
+    """Return the gradient by the raw numbers; it takes their place."""
+    logits = rules.logits(raw)
+    distances = logits - scores.normalizers[:, None]
+    pull = logprob_gradients[:, None]
+    if entropy_gradients is not None:
+        pull = pull + entropy_gradients[:, None] * (distances + scores.entropies[:, None])
+    slopes = distances.exp_().mul_(pull).neg_()
+    slopes.scatter_add_(-1, targets[:, None], logprob_gradients[:, None])
+    if rules.softcap:
+        steepness = logits * (rules.temperature / rules.softcap)
+        slopes *= 1.0 - steepness.square()
+    return raw.copy_(slopes.mul_(rules.scale / rules.temperature))
+
+
+PLAIN = HeadOperations(_score_rows, _write_gradients)
 
 
 def operations_on(device: torch.device) -> HeadOperations:
@@ -100,7 +88,7 @@ def _kernels(device: torch.device) -> HeadOperations:
         from flotilla_trainer.rank import head_kernels
 
         raw, targets = torch.zeros(1, 2, device=device), torch.zeros(1, dtype=torch.long, device=device)
-        kernels: HeadOperations = head_kernels
+        kernels = HeadOperations(head_kernels.score_rows, head_kernels.write_gradients)
         kernels.score_rows(raw, targets, HeadRules())
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.warning(

@@ -11,9 +11,9 @@ again; after an error nothing is left of its pass, so that the next one may begi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -38,11 +38,8 @@ class Kept(NamedTuple):
     gradients: bool = False
 
 
-class Announce(Protocol):
-    """Prepares the model for the next micro-batch."""
-
-    def __call__(self, *, last: bool) -> None:
-        """Say whether it is the last one."""
+Announce = Callable[[bool], None]
+"""Prepares the model for the next micro-batch; it is told whether that is the last one."""
 
 
 def kept_by(model: ShardedModel, needed: float | None) -> Kept:
@@ -67,7 +64,7 @@ def keeping(policy: nn.Module, kept: Kept) -> Iterator[Announce]:
 
     said: bool | None = None
 
-    def announce(*, last: bool) -> None:
+    def announce(last: bool) -> None:
         nonlocal said
         if last is said:
             return
@@ -78,7 +75,7 @@ def keeping(policy: nn.Module, kept: Kept) -> Iterator[Announce]:
 
     finished = False
     try:
-        yield announce if kept.weights else _prepare_nothing
+        yield announce if kept.weights else lambda last: None
         finished = True
     finally:
         if not finished:
@@ -89,10 +86,6 @@ def keeping(policy: nn.Module, kept: Kept) -> Iterator[Announce]:
             policy.set_reshard_after_forward(True)
         for module in _sharded(policy) if kept.weights or not finished else ():
             module.reshard()
-
-
-def _prepare_nothing(*, last: bool) -> None:
-    """Leave the model as it is."""
 
 
 def _sharded(policy: FSDPModule) -> Iterator[FSDPModule]:

@@ -133,7 +133,7 @@ class Update:
         ):
             for index, (columns, idle) in enumerate(micro_batches(command, self._model.device, part)):
                 self._link.progress(f"micro-batch {index + 1} of {total}")
-                announce(last=index + 1 == total)
+                announce(index + 1 == total)
                 self._one(columns, idle, backward)
 
     def absorb(self, other: Update) -> None:
