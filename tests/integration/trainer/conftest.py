@@ -39,6 +39,7 @@ from flotilla_trainer.front.servicer import TrainerServicer
 from flotilla_trainer.front.session_files import SessionFiles
 from flotilla_trainer.front.session_manager import SessionManager
 from flotilla_trainer.gang.fork_server import RankForkServer
+from flotilla_trainer.gang.hosts import GangHosts
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.service import SERVICE_NAME
@@ -109,10 +110,10 @@ class Trainer:
     async def gradient(self, groups: list[pb.TrainGroup]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Metrics and the whole gradient of a batch, through the path that Train takes; no step follows."""
         session = self.manager.session(self.run_id)
-        prepared = await session._preparation.of(
-            "gradients", groups, session.version, session._progress.objective
+        prepared = await session.updates.preparation.of(
+            "gradients", groups, session.version, session.updates.progress.objective
         )
-        answers = await session._ranks.work("gradients", prepared.packed, {})
+        answers = await session.ranks.work("gradients", prepared.packed, {})
         metrics = answers[0].fields["metrics"] | prepared.facts
         return metrics, {name: array.copy() for name, array in answers[0].arrays.items()}
 
@@ -270,9 +271,8 @@ async def running_trainer(
 
     activities = Activities()
     gang = Gang(plan, fork_server, lost=on_lost, beyond_help=lost.append)
-    manager = SessionManager(
-        gang, plan, stack, activities, SessionFiles(files_in(logs), logs / "remote-runs", gang.bring)
-    )
+    files = SessionFiles(files_in(logs), logs / "remote-runs", GangHosts(plan, fork_server).bring)
+    manager = SessionManager(gang, plan, stack, activities, files)
     server = rpc.RpcServer(BindConfig(), token="secret")
     server.add(add_TrainerServiceServicer_to_server, TrainerServicer(manager), SERVICE_NAME)
     async with AsyncExitStack() as stack_of_exits:

@@ -201,7 +201,7 @@ async def test_a_run_that_lost_its_ranks_to_memory_gets_half_the_tokens_and_not_
     pair: Any, groups_of: MakeGroups
 ) -> None:
     await pair.open()
-    asked = pair.manager.session(pair.run_id).budget
+    asked = pair.manager.session(pair.run_id).ranks.budget
     for budget in (asked // 2, None):
         log, victim = pair.gang._ranks[1].process.log, pair.gang.pids()[1]
         await stop_rank(victim)
@@ -216,10 +216,10 @@ async def test_a_run_that_lost_its_ranks_to_memory_gets_half_the_tokens_and_not_
                 await pair.open()
         else:
             await pair.open()
-            assert pair.manager.session(pair.run_id).budget == budget
+            assert pair.manager.session(pair.run_id).ranks.budget == budget
     pair.runs += 1
     await pair.open()  # another run is not held to it
-    assert pair.manager.session(pair.run_id).budget == asked
+    assert pair.manager.session(pair.run_id).ranks.budget == asked
     assert not (await pair.train(0, groups_of([3, 3]))).skipped
 
 

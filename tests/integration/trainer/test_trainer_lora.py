@@ -328,8 +328,9 @@ async def test_the_reference_is_the_model_without_its_adapters(
         metrics = (await trainer.train(step, groups)).metrics
     assert metrics["kl/mean"] > 1e-3
     session = trainer.manager.session(trainer.run_id)
-    batch = UpdateBatch.read(groups, session._ranks.limits, session.version)
-    reference = await session._preparation._logprobs(batch, session._progress.objective, reference=True)
+    batch = UpdateBatch.read(groups, session.ranks.limits, session.version)
+    objective = session.updates.progress.objective
+    reference = (await session.updates.preparation.scores(batch, objective, reference=True))["logprobs"]
     np.testing.assert_array_equal(reference, base)
     assert not np.allclose(np.concatenate(await ranks_logprobs(trainer, groups)), base, atol=1e-3)
 

@@ -304,7 +304,7 @@ async def test_the_refusals_of_an_ended_session_keep_none_of_the_refused_calls(
 ) -> None:
     session = manager.learner("a")
     why = Unavailable("rank 0 was killed")
-    session.end(why)
+    session.ranks.end(why)
     for _ in range(3):
         with pytest.raises(Unavailable, match="rank 0 was killed"):
             await session.updates.train(HEADER, groups())

@@ -137,7 +137,7 @@ class Checkpoints:
         try:
             with self._activities.doing("copying the state for a checkpoint", run_id=session.run_id):
                 await self._gang.command("snapshot", fields, limit_s=self._gang.slow_timeout_s)
-            session.check_open()
+            session.ranks.check_open()
         except FlotillaError:
             _forget(reports)
             raise

@@ -12,10 +12,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core import ids
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest
 from flotilla_core.version import Version
-from flotilla_trainer.front.pending_gradients import PendingGradients
-from flotilla_trainer.front.prepared_update import Preparation
-from flotilla_trainer.front.session_progress import NOTHING_COUNTS, SessionProgress
-from flotilla_trainer.front.session_ranks import SessionRanks
+from flotilla_trainer.front.session_progress import NOTHING_COUNTS
 from flotilla_trainer.front.updates import Updates
 from flotilla_trainer.objective.session_objective import call_objective, check_takes_parts, session_objective
 from flotilla_trainer.wire.objective import ObjectiveSettings
@@ -24,21 +21,12 @@ from flotilla_trainer.wire.objective import ObjectiveSettings
 class GradientCalls:
     """The calls of one session."""
 
-    def __init__(
-        self,
-        asked: ObjectiveSettings,
-        ranks: SessionRanks,
-        preparation: Preparation,
-        progress: SessionProgress,
-        pending: PendingGradients,
-        updates: Updates,
-    ) -> None:
+    def __init__(self, asked: ObjectiveSettings, updates: Updates) -> None:
+        """Share the parts of the session with its whole updates."""
         self._asked = asked
-        self._ranks = ranks
-        self._preparation = preparation
-        self._progress = progress
-        self._pending = pending
         self._updates = updates
+        self._ranks, self._preparation = updates.ranks, updates.preparation
+        self._progress, self._pending = updates.progress, updates.pending
 
     async def add(self, request: pb.ForwardBackwardRequest) -> pb.ForwardBackwardResponse:
         """Add the gradients of a batch to those that wait for their step."""

@@ -74,12 +74,17 @@ class Preparation:
         writer = version if objective.writes_samples else None
         batch = await asyncio.to_thread(UpdateBatch.read, groups, self._ranks.limits, writer)
         if objective.scores_reference(batch):
-            scores = await self._logprobs(batch, objective, reference=True)
-            batch = replace(batch, reference_logprobs=scores)
-        asked = objective.scores_policy(several_steps=plan.several)
-        policy = await self._own_scores(batch, objective) if asked else None
+            scores = await self.scores(batch, objective, reference=True)
+            batch = replace(batch, reference_logprobs=scores["logprobs"])
+        policy: Array | None = None
+        if objective.scores_policy(several_steps=plan.several):
+            if isinstance(objective, RewardUpdate):
+                policy = await self._rewards(batch)
+            else:
+                policy = (await self.scores(batch, objective))["logprobs"]
         if objective.scores_distributions(batch):
-            batch = replace(batch, score_squares=await self._score_squares(batch, objective))
+            scores = await self.scores(batch, objective, squares=True)
+            batch = replace(batch, score_squares=score_squares(scores["logprobs"], scores["squares"]))
 
         def lay_out() -> PreparedUpdate:
             seed = self._shuffle_seed(update_id)
@@ -91,22 +96,6 @@ class Preparation:
 
         return await asyncio.to_thread(lay_out)
 
-    async def _own_scores(self, batch: UpdateBatch, objective: SessionObjective) -> Array:
-        """Score the batch with the model before it learns from it."""
-        if isinstance(objective, RewardUpdate):
-            return await self._rewards(batch)
-        return await self._logprobs(batch, objective, reference=False)
-
-    async def _score_squares(self, batch: UpdateBatch, objective: SessionObjective) -> Array:
-        """Return the squared norm of the gradient of each token's log-probability by the logits, under the policy."""
-        sequences = batch.all_responses()
-        packed = await asyncio.to_thread(self._ranks.pack, sequences)
-        with self._ranks.doing("scoring with the policy"):
-            scores = await self._ranks.scores(
-                packed, len(sequences.scored), temperature=objective.temperature, squares=True
-            )
-        return score_squares(scores["logprobs"], scores["squares"])
-
     async def _rewards(self, batch: UpdateBatch) -> Array:
         """Return the reward of every answer under the current reward model."""
         sequences = after_answers(batch)
@@ -115,15 +104,16 @@ class Preparation:
             scores = await self._ranks.values(packed, len(sequences.scored))
         return scores["values"]
 
-    async def _logprobs(self, batch: UpdateBatch, objective: SessionObjective, *, reference: bool) -> Array:
+    async def scores(
+        self, batch: UpdateBatch, objective: SessionObjective, **asked: bool
+    ) -> dict[str, Array]:
         """Score every response token under the current policy, or under the one that the session started from."""
         sequences = batch.all_responses()
         packed = await asyncio.to_thread(self._ranks.pack, sequences)
-        with self._ranks.doing(f"scoring with the {'reference' if reference else 'policy'}"):
-            scores = await self._ranks.scores(
-                packed, len(sequences.scored), temperature=objective.temperature, reference=reference
+        with self._ranks.doing(f"scoring with the {'reference' if 'reference' in asked else 'policy'}"):
+            return await self._ranks.scores(
+                packed, len(sequences.scored), temperature=objective.temperature, **asked
             )
-        return scores["logprobs"]
 
     def _shuffle_seed(self, update_id: str) -> int:
         """Return the same seed for an update and its repetition in a later lineage; it depends on the step alone."""

@@ -17,7 +17,7 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.batch.packing import MicroBatch
 from flotilla_trainer.batch.tokens import read_scored
-from flotilla_trainer.front.session_ranks import SessionRanks, WithRanks
+from flotilla_trainer.front.session_ranks import SessionRanks
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Array
 
@@ -87,7 +87,7 @@ class SequenceScores:
         )
 
 
-class ScoringSession(WithRanks):
+class ScoringSession:
     """A run's session on a gang that does not learn: a reference or a teacher.
 
     It exists between OpenSession and CloseSession. It scores with the weights of its start; its version never changes.
@@ -106,12 +106,12 @@ class ScoringSession(WithRanks):
         self.run_id = request.run_id
         self.folder = folder
         self.version = Version(request.lineage, 0)
-        super().__init__(SessionRanks(request.run_id, batching, gang, activities))
-        self._scores = SequenceScores(self._ranks, lambda: self.version)
+        self.ranks = SessionRanks(request.run_id, batching, gang, activities)
+        self._scores = SequenceScores(self.ranks, lambda: self.version)
 
     async def open(self) -> None:
         """Refuse a layout that the model does not allow; the ranks need no command."""
-        self._ranks.layout()
+        self.ranks.layout()
 
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
         """Return log-probabilities under the weights of the start, whether the request names the reference or not."""

@@ -24,10 +24,10 @@ from flotilla_trainer.front.pending_gradients import PendingGradients
 from flotilla_trainer.front.prepared_update import Preparation
 from flotilla_trainer.front.scoring import SequenceScores
 from flotilla_trainer.front.session_progress import SessionProgress
-from flotilla_trainer.front.session_ranks import SessionRanks, WithRanks
+from flotilla_trainer.front.session_ranks import SessionRanks
 from flotilla_trainer.front.updates import Updates
 from flotilla_trainer.gang.ranks import Gang
-from flotilla_trainer.objective.session_objective import LOSSES_OF_THEIR_OWN, session_objective
+from flotilla_trainer.objective.session_objective import LOSSES_OF_THEIR_OWN
 from flotilla_trainer.wire.objective import VALUE
 from flotilla_trainer.wire.settings import SessionSettings
 
@@ -36,7 +36,7 @@ A_POLICY = "a policy"
 logger = get_logger()
 
 
-class Session(WithRanks):
+class Session:
     """The state of a run between OpenSession and CloseSession."""
 
     def __init__(
@@ -52,15 +52,8 @@ class Session(WithRanks):
         self.folder = folder
         self._spec = spec
         self._settings = settings
-        ranks = SessionRanks(run_id, settings.batching, gang, activities)
-        super().__init__(ranks)
-        self._progress = progress = SessionProgress(
-            run_id,
-            settings.optimizer,
-            settings.total_updates,
-            request.lineage,
-            session_objective(settings.objective),
-        )
+        self.ranks = ranks = SessionRanks(run_id, settings.batching, gang, activities)
+        self._progress = progress = SessionProgress(run_id, settings, request.lineage)
         self._scores = SequenceScores(ranks, lambda: progress.version)
         self._preparation = prepared = Preparation(spec.seed, ranks)
         self._pending = pending = PendingGradients(run_id)
@@ -68,7 +61,7 @@ class Session(WithRanks):
             spec.dump_dir, StepPlan.of(settings.optimizer), ranks, prepared, progress, pending
         )
         """Serves Train and GetUpdate."""
-        self.gradients = GradientCalls(settings.objective, ranks, prepared, progress, pending, self.updates)
+        self.gradients = GradientCalls(settings.objective, self.updates)
         """Serves ForwardBackward and OptimStep."""
 
     @property
@@ -92,14 +85,10 @@ class Session(WithRanks):
 
     async def open(self) -> None:
         """Build the optimizer on the ranks, and let micro-batches be as large as the ranks have memory for."""
-        packed, refusal = self._ranks.layout().packed, self._ranks.packing_refusal
+        packed, refusal = self.ranks.layout().packed, self.ranks.packing_refusal
         logger.info("session opens", run_id=self.run_id, packed=packed, packing_refusal=refusal)
-        answers = await self._ranks.command("open_session", self._settings.fields())
-        self._ranks.shrink(answers[0].fields["fits"], "a rank lacks the memory for larger ones")
-
-    def check_open(self) -> None:
-        """Refuse work for a session that has ended."""
-        self._ranks.check_open()
+        answers = await self.ranks.command("open_session", self._settings.fields())
+        self.ranks.shrink(answers[0].fields["fits"], "a rank lacks the memory for larger ones")
 
     def check_version(self, version: Version, what: str) -> None:
         """Refuse work for another version than the current one."""
@@ -108,8 +97,8 @@ class Session(WithRanks):
     @contextlib.asynccontextmanager
     async def holding(self, version: Version, what: str) -> AsyncIterator[None]:
         """Keep the weights at `version` inside the block; an earlier update is finished first, and no other runs."""
-        async with self._ranks.exclusive:
-            self.check_open()
+        async with self.ranks.exclusive:
+            self.ranks.check_open()
             self.check_version(version, what)
             yield
 
@@ -125,11 +114,11 @@ class Session(WithRanks):
 
     async def evaluate(self, groups: Sequence[pb.TrainGroup]) -> pb.EvaluateLossResponse:
         """Return the loss of a batch; nothing changes."""
-        async with self._ranks.exclusive:
+        async with self.ranks.exclusive:
             version = self.version
             prepared = await self._preparation.of("evaluate", groups, version, self._progress.objective)
-            with self._ranks.doing("evaluating the loss"):
-                answers = await self._ranks.work("evaluate", prepared.packed, {})
+            with self.ranks.doing("evaluating the loss"):
+                answers = await self.ranks.work("evaluate", prepared.packed, {})
         metrics = answers[0].fields["metrics"] | prepared.facts
         return pb.EvaluateLossResponse(policy_version=version.to_proto(), metrics=metrics)
 

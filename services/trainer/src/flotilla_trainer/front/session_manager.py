@@ -174,17 +174,17 @@ class SessionManager:
         logger.error("the ranks were lost and are being restarted", error=str(error))
         if self._session is not None:
             self._why_none = f"the session of run {self._session.run_id} was lost: {error.what}"
-            self._memory_losses.note(self._session.run_id, self._session.budget, error)
-            self._session.end(error)
+            self._memory_losses.note(self._session.run_id, self._session.ranks.budget, error)
+            self._session.ranks.end(error)
         self._session = None
         self._pristine = self._new
         self.checkpoints.give_up()
         self.weights.forget()
 
     async def _close(self, session: Session | ScoringSession) -> None:
-        session.end(Cancelled(f"run {session.run_id} closed its session"))
+        session.ranks.end(Cancelled(f"run {session.run_id} closed its session"))
         self._files.give_up()
-        await session.settled()
+        await session.ranks.settled()
         await self.checkpoints.abandon()
         if self._session is session:
             await self.weights.close_any()
@@ -251,6 +251,7 @@ class SessionManager:
             session = Session(request, asked, folder, self._gang, self._activities)
         else:
             session = ScoringSession(request, asked, folder, self._gang, self._activities)
-        session.shrink(self._memory_losses.allowed(request.run_id, session.budget))
+        allowed = self._memory_losses.allowed(request.run_id, session.ranks.budget)
+        session.ranks.shrink(allowed, "ranks of this run ran out of memory with more")
         await session.open()
         return session

@@ -16,7 +16,8 @@ from flotilla_core.config import OptimizerConfig
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFinite, StaleVersion
 from flotilla_core.logger import get_logger
 from flotilla_core.version import Version
-from flotilla_trainer.objective.base import SessionObjective
+from flotilla_trainer.objective.session_objective import session_objective
+from flotilla_trainer.wire.settings import SessionSettings
 
 NOTHING_COUNTS = "no sample counts: the objective leaves every group out (uniform rewards, or keep_mean_*)"
 """The reason for a step that is left out without a fault; such updates do not count as skipped in a row."""
@@ -27,18 +28,11 @@ logger = get_logger()
 class SessionProgress:
     """Counts made and skipped updates."""
 
-    def __init__(
-        self,
-        run_id: str,
-        optimizer: OptimizerConfig,
-        total_updates: int,
-        lineage: int,
-        objective: SessionObjective,
-    ) -> None:
+    def __init__(self, run_id: str, settings: SessionSettings, lineage: int) -> None:
         self._run_id = run_id
-        self._optimizer = optimizer
-        self._total_updates = total_updates
-        self.objective = objective
+        self._optimizer = settings.optimizer
+        self._total_updates = settings.total_updates
+        self.objective = session_objective(settings.objective)
         self._skipped_in_row = 0
         self._failure: FlotillaError | None = None
         self.version = Version(lineage, 0)

@@ -41,16 +41,12 @@ class SessionRanks:
     def __init__(self, run_id: str, batching: BatchingConfig, gang: Gang, activities: Activities) -> None:
         self.run_id = run_id
         self._batching = batching
-        self._budget = batching.microbatch_budget
+        self.budget = batching.microbatch_budget
+        """The most tokens of a micro-batch now."""
         self._gang = gang
         self._activities = activities
         self._over: FlotillaError | None = None
         self.exclusive = asyncio.Lock()
-
-    @property
-    def budget(self) -> int:
-        """The most tokens of a micro-batch now."""
-        return self._budget
 
     def end(self, why: FlotillaError) -> None:
         """Send no more work of this session to the ranks; a command that already runs is finished."""
@@ -93,7 +89,7 @@ class SessionRanks:
 
     def layout(self) -> Layout:
         """Return how work is divided among the lanes."""
-        return replace(layout(self._batching, self._gang.facts, self._gang.lanes), budget=self._budget)
+        return replace(layout(self._batching, self._gang.facts, self._gang.lanes), budget=self.budget)
 
     def pack(self, sequences: Sequences) -> list[list[MicroBatch]]:
         """Return the micro-batches of each lane."""
@@ -112,15 +108,15 @@ class SessionRanks:
             try:
                 return await attempt()
             except Exhausted as error:
-                if self._budget < 2 * SMALLEST_BUDGET:
+                if self.budget < 2 * SMALLEST_BUDGET:
                     raise
-                self.shrink(self._budget // 2, error.why)
+                self.shrink(self.budget // 2, error.why)
 
     def shrink(self, budget: int, why: str) -> None:
         """Give micro-batches at most so many tokens from now on, and say so."""
-        if budget >= self._budget:
+        if budget >= self.budget:
             return
-        self._budget = budget
+        self.budget = budget
         logger.warning(
             "smaller micro-batches from now on", run_id=self.run_id, tokens_per_microbatch=budget, why=why
         )
@@ -163,30 +159,6 @@ class SessionRanks:
     async def values(self, packed: list[list[MicroBatch]], count: int) -> dict[str, Array]:
         """Return the values of `count` tokens, in order, by a critic."""
         return _in_place(await self.work("values", packed, {}), packed, count)
-
-
-class WithRanks:
-    """A session by the access that it has to the gang, whether it learns or not."""
-
-    def __init__(self, ranks: SessionRanks) -> None:
-        self._ranks = ranks
-
-    @property
-    def budget(self) -> int:
-        """The most tokens of a micro-batch now."""
-        return self._ranks.budget
-
-    def shrink(self, budget: int) -> None:
-        """Give micro-batches no more tokens than this: with more, ranks of this run ran out of memory."""
-        self._ranks.shrink(budget, "ranks of this run ran out of memory with more")
-
-    def end(self, why: FlotillaError) -> None:
-        """Send no more work of this session to the ranks; a command that already runs is finished."""
-        self._ranks.end(why)
-
-    async def settled(self) -> None:
-        """Wait until no work of this session is in progress."""
-        await self._ranks.settled()
 
 
 class MemoryLosses:

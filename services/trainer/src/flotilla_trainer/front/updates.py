@@ -46,10 +46,10 @@ class Updates:
     ) -> None:
         self._dump_dir = dump_dir
         self._plan = plan
-        self._ranks = ranks
-        self._preparation = preparation
-        self._progress = progress
-        self._pending = pending
+        self.ranks = ranks
+        self.preparation = preparation
+        self.progress = progress
+        self.pending = pending
         self._results: IdempotentCalls[pb.UpdateResult] = IdempotentCalls(KEPT_RESULTS)
         self._in_progress: list[str] = []
         self.last_id = ""
@@ -80,8 +80,8 @@ class Updates:
         if known is None:
             raise NotFound(
                 f"update {update_id!r} is not known to this session",
-                where=f"run {self._ranks.run_id}",
-                why=f"the session is at version {self._progress.version}",
+                where=f"run {self.ranks.run_id}",
+                why=f"the session is at version {self.progress.version}",
                 next_step="send it with Train",
             )
         return await asyncio.shield(known)
@@ -91,34 +91,34 @@ class Updates:
         self._in_progress.append(header.update_id)
         self.last_id = header.update_id
         try:
-            async with self._ranks.exclusive:
+            async with self.ranks.exclusive:
                 return await self._train(header, groups)
         finally:
             self._in_progress.remove(header.update_id)
 
     async def _train(self, header: pb.TrainHeader, groups: Sequence[pb.TrainGroup]) -> pb.UpdateResult:
-        progress, update_id = self._progress, header.update_id
-        self._ranks.check_open()
+        progress, update_id = self.progress, header.update_id
+        self.ranks.check_open()
         progress.check_usable()
-        self._pending.refuse(f"update {update_id}")
+        self.pending.refuse(f"update {update_id}")
         progress.check_version(Version.from_proto(header.policy_version), f"update {update_id}")
         rate = progress.learning_rate(header.learning_rate if header.HasField("learning_rate") else None)
         refuse_above = header.refuse_above if header.HasField("refuse_above") else None
         started = time.monotonic()
 
         async def attempt() -> tuple[PreparedUpdate, float, dict[str, Any]]:
-            prepared = await self._preparation.of(
+            prepared = await self.preparation.of(
                 update_id, groups, progress.version, progress.objective, self._plan
             )
             prepared_s = time.monotonic() - started
             if not prepared.counts:
                 return prepared, prepared_s, {}
             fields = {"learning_rate": rate, "steps": prepared.steps, "refuse_above": refuse_above}
-            with self._ranks.doing("train: forward, backward and step"):
-                answers = await self._ranks.work("train", prepared.packed, fields)
+            with self.ranks.doing("train: forward, backward and step"):
+                answers = await self.ranks.work("train", prepared.packed, fields)
             return prepared, prepared_s, answers[0].fields
 
-        prepared, prepared_s, answer = await self._ranks.fitted(attempt)
+        prepared, prepared_s, answer = await self.ranks.fitted(attempt)
         if not prepared.counts:
             return self._result(update_id, prepared.batch, prepared.metrics, NOTHING_COUNTS)
         metrics = answer["metrics"] | prepared.metrics | {"time/prepare_s": prepared_s}
@@ -139,7 +139,7 @@ class Updates:
     ) -> pb.UpdateResult:
         return pb.UpdateResult(
             update_id=update_id,
-            policy_version=self._progress.version.to_proto(),
+            policy_version=self.progress.version.to_proto(),
             skipped=skipped,
             metrics=metrics,
             sample_ids=batch.sample_ids,
