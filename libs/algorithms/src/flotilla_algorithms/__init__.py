@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from flotilla_algorithms.advantages import gae, gdpo, group_advantages, remax, whitened
-from flotilla_algorithms.divergence import adapted_coefficient, divergence
 from flotilla_algorithms.outcomes import NonFiniteRewardError, Outcomes, RewardHistory
 from flotilla_algorithms.pair_losses import PAIR_LOSSES, PairLosses
-from flotilla_algorithms.rewards import normalised_rewards, overlong_penalties, shuffled_rewards
+from flotilla_algorithms.rewards import (
+    adapted_coefficient,
+    divergence,
+    normalised_rewards,
+    overlong_penalties,
+    shuffled_rewards,
+)
 from flotilla_algorithms.steps import Step, gigpo, step_reinforce
 from flotilla_algorithms.table import ADVANTAGES, AdvantageFunction, token_advantages
 from flotilla_algorithms.weights import (

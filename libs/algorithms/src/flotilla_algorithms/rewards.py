@@ -1,5 +1,7 @@
 """Transformations of rewards before advantages are made of them: normalised, shortened near the limit, or shuffled.
 
+The distance of sampled tokens from a reference is here too, which may be subtracted from their rewards.
+
 Invariants: mean and deviation come from the samples that are kept, and are applied to all; where none is kept, nothing
 is subtracted. Rewards that are all alike are divided by nothing, so that no rounding is blown up. Shuffled rewards, the
 control experiment, stay the same multiset, so everything but their meaning is kept; the permutation depends on the seed
@@ -13,6 +15,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from flotilla_algorithms.advantages import STD_EPSILON
 from flotilla_algorithms.outcomes import Floats, Ints, RewardHistory, finite_rewards, segment_sums
+
+MAX_LOG_RATIO = 20.0
+"""The log ratio from which on k3 no longer grows, however much likelier the reference finds a token."""
+MAX_STEP = 0.2
+"""Largest relative change of an adaptive coefficient, before it is spread over the horizon."""
 
 
 def normalised_rewards(
@@ -87,3 +94,27 @@ def shuffled_rewards(rewards: ArrayLike, seed: int) -> NDArray[np.float64]:
     """Return the rewards of a whole update in random order."""
     permuted: NDArray[np.float64] = np.random.default_rng(seed).permutation(finite_rewards(rewards))
     return permuted
+
+
+def divergence(estimator: str, logprobs: Floats, reference: Floats) -> Floats:
+    """One a token, of samples of the policy: k1, k2 (square), k3 (unbiased, never negative) or abs."""
+    difference = logprobs - reference
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference**2
+    if estimator == "k3":
+        bounded: Floats = np.maximum(difference, -MAX_LOG_RATIO)
+        k3: Floats = np.expm1(-bounded) + bounded
+        return k3
+    if estimator == "abs":
+        return np.abs(difference)
+    raise ValueError(f"there is no estimator {estimator!r}: choose from k1, k2, k3, abs")
+
+
+def adapted_coefficient(
+    coefficient: float, measured: float, *, target: float, horizon_samples: float, samples: int
+) -> float:
+    """Return the next coefficient: larger where the measured divergence is above its target, smaller below."""
+    error = min(max(measured / target - 1.0, -MAX_STEP), MAX_STEP)
+    return coefficient * (1.0 + error * samples / horizon_samples)

@@ -179,11 +179,6 @@ def read_records(run_dir: Path, positions: Mapping[str, int]) -> Iterator[Record
     return heapq.merge(*files, key=lambda record: record.moment)
 
 
-def _records(run_dir: Path, name: str, position: int) -> Iterator[Record]:
-    for end, line in _lines(run_dir / f"{name}.jsonl", position):
-        yield _record(name, end, line)
-
-
 def _record(name: str, end: int, line: dict[str, Any]) -> Record:
     step = int(line["step"])
     if name == METRICS:
@@ -202,13 +197,15 @@ def _record(name: str, end: int, line: dict[str, Any]) -> Record:
     return Record(name, end, step, float(line.get("time", 0.0)), numbers)
 
 
-def _lines(path: Path, position: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the whole lines behind a position, each with the position behind it; a damaged one is skipped."""
+def _records(run_dir: Path, name: str, position: int) -> Iterator[Record]:
+    """Yield the records of the whole lines behind a position; a damaged line is skipped."""
+    path = run_dir / f"{name}.jsonl"
     if not path.is_file():
         return
     with path.open("rb") as file:
         file.seek(position)
-        yield from json_lines(file, position)
+        for end, line in json_lines(file, position):
+            yield _record(name, end, line)
 
 
 @contextmanager

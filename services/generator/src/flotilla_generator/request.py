@@ -15,7 +15,6 @@ from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.rpc.channel import PART_BYTES
 from flotilla_core.tensors import from_tensor, to_tensor
-from flotilla_core.version import Version
 from flotilla_generator.engine.base import (
     EngineInfo,
     FinishReason,
@@ -89,11 +88,6 @@ def write_samples(samples: Iterable[Sample], waiting: int) -> Iterator[pb.Genera
             message, size = pb.GenerateResponse(waiting_samples=waiting), 0
     if message.samples:
         yield message
-
-
-def minimum_version(request: pb.GenerateRequest) -> Version | None:
-    """Return the version that the caller asks for at least."""
-    return Version.from_proto(request.min_version) if request.HasField("min_version") else None
 
 
 def duration(seconds: float) -> Duration:

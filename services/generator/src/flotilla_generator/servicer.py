@@ -26,7 +26,7 @@ from flotilla_core.service import Activities
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import Engine, KvPolicy, Sample
-from flotilla_generator.request import duration, minimum_version, read_request, write_samples
+from flotilla_generator.request import duration, read_request, write_samples
 from flotilla_generator.sleep import Sleep
 from flotilla_generator.weights import Phase, WeightSession
 from flotilla_weights.manifest import Manifest
@@ -78,7 +78,7 @@ class GeneratorServicer(GeneratorServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self._require_open()
         self.sleep.require_awake()
-        minimum = minimum_version(request)
+        minimum = Version.from_proto(request.min_version) if request.HasField("min_version") else None
         self.weights.require_serving(request.run_id, minimum)
         live = self.weights.live
         wanted = read_request(

@@ -114,10 +114,8 @@ class RankServicer(ranks_pb2_grpc.RankServiceServicer):
         plan, tls = self._plan, self._plan.bind.tls
         return pb.DescribeHostResponse(
             token_file=plan.token_file or "",
-            certificate_file="" if tls is None else str(tls.certificate_file),
-            key_file="" if tls is None else str(tls.key_file),
-            ca_file="" if tls is None else str(tls.ca_file),
             otlp=plan.otlp,
+            **({} if tls is None else tls.model_dump(mode="json")),
         )
 
     async def BringFolder(self, request: pb.BringFolderRequest, context: Any) -> pb.BringFolderResponse:

@@ -87,7 +87,8 @@ class Preparation:
             batch = replace(batch, score_squares=score_squares(scores["logprobs"], scores["squares"]))
 
         def lay_out() -> PreparedUpdate:
-            seed = self._shuffle_seed(update_id)
+            # The same for an update and its repetition in a later lineage: it depends on the step alone.
+            seed = ids.derive_seed("shuffle", self._seed, update_id.rpartition("/")[2].rpartition(".")[2])
             sequences, facts = objective.sequences(batch, seed, policy, plan.parts(batch))
             steps = plan.steps(sequences, batch)
             packs = [self._ranks.pack(step) for step in steps or [sequences]]
@@ -114,7 +115,3 @@ class Preparation:
             return await self._ranks.scores(
                 packed, len(sequences.scored), temperature=objective.temperature, **asked
             )
-
-    def _shuffle_seed(self, update_id: str) -> int:
-        """Return the same seed for an update and its repetition in a later lineage; it depends on the step alone."""
-        return ids.derive_seed("shuffle", self._seed, update_id.rpartition("/")[2].rpartition(".")[2])

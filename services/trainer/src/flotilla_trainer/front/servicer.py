@@ -181,16 +181,12 @@ async def read_groups(requests: AsyncIterator[pb.TrainRequest]) -> list[pb.Train
     """Read the groups of an update, each joined from its pieces."""
     groups: list[pb.TrainGroup] = []
     async for request in requests:
-        for group in _chunk(request).groups:
+        if request.WhichOneof("part") != "chunk":
+            raise InvalidRequest("after the header come chunks of groups", where="Train")
+        for group in request.chunk.groups:
             continues = bool(groups and group.group_id) and group.group_id == groups[-1].group_id
             if continues and not group.prompt_token_ids.data:
                 groups[-1].samples.MergeFrom(group.samples)
             else:
                 groups.append(group)
     return groups
-
-
-def _chunk(request: pb.TrainRequest) -> pb.TrainChunk:
-    if request.WhichOneof("part") != "chunk":
-        raise InvalidRequest("after the header come chunks of groups", where="Train")
-    return request.chunk

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from flotilla.common.v1.files_pb2 import FolderReference
 from flotilla.trainer.v1 import trainer_pb2 as pb
@@ -29,10 +29,8 @@ T = TypeVar("T")
 logger = get_logger()
 
 
-class Bring(Protocol):
-    """Brings a folder of the front's host to the other hosts of the gang."""
-
-    def __call__(self, path: Path, *, sealed: bool, run_id: str) -> Awaitable[None]: ...
+Bring = Callable[..., Awaitable[None]]
+"""Brings a folder of the front's host to the other hosts of the gang."""
 
 
 class SessionFiles:

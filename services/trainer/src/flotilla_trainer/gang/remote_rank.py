@@ -66,7 +66,10 @@ class RankWriter:
                 continue
             self._sent.set()
             self._more.clear()
-            if not await _within(self._more, BEAT_S):
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    await self._more.wait()
+            except TimeoutError:
                 yield pb.RunRankRequest()
 
 
@@ -176,11 +179,3 @@ class RemoteRank:
             return await rpc.unary(self._stub.LookAtRank, request, timeout_s=LOOK_TIMEOUT_S, attempts=1)
         except FlotillaError:
             return pb.LookAtRankResponse()  # A host that cannot be asked is what the caller reports.
-
-
-async def _within(event: asyncio.Event, limit_s: float) -> bool:
-    try:
-        async with asyncio.timeout(limit_s):
-            return await event.wait()
-    except TimeoutError:
-        return False

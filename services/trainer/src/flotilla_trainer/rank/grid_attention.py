@@ -14,6 +14,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -150,15 +151,7 @@ def grid_attention(
 
 
 @grid_attention.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    size: torch.Tensor,
-    places: torch.Tensor | None,
-    back: torch.Tensor | None,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, _ = query.shape
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     return output, query.new_empty((heads, tokens), dtype=torch.float32)
@@ -201,16 +194,7 @@ def grid_attention_backward(
 
 @grid_attention_backward.register_fake
 def _(
-    slope: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    normalizers: torch.Tensor,
-    size: torch.Tensor,
-    places: torch.Tensor | None,
-    back: torch.Tensor | None,
-    scale: float | None,
+    slope: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     by_query, by_key, by_value = (
         torch.empty_like(part, memory_format=torch.contiguous_format) for part in (query, key, value)

@@ -84,7 +84,7 @@ class SimEngine(Engine):
         return ""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[Sample]]:
-        decoding = [self._decoding(slot, request) for slot in request.samples]
+        decoding = [Decoding(slot, self._length(slot, request), self._latency) for slot in request.samples]
         self.requests[request.request_id] = decoding
         schedule = self.schedule
         try:
@@ -214,9 +214,6 @@ class SimEngine(Engine):
             first_token_s=min(now - one.asked, self._latency.time_to_first_token_s),
             total_s=now - one.asked,
         )
-
-    def _decoding(self, slot: SampleSlot, request: GenerationRequest) -> Decoding:
-        return Decoding(slot, self._length(slot, request), self._latency)
 
     def _length(self, slot: SampleSlot, request: GenerationRequest) -> int:
         sampling, written = _rest(slot, request), len(slot.prefix)
