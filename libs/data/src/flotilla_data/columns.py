@@ -6,7 +6,7 @@ columns only ever spares the judgement of rows that pass it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -231,7 +231,7 @@ def _fits(values: pa.Array, levels: int) -> bool:
         found = pc.min_max(values)
         least, most = found["min"].as_py(), found["max"].as_py()
         return least is None or bool(least >= -LARGEST_INTEGER and most <= LARGEST_INTEGER)
-    inner = list(_inner(values))
+    inner = [values.flatten()] if _is_list(kind) else values.flatten() if _is_struct(kind) else []
     return bool(inner) and levels > 0 and all(_fits(one, levels - 1) for one in inner)
 
 
@@ -240,14 +240,6 @@ def is_sent_as_text(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_temporal(kind) or pa.types.is_decimal(kind))
-
-
-def _inner(values: pa.Array) -> Iterator[pa.Array]:
-    """Return the columns inside a nested one."""
-    if _is_list(values.type):
-        yield values.flatten()
-    elif _is_struct(values.type):
-        yield from values.flatten()
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -174,7 +174,7 @@ class Manifest:
                 buckets.append(_bucket(slots))
                 slots, end = [], 0
             slots.append(Slot(spec, end))
-            end += _aligned(spec.nbytes)
+            end += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
         if slots:
             buckets.append(_bucket(slots))
         return tuple(buckets)
@@ -221,10 +221,6 @@ def _spec_protos(specs: Iterable[TensorSpec]) -> list[weights_pb2.TensorSpec]:
 def _bucket(slots: list[Slot]) -> Bucket:
     last = slots[-1]
     return Bucket(tuple(slots), last.offset + last.spec.nbytes)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _wire_order(specs: list[TensorSpec]) -> list[TensorSpec]:

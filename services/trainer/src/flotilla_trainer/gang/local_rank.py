@@ -43,6 +43,8 @@ class LocalRank:
         self.writer = writer
         self._child = child
         self._log, self._stacks = files
+        self.pid = child.pid
+        self.log, self.stacks_file = map(str, files)
         self._log_start = log_start
         self._ending = asyncio.create_task(child.wait(), name=f"end of rank {child.pid}")
 
@@ -60,21 +62,6 @@ class LocalRank:
         ours.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         return cls(child, reader, writer, files, log_start)
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._child.pid
-
-    @property
-    def log(self) -> str:
-        """The log file, for messages to users."""
-        return str(self._log)
-
-    @property
-    def stacks_file(self) -> str:
-        """The file with the stacks, for messages to users."""
-        return str(self._stacks)
 
     def ended(self) -> str:
         """Describe how the process ended; empty while it lives."""

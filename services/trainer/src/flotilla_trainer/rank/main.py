@@ -46,7 +46,7 @@ def serve(descriptor: int, stacks_path: Path) -> NoReturn:
     link = FrontLink(descriptor)
     meeting = Meeting()
     command = _setup_command(link, meeting)
-    setup = RankSetup.from_fields(command.fields)
+    setup = RankSetup(**command.fields)
     tls = TlsConfig.model_validate(setup.tls) if setup.tls is not None else None
     token = TokenFile(Path(setup.token_file), tls=tls) if setup.token_file else None
     telemetry.start("trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp, token=token)

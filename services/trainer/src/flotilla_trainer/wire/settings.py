@@ -8,6 +8,7 @@ model; the ranks build the model again where a session needs another head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ class HostSettings:
     """The settings that the ranks of a host share."""
 
     model: str
-    otlp: tuple[str, ...]
+    otlp: Sequence[str]
     token_file: str | None
     """The file of the stack's secret, which signs the spans of the rank."""
     tls: dict[str, Any] | None
@@ -72,11 +73,6 @@ class RankSetup(GangSettings, HostSettings):
     """Number of this rank among those of its host, which is the number of its GPU there."""
     ranks_here: int
     """Number of the ranks on its host."""
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> RankSetup:
-        """Read the fields of the first command."""
-        return cls(**{**fields, "otlp": tuple(fields["otlp"])})
 
 
 def first_head(role: str) -> str:

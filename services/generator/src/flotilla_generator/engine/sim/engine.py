@@ -30,7 +30,6 @@ from flotilla_generator.engine.base import (
     Received,
     Sample,
     SampleSlot,
-    Sampling,
     Verified,
 )
 from flotilla_generator.engine.sim.decoding import Decoding
@@ -188,7 +187,7 @@ class SimEngine(Engine):
             raise
 
     def _finish(self, one: Decoding, request: GenerationRequest) -> Sample:
-        sampling = _rest(one.slot, request)
+        sampling = request.sampling.after(len(one.slot.prefix))
         version = (one.starts[-1][0] if one.starts else None) or Version(0, 0)
         key = (one.slot.seed ^ (version.step + 1) * GOLDEN ^ version.lineage << 32) * GOLDEN & MASK
         start = key >> 44
@@ -216,13 +215,10 @@ class SimEngine(Engine):
         )
 
     def _length(self, slot: SampleSlot, request: GenerationRequest) -> int:
-        sampling, written = _rest(slot, request), len(slot.prefix)
+        written = len(slot.prefix)
+        sampling = request.sampling.after(written)
         longest = min(sampling.max_tokens, self.info.max_model_tokens - len(request.prompt) - written)
         if self._latency.response_tokens is not None:
             return max(1, min(self._latency.response_tokens - written, longest))
         shortest = min(max(1, sampling.min_tokens), longest)
         return longest if request.sampling.ignore_eos else shortest + slot.seed % (longest - shortest + 1)
-
-
-def _rest(slot: SampleSlot, request: GenerationRequest) -> Sampling:
-    return request.sampling.after(len(slot.prefix))
