@@ -59,7 +59,8 @@ def print_error(error: FlotillaError, *, as_json: bool) -> None:
 
 def finding_json(finding: Finding) -> dict[str, str]:
     """Describe a finding by all its parts."""
-    severity = Severity.Name(finding.severity).removeprefix("SEVERITY_").lower()
+    known = finding.severity if finding.severity in Severity.values() else Severity.SEVERITY_UNSPECIFIED
+    severity = Severity.Name(known).removeprefix("SEVERITY_").lower()
     parts = ("code", "what", "where", "why", "next_step")
     return {"severity": severity, **{part: getattr(finding, part) for part in parts}}
 

@@ -174,6 +174,8 @@ class PlacedStack:
         changed = changed_replicas(running, stack)
         write_atomically(self._paths.stack_file, dump_yaml(stack))
         placed = replace(placed, replicas={**placed.replicas, **changed})
+        # Before what may fail: a next `up` finds no difference to the file of the stack any more.
+        placed.write(self._paths.placed_file)
         return await self._follow(placed.scaled(stack), placed, on_progress, on_wait) or bool(changed)
 
     async def _follow(

@@ -149,6 +149,11 @@ def test_weights_rest_on_the_host_only_where_all_of_them_cannot_learn_on_the_gpu
     assert (found.placement, found.trainer.nproc, found.generator.replicas) == ("colocated", 2, 2)
     assert found.trainer.cpu_offload and "weights rest on the host" in seats(found)[0][0][1]
     assert not placed(stack_of(large, trainer={"cpu_offload": False})).trainer.cpu_offload
+    few = placed(stack_of(large, generator={"max_running_samples": 1}))
+    assert few.placement == "colocated", "a small cache suffices where few samples run"
+    monkeypatch.setattr(size_limits, "host_memory", lambda: 100 * GIB)
+    own = placed(stack_of(large, trainer={"cpu_offload": True}))
+    assert own.placement == "colocated", "what the file says is not judged by the memory of the host"
     host(2, gib=141)
     assert not placed(stack_of(large)).trainer.cpu_offload
 

@@ -122,11 +122,16 @@ def test_a_listed_sample_that_the_ledger_pruned_comes_from_its_step(directory: R
     durable = pb.Sample(sample_id=recorded["sample_id"], step=2, state=pb.SAMPLE_STATE_DURABLE, reward=1.0)
     dropped = pb.Sample(sample_id="dropped", step=2, state=pb.SAMPLE_STATE_DROPPED)
     again = pb.Sample(sample_id="run/0/0/1", step=2, state=pb.SAMPLE_STATE_ISSUED)
+    scored = pb.Sample(sample_id="run/0/0/1", step=2, state=pb.SAMPLE_STATE_SCORED, reward=1.0)
+    scored.version_spans.add(version=Version(1, 1).to_proto(), start=0, end=2)
     page = pb.ListSamplesResponse(samples=[durable, dropped, again])
+    answered_again = pb.ListSamplesResponse(samples=[scored])
     complete(page, directory)
+    complete(answered_again, directory)
     assert page.samples[0].response == "zwölf" and page.samples[0].version_spans[0].end == 2
     assert page.samples[0].version_spans[0].version.step == 2 and page.samples[1].response == ""
     assert page.samples[2] == again, "what the file has is of an attempt that was undone"
+    assert answered_again.samples[0] == scored, "a lineage later"
 
 
 def test_a_listed_sample_keeps_the_text_of_the_ledger_and_gets_the_rest_of_its_row(

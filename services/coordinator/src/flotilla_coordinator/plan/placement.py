@@ -118,21 +118,22 @@ def _spread(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> St
         return stack
     spread = [_arranged(stack, free, ranks, model, total)]
     if not trainer.sets("cpu_offload"):
-        resting = trainer.model_copy(update={"cpu_offload": True})
-        spread.append(_arranged(stack.model_copy(update={"trainer": resting}), free, ranks, model, total))
+        resting = stack.model_copy(update={"trainer": trainer.model_copy(update={"cpu_offload": True})})
+        found = _arranged(resting, free, ranks, model, total)
+        each = HostMemory.of_all_weights(model, found.trainer).total * found.trainer.ranks_here
+        if each * trainer.replicas <= size_limits.host_memory():
+            spread.append(found)
     return next((found for found in spread if _learns(found, model, total)), spread[0])
 
 
 def _learns(stack: StackConfig, model: ModelFacts, total: int) -> bool:
-    """Return whether all weights can learn on the ranks of a stack, in the memory of their GPUs and of this host."""
-    trainer = stack.trainer
-    resting = HostMemory.of_all_weights(model, trainer).total if offloads(trainer) else 0
-    if resting * trainer.ranks_here > size_limits.host_memory():
-        return False
-    if stack.placement == "colocated":
-        shared = SharedGpu.of(model, stack, total)
-        return shared.learns and (not resting or shared.kv_cache >= LEAST_CACHE_SHARE * total)
-    return resident_bytes(model, trainer) <= LEARNING_SHARE * total
+    """Return whether all weights can learn on the ranks of a stack, in the memory of their GPUs."""
+    if stack.placement != "colocated":
+        return resident_bytes(model, stack.trainer) <= LEARNING_SHARE * total
+    shared, generator = SharedGpu.of(model, stack, total), stack.generator
+    wanted = generator.max_running_samples * shared.least_kv_cache
+    useful = generator.kv_cache_gib is not None or shared.kv_cache >= min(wanted, LEAST_CACHE_SHARE * total)
+    return shared.learns and (useful or not offloads(stack.trainer))
 
 
 def _arranged(stack: StackConfig, free: int, ranks: int, model: ModelFacts, total: int) -> StackConfig:

@@ -49,8 +49,17 @@ def complete(page: pb.ListSamplesResponse, directory: RunDirectory) -> None:
     """Add what the files of their steps say of the samples."""
     answered = {one.sample_id: one for one in page.samples if one.state != pb.SAMPLE_STATE_ISSUED}
     for recorded in directory.read_samples({one.step for one in answered.values()}):
-        if (sample := answered.get(recorded["sample_id"])) is not None:
+        sample = answered.get(recorded["sample_id"])
+        if sample is not None and not _is_undone(sample, recorded):
             _add_recorded(sample, recorded)
+
+
+def _is_undone(sample: pb.Sample, recorded: dict[str, Any]) -> bool:
+    """Return whether the file speaks of an attempt before this one; what comes after a fall-back has a new lineage."""
+    versions = [Version.from_proto(span.version) for span in sample.version_spans]
+    return bool(versions) and versions != [
+        Version.parse(span["version"]) for span in recorded["policy_versions"]
+    ]
 
 
 def _add_recorded(sample: pb.Sample, recorded: dict[str, Any]) -> None:
