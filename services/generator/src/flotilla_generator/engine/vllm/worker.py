@@ -116,7 +116,7 @@ class WorkerWeights:
         return {"proved": not isinstance(following, Exchange) or following.prove(PROOF_SLICE_S)}
 
     def apply(self) -> Answer:
-        """Make what was staged live."""
+        """Make what was staged live; the engine is paused."""
         following, self._next = self._next, None
         if following is None:
             return {"error": "nothing is staged", "broken": False}
@@ -138,6 +138,12 @@ class WorkerWeights:
             f"thread {ident}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
         )
         return {"rank": self._worker.rank, "pid": os.getpid(), "text": text}
+
+    def use_kernels(self) -> None:
+        """Take log-probabilities from a kernel of ours, where vLLM's are slow; only on GPUs."""
+        from flotilla_generator.engine.vllm.token_logprobs import use_in_vllm
+
+        use_in_vllm(self._worker.device)
 
     def drop(self, why: str) -> None:
         """Leave the group; the thread of a transfer in progress ends by itself."""
@@ -172,61 +178,29 @@ class WorkerWeights:
         self.thread.start()
 
 
+def _answering(call: Callable[..., Answer | None]) -> Callable[..., Answer]:
+    """Return a method of `WeightWorker` that answers with what a call of its `WorkerWeights` says."""
+
+    def method(worker: WeightWorker, *arguments: Any) -> Answer:
+        return worker._flotilla_guarded(lambda weights: call(weights, *arguments))
+
+    return method
+
+
 class WeightWorker:
-    """Methods that vLLM adds to its worker."""
+    """Methods that vLLM adds to its worker, by names that it has not."""
 
-    device: torch.device
-    """The worker's."""
-
-    def flotilla_join(self, ticket: bytes, group: bytes, rank_offset: int, manifest: bytes) -> Answer:
-        """Start to enter a weight group."""
-        return self._flotilla_guarded(lambda weights: weights.join(ticket, group, rank_offset, manifest))
-
-    def flotilla_stage(self, ticket: bytes, in_place: bool) -> Answer:
-        """Start to receive one publication."""
-        return self._flotilla_guarded(lambda weights: weights.stage(ticket, in_place))
-
-    def flotilla_status(self) -> Answer:
-        """Return the state of the transfer."""
-        return self._flotilla_guarded(lambda weights: weights.status())
-
-    def flotilla_prove(self) -> Answer:
-        """Go on with the proof of staged tensors."""
-        return self._flotilla_guarded(lambda weights: weights.prove())
-
-    def flotilla_apply(self) -> Answer:
-        """Make staged tensors live; the engine is paused."""
-        return self._flotilla_guarded(lambda weights: weights.apply())
-
-    def flotilla_check(self, ticket: bytes) -> Answer:
-        """Start to compare live memory with what was committed."""
-        return self._flotilla_guarded(lambda weights: weights.check(ticket))
-
-    def flotilla_drop(self, why: str) -> Answer:
-        """Forget staged tensors and leave the group."""
-        return self._flotilla_guarded(lambda weights: weights.drop(why))
-
-    def flotilla_sleep(self) -> Answer:
-        """Give the memory of the KV cache back; the engine is paused."""
-        return self._flotilla_guarded(lambda weights: {"freed": weights.kv_memory.give_back()})
-
-    def flotilla_wake(self) -> Answer:
-        """Take the memory of the KV cache again."""
-        return self._flotilla_guarded(lambda weights: weights.kv_memory.take_again())
-
-    def flotilla_use_kernels(self) -> Answer:
-        """Take log-probabilities from a kernel of ours, where vLLM's are slow; only on GPUs."""
-
-        def use(_: WorkerWeights) -> None:
-            from flotilla_generator.engine.vllm.token_logprobs import use_in_vllm
-
-            use_in_vllm(self.device)
-
-        return self._flotilla_guarded(use)
-
-    def flotilla_stacks(self) -> Answer:
-        """Return the stack of every thread of this process."""
-        return self._flotilla_guarded(lambda weights: weights.stacks())
+    flotilla_join = _answering(WorkerWeights.join)
+    flotilla_stage = _answering(WorkerWeights.stage)
+    flotilla_status = _answering(WorkerWeights.status)
+    flotilla_prove = _answering(WorkerWeights.prove)
+    flotilla_apply = _answering(WorkerWeights.apply)
+    flotilla_check = _answering(WorkerWeights.check)
+    flotilla_drop = _answering(WorkerWeights.drop)
+    flotilla_sleep = _answering(lambda weights: {"freed": weights.kv_memory.give_back()})
+    flotilla_wake = _answering(lambda weights: weights.kv_memory.take_again())
+    flotilla_use_kernels = _answering(WorkerWeights.use_kernels)
+    flotilla_stacks = _answering(WorkerWeights.stacks)
 
     def _flotilla_guarded(self, call: Callable[[WorkerWeights], Answer | None]) -> Answer:
         weights = getattr(self, "_flotilla_weights", None)
