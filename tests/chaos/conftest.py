@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flotilla_testing.chaos_run import chaos_fleet
-from flotilla_testing.small_disk import SmallDisk, small_disk
+from flotilla_testing.small_disk import SmallDisk, small_disk, stack_on
 from flotilla_testing.stack import Stack, light_stack
 from flotilla_testing.tiny_stacks import stacks
 
@@ -33,6 +33,13 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisk]:
             yield mounted
     except PermissionError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def fleet(disk: SmallDisk, arithmetic: Path) -> Iterator[Stack]:
+    """A stack whose state is on the small disk."""
+    with stack_on(disk, arithmetic / "model") as running:
+        yield running
 
 
 @pytest.fixture(scope="package")

@@ -20,7 +20,7 @@ from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_testing.coordinator_faults import endless_run
 from flotilla_testing.fuzzed_fleet import MADE_UP_SAMPLES
 from flotilla_testing.runs import small_run
-from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, small_disk, stack_on
+from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, small_disk
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -28,12 +28,6 @@ pytestmark = pytest.mark.timeout(900)
 STRIKES = 20
 MIB = 1 << 20
 """A checkpoint of the example's model has 12 of them and an export 3; samples and ledger a few KiB a step."""
-
-
-@pytest.fixture(scope="module")
-def fleet(disk: SmallDisk, arithmetic: Path) -> Iterator[Stack]:
-    with stack_on(disk, arithmetic / "model") as running:
-        yield running
 
 
 def verdict(run: RunOnDisk) -> str:

@@ -5,7 +5,6 @@ Simulated engine, accepting trainer, everything else real. `test_full_disk.py` s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,10 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.checker import check
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.coordinator_faults import endless_run
-from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk, stack_on
+from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="module")
-def fleet(disk: SmallDisk, arithmetic: Path) -> Iterator[Stack]:
-    with stack_on(disk, arithmetic / "model") as running:
-        yield running
 
 
 def verdict(run: RunOnDisk) -> str:

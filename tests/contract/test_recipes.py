@@ -20,6 +20,7 @@ from flotilla_coordinator.plan.placement import placed
 from flotilla_core.config import RunConfig, StackConfig, load
 from flotilla_core.errors import FailedPrecondition
 from flotilla_launch import gpus as gpus_module
+from flotilla_testing.host_tools import write_nvidia_smi
 from flotilla_testing.model_folders import write_header, write_tokenizer
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "qwen3"
@@ -131,14 +132,6 @@ def make_model(folder: Path, config: dict[str, Any]) -> None:
     write_tokenizer(folder, ["_", "<end>", "a", "b"], template=template, eos_token="<end>")
 
 
-def set_host(folder: Path, count: int, mebibytes: int) -> None:
-    """Have nvidia-smi tell of so many GPUs."""
-    listed, sizes, versions = ("\\n".join([text] * count) for text in ("GPU 0: any", str(mebibytes), "9.0"))
-    answers = f'-L) printf "{listed}";; *memory*) printf "{sizes}";; *) printf "{versions}";;'
-    (folder / "nvidia-smi").write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
-    (folder / "nvidia-smi").chmod(0o755)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A host with room for all checkpoints, data, and the models."""
@@ -164,7 +157,7 @@ def table(folder: Path) -> list[Planned]:
     for size in SHAPES:
         for card, mebibytes in CARDS.items():
             for count in COUNTS:
-                set_host(folder, count, mebibytes)
+                write_nvidia_smi(folder, count, mebibytes)
                 rows.append(planned(folder, size, f"{count} x {card}"))
     return rows
 

@@ -17,6 +17,7 @@ from flotilla_coordinator.plan import size_limits
 from flotilla_core.config import RunConfig, StackConfig, load
 from flotilla_core.config.presets import PRESETS
 from flotilla_launch import gpus as gpus_module
+from flotilla_testing.host_tools import write_nvidia_smi
 from flotilla_testing.model_folders import write_header, write_tokenizer
 
 Command = Callable[..., tuple[int, str, str]]
@@ -57,11 +58,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def eight_gpus(machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight GPUs of 24 GiB, as far as nvidia-smi and the driver say."""
-    tool, size = tmp_path / "nvidia-smi", 24 << 10
-    listed, sizes, versions = ("\\n".join([text] * 8) for text in ("GPU 0: any", str(size), "9.0"))
-    answers = f'-L) printf "{listed}";; *memory*) printf "{sizes}";; *) printf "{versions}";;'
-    tool.write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
-    tool.chmod(0o755)
+    write_nvidia_smi(tmp_path, 8, 24 << 10)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv(gpus_module.VISIBLE)
     monkeypatch.setattr(size_limits, "_GPUS", tmp_path)

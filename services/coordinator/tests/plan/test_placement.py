@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from flotilla_coordinator.plan.placement import placed, seat_lines, seats
 from flotilla_core.config import RunConfig, StackConfig, dump_yaml, load, load_text
 from flotilla_core.errors import FailedPrecondition
 from flotilla_launch import gpus as gpus_module
+from flotilla_testing.host_tools import write_nvidia_smi
+from flotilla_testing.model_folders import write_header
 
 GIB = 1 << 30
 Host = Callable[..., None]
@@ -28,18 +29,7 @@ def make_model(folder: Path, *, width: int = 8, layers: int = 3) -> Path:
     config = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 2, "vocab_size": 20}
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
     shapes = {"embed": [20, width]} | {f"model.layers.{n}.w": [width, width] for n in range(layers)}
-    tensors, end = {}, 0
-    for name, (rows, columns) in shapes.items():
-        tensors[name] = {
-            "dtype": "BF16",
-            "shape": [rows, columns],
-            "data_offsets": [end, end + 2 * rows * columns],
-        }
-        end += 2 * rows * columns
-    header = json.dumps(tensors).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + end)
+    write_header(folder, shapes)
     return folder
 
 
@@ -53,13 +43,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     """A host with GPUs, as far as nvidia-smi says."""
 
     def has(count: int, *, gib: int = 24, capability: str = "9.0") -> None:
-        listed, sizes, versions = (
-            "\\n".join([text] * count) for text in ("GPU 0: any", str(gib << 10), capability)
-        )
-        tool = tmp_path / "nvidia-smi"
-        answers = f'-L) printf "{listed}";; *memory*) printf "{sizes}";; *) printf "{versions}";;'
-        tool.write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
-        tool.chmod(0o755)
+        write_nvidia_smi(tmp_path, count, gib << 10, capability)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
         monkeypatch.delenv(gpus_module.VISIBLE, raising=False)
 

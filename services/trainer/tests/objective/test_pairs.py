@@ -16,6 +16,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.pairs import equal_answers, lone_sample, make_pairs
 from flotilla_testing.session_specs import wire_objective
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import ModelLimits
@@ -28,22 +29,6 @@ VOCABULARY = 13
 
 def objective_of(**fields: Any) -> ObjectiveSettings:
     return ObjectiveSettings.from_wire(wire_objective("preference", fields))
-
-
-def make_pairs(count: int, seed: int = 0) -> list[pb.TrainGroup]:
-    """Prompts and answers of unequal lengths; every third chosen answer is masked in part."""
-    rng = np.random.default_rng(seed)
-    groups = []
-    for index in range(count):
-        prompt = rng.integers(0, VOCABULARY, rng.integers(1, 6)).astype(np.int32)
-        group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(prompt))
-        for number in range(2):
-            answer = rng.integers(0, VOCABULARY, rng.integers(1, 20)).astype(np.int32)
-            sample = group.samples.add(sample_id=f"g{index}/{number}", token_ids=to_tensor(answer))
-            if index % 3 == 0 and number == 0:
-                sample.mask.CopyFrom(to_tensor(np.arange(len(answer)) % 2 == 0))
-        groups.append(group)
-    return groups
 
 
 def table(seed: int) -> torch.Tensor:
@@ -69,7 +54,7 @@ def metrics_of(objective: ObjectiveSettings, groups: list[pb.TrainGroup]) -> dic
 
 
 def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
-    groups = make_pairs(4)
+    groups = make_pairs(4, VOCABULARY, masked=True)
     objective = objective_of(loss="sigmoid", beta=0.5)
     metrics = metrics_of(objective, groups)
     assert metrics["preference/margin"] == pytest.approx(
@@ -87,7 +72,9 @@ def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
 
 
 def test_before_the_first_update_no_answer_is_ahead() -> None:
-    batch = UpdateBatch.read(make_pairs(3), ModelLimits(VOCABULARY, 0), Version(0, 0))
+    batch = UpdateBatch.read(
+        make_pairs(3, VOCABULARY, masked=True), ModelLimits(VOCABULARY, 0), Version(0, 0)
+    )
     same = scores(POLICY, batch.all_responses())
     front = session_objective(objective_of(loss="sigmoid", beta=0.1))
     _, metrics = front.sequences(replace(batch, reference_logprobs=same), 0, same)
@@ -97,14 +84,6 @@ def test_before_the_first_update_no_answer_is_ahead() -> None:
 
 def third_sample(groups: list[pb.TrainGroup]) -> None:
     groups[1].samples.add(sample_id="g1/2", token_ids=groups[0].samples[0].token_ids)
-
-
-def lone_sample(groups: list[pb.TrainGroup]) -> None:
-    del groups[1].samples[1]
-
-
-def equal_answers(groups: list[pb.TrainGroup]) -> None:
-    groups[1].samples[1].token_ids.CopyFrom(groups[1].samples[0].token_ids)
 
 
 def nothing_counts(groups: list[pb.TrainGroup]) -> None:
@@ -127,7 +106,7 @@ def empty_answer(groups: list[pb.TrainGroup]) -> None:
     ],
 )
 def test_what_is_no_pair_is_refused_by_its_sample(spoil: Any, said: str) -> None:
-    groups = make_pairs(3)
+    groups = make_pairs(3, VOCABULARY, masked=True)
     spoil(groups)
     objective = objective_of(loss="sigmoid", beta=0.1)
     with pytest.raises(InvalidRequest, match=said) as caught:

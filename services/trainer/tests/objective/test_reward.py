@@ -18,6 +18,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.pairs import equal_answers, lone_sample, make_pairs
 from flotilla_testing.session_specs import wire_objective
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.batch.tokens import ModelLimits
@@ -35,20 +36,6 @@ def objective_of(center: float = 0.0) -> ObjectiveSettings:
     return ObjectiveSettings.from_wire(wire_objective("reward_model", {"center_coefficient": center}))
 
 
-def make_pairs(count: int, seed: int = 0) -> list[pb.TrainGroup]:
-    """Prompts and answers of unequal lengths."""
-    rng = np.random.default_rng(seed)
-    groups = []
-    for index in range(count):
-        prompt = rng.integers(0, VOCABULARY, rng.integers(1, 6)).astype(np.int32)
-        group = pb.TrainGroup(group_id=f"g{index}", prompt_token_ids=to_tensor(prompt))
-        for number in range(2):
-            answer = rng.integers(0, VOCABULARY, rng.integers(1, 20)).astype(np.int32)
-            group.samples.add(sample_id=f"g{index}/{number}", token_ids=to_tensor(answer))
-        groups.append(group)
-    return groups
-
-
 def read(groups: list[pb.TrainGroup]) -> UpdateBatch:
     return UpdateBatch.read(groups, ModelLimits(VOCABULARY, 0), None)
 
@@ -64,7 +51,7 @@ def metrics_of(groups: list[pb.TrainGroup]) -> dict[str, float]:
 
 
 def test_every_token_is_fed_and_the_last_one_is_asked() -> None:
-    batch = read(make_pairs(3))
+    batch = read(make_pairs(3, VOCABULARY))
     for packed in (False, True):
         (batches,) = pack(after_answers(batch), Layout(10_000, 1, packed))
         (micro,) = batches
@@ -76,7 +63,7 @@ def test_every_token_is_fed_and_the_last_one_is_asked() -> None:
 
 
 def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
-    groups = make_pairs(4)
+    groups = make_pairs(4, VOCABULARY)
     metrics = metrics_of(groups)
     last = np.array([[int(from_tensor(s.token_ids)[-1]) for s in group.samples] for group in groups])
     rewards = REWARDS.numpy()[last]
@@ -88,18 +75,10 @@ def test_metrics_say_how_far_the_chosen_answers_are_ahead() -> None:
 
 
 def test_a_head_of_zeros_prefers_nothing() -> None:
-    batch = read(make_pairs(3))
+    batch = read(make_pairs(3, VOCABULARY))
     _, metrics = session_objective(objective_of()).sequences(batch, 0, np.zeros(6, np.float32))
     assert (metrics["preference/accuracy"], metrics["preference/margin"]) == (0.5, 0.0)
     assert metrics["loss"] == pytest.approx(math.log(2))
-
-
-def lone_sample(groups: list[pb.TrainGroup]) -> None:
-    del groups[1].samples[1]
-
-
-def equal_answers(groups: list[pb.TrainGroup]) -> None:
-    groups[1].samples[1].token_ids.CopyFrom(groups[1].samples[0].token_ids)
 
 
 def partial_mask(groups: list[pb.TrainGroup]) -> None:
@@ -118,7 +97,7 @@ def partial_mask(groups: list[pb.TrainGroup]) -> None:
 def test_what_is_no_pair_is_refused_by_its_sample(
     spoil: Callable[[list[pb.TrainGroup]], None], said: str
 ) -> None:
-    groups = make_pairs(3)
+    groups = make_pairs(3, VOCABULARY)
     spoil(groups)
     with pytest.raises(InvalidRequest, match=said) as caught:
         metrics_of(groups)
@@ -151,7 +130,7 @@ def test_a_center_coefficient_out_of_range_is_refused(center: float) -> None:
 
 
 def test_versions_of_the_tokens_are_nobodys_business() -> None:
-    groups = make_pairs(2)
+    groups = make_pairs(2, VOCABULARY)
     span = groups[0].samples[0].version_spans.add(start=0, end=1)
     span.version.CopyFrom(Version(3, 5).to_proto())
     assert not session_objective(objective_of()).writes_samples

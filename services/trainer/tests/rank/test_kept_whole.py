@@ -12,7 +12,8 @@ import torch
 
 from flotilla_core.config import BatchingConfig, OptimizerConfig
 from flotilla_core.errors import Exhausted, UserCodeError
-from flotilla_testing.tiny_qwen3 import VOCABULARY, tiny_qwen3
+from flotilla_testing.listening_front import ListeningFront
+from flotilla_testing.tiny_qwen3 import VOCABULARY
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.rank import update as update_module
 from flotilla_trainer.rank.cut import gathered, local
@@ -32,13 +33,6 @@ OnRanks = Callable[[int, Callable[[], Any]], list[Any]]
 SESSION = SessionSettings(
     ObjectiveSettings(), OptimizerConfig(epsilon=1e-3), BatchingConfig(), seed=0, total_updates=1
 )
-
-
-class Line:
-    """A front that only listens."""
-
-    def progress(self, phase: str) -> None:
-        pass
 
 
 class Failing(Objective):
@@ -91,10 +85,10 @@ def outcome(folder: Path, dtype: torch.dtype, kept: Kept, *, fails: bool = False
     for number in range(2):
         if fails:
             with pytest.raises(UserCodeError):
-                Update(model, SESSION, Failing(), Line()).accumulate(given, backward=True)
+                Update(model, SESSION, Failing(), ListeningFront()).accumulate(given, backward=True)
             optimizer.discard_gradients()
         gathers.clear()
-        update = Update(model, SESSION, Objective(SESSION.objective), Line())
+        update = Update(model, SESSION, Objective(SESSION.objective), ListeningFront())
         update.accumulate(given, backward=True)
         if number:
             gradients = {name: gathered(p.grad).numpy().copy() for name, p in model.trainable().items()}
@@ -104,13 +98,6 @@ def outcome(folder: Path, dtype: torch.dtype, kept: Kept, *, fails: bool = False
     assert all(isinstance(p.data, torch.distributed.tensor.DTensor) for p in model.parameters())
     weights = {name: local(p.detach()).numpy().copy() for name, p in model.trainable().items()}
     return {"gradients": gradients, "weights": weights, "gathers": len(gathers)}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("kept")
-    tiny_qwen3(tie_word_embeddings=True).save_pretrained(place)
-    return place
 
 
 CASES = {
@@ -170,7 +157,7 @@ def after_lack_of_memory(folder: Path, kept: Kept) -> tuple[str, bool]:
         raise torch.OutOfMemoryError("out of memory: 8 GiB asked for\nand more")
 
     def gradients() -> dict[str, torch.Tensor]:
-        update = Update(model, SESSION, Objective(SESSION.objective), Line())
+        update = Update(model, SESSION, Objective(SESSION.objective), ListeningFront())
         update.accumulate(command(0, 1), backward=True)
         found = {name: local(p.grad).clone() for name, p in model.trainable().items()}
         optimizer.discard_gradients()

@@ -6,7 +6,6 @@ compiler. Other layouts of compiled layers are held to plain ones in test_compil
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from flotilla_core.config import (
     RewardModelConfig,
 )
 from flotilla_core.errors import FailedPrecondition
+from flotilla_testing.listening_front import ListeningFront
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
@@ -138,24 +138,6 @@ HEADS = {"value": ValueModel, "reward": RewardModel}
 OnRanks = Callable[[int, Callable[[], Any]], list[Any]]
 
 
-class Line:
-    """A front that only listens."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-    def progress(self, phase: str) -> None:
-        pass
-
-    def answer(self, command: Frame, fields: dict[str, Any]) -> None:
-        self.done.set()
-
-    def refuse(self, command: Frame, error: Exception) -> None:
-        self.error = error
-        self.done.set()
-
-
 def work(lengths: tuple[int, ...]) -> Sequences:
     """Random sequences, their first halves prompts, with every column that an objective may read."""
     rng = np.random.default_rng(3)
@@ -262,7 +244,7 @@ def moved_reference(model: ShardedModel, objective: ObjectiveSettings) -> Refere
 
 def outcome(model: ShardedModel, case: Case) -> dict[str, Any]:
     """Return all results of an update before its step, and of a scoring call."""
-    line = Line()
+    line = ListeningFront()
     watch = CompilerWatch(line.progress)
     model.recomputed_layers.on, model.compiled_layers.on = case.recompute, case.compiled
     lanes = torch.distributed.get_world_size() // case.sequence_parallel
@@ -368,7 +350,7 @@ def test_an_update_and_its_scores_are_those_of_one_rank(
 
 def saved(folder: Path, case: Case, target: Path) -> dict[str, Any]:
     """Take two steps and write a checkpoint; return the weights that it should hold."""
-    model, line = loaded(folder, case), Line()
+    model, line = loaded(folder, case), ListeningFront()
     settings = session(OBJECTIVES["sft"])
     optimizer = PolicyOptimizer(model, settings.optimizer)
     checkpoints = RankCheckpoints(model, line)
@@ -390,7 +372,7 @@ def restored(folder: Path, case: Case, target: Path) -> tuple[dict[str, Any], fl
     """Return the weights and the sum of the moments that this arrangement loads from a checkpoint."""
     model = loaded(folder, case)
     optimizer = PolicyOptimizer(model, session(OBJECTIVES["sft"]).optimizer)
-    RankCheckpoints(model, Line()).load(target, optimizer)
+    RankCheckpoints(model, ListeningFront()).load(target, optimizer)
     moments = [
         float(gathered(moment).double().sum())
         for parameter in model.parameters()

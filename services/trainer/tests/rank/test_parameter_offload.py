@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from transformers import BertConfig, BertModel
 
 from flotilla_core.config import BatchingConfig, CriticConfig, LoraConfig, OptimizerConfig, PolicyConfig
-from flotilla_core.errors import FlotillaError
-from flotilla_testing.tiny_qwen3 import VOCABULARY, tiny_qwen3
+from flotilla_testing.listening_front import ListeningFront
+from flotilla_testing.tiny_qwen3 import VOCABULARY
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.rank import update as update_module
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
@@ -41,24 +40,6 @@ OPTIMIZER = OptimizerConfig(epsilon=1e-3, max_grad_norm=0.1, weight_decay=0.1)
 POLICY_SESSION = SessionSettings(ObjectiveSettings(), OPTIMIZER, BatchingConfig(), seed=0, total_updates=1)
 CRITIC = ObjectiveSettings(VALUE, PolicyConfig(type="ppo", critic=CriticConfig()))
 VALUE_SESSION = SessionSettings(CRITIC, OPTIMIZER, BatchingConfig(), seed=0, total_updates=1)
-
-
-class Line:
-    """A front that waits for the end of a checkpoint."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.error: FlotillaError | None = None
-
-    def progress(self, phase: str) -> None:
-        pass
-
-    def answer(self, command: Frame, fields: Found) -> None:
-        self.done.set()
-
-    def refuse(self, command: Frame, error: FlotillaError) -> None:
-        self.error = error
-        self.done.set()
 
 
 def command(number: int) -> Frame:
@@ -108,7 +89,7 @@ class Trainer:
         self.optimizer = PolicyOptimizer(self.model, OPTIMIZER)
 
     def accumulate(self, number: int) -> Update:
-        line: Any = Line()
+        line: Any = ListeningFront()
         update = Update(self.model, self.session, rank_objective(self.session.objective), line)
         update.accumulate(command(number), backward=True)
         return update
@@ -140,13 +121,6 @@ class Trainer:
 def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
     assert left.keys() == right.keys()
     return [name for name, value in left.items() if not torch.equal(value, right[name])]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("offload")
-    tiny_qwen3(tie_word_embeddings=True).save_pretrained(place)
-    return place
 
 
 def updates_differ(folder: Path, **arrangement: Any) -> Any:
@@ -232,7 +206,7 @@ def test_a_reference_takes_the_place_of_weights_that_rest_on_the_host(
 def saved(folder: Path, target: Path) -> dict[str, torch.Tensor]:
     """Write a checkpoint after two updates, and return the weights after four."""
     trainer = Trainer(folder, offload=True)
-    line: Any = Line()
+    line: Any = ListeningFront()
     trainer.learn(range(2))
     RankCheckpoints(trainer.model, line).snapshot(
         {"report": 1, "folder": str(target)}, trainer.optimizer, folder
@@ -246,7 +220,7 @@ def saved(folder: Path, target: Path) -> dict[str, torch.Tensor]:
 
 def resumed(folder: Path, target: Path, *, offload: bool) -> dict[str, torch.Tensor]:
     trainer = Trainer(folder, offload=offload)
-    line: Any = Line()
+    line: Any = ListeningFront()
     RankCheckpoints(trainer.model, line).load(target, trainer.optimizer)
     trainer.learn(range(2, 4))
     return trainer.weights()

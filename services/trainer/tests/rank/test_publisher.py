@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import FlotillaError
+from flotilla_testing.listening_front import ListeningFront
 from flotilla_testing.pretend_gpus import PretendGpus
-from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank.cut import gathered
 from flotilla_trainer.rank.gather import rows_of
 from flotilla_trainer.rank.mesh import RankMesh
@@ -31,20 +31,6 @@ CPU = torch.device("cpu")
 LIMIT_S = 10.0
 BUCKET_BYTES = 4000
 SECRET = b"of the test"
-
-
-class SilentFront:
-    """Hears of progress and does nothing."""
-
-    def progress(self, phase: str) -> None:
-        """Nobody waits."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("publisher")
-    tiny_qwen3(tie_word_embeddings=True).save_pretrained(place)
-    return place
 
 
 def loaded(folder: Path, replicate: int = 1) -> ShardedModel:
@@ -76,7 +62,7 @@ class Pair:
     def __init__(self, folder: Path) -> None:
         PretendGpus(f"GPU-{dist.get_rank()}").replace_real_ones()
         self.model = loaded(folder)
-        self._publisher = Publisher(self.model, SilentFront())  # type: ignore[arg-type]
+        self._publisher = Publisher(self.model, ListeningFront())  # type: ignore[arg-type]
         self._pool = ThreadPoolExecutor(1)
         self.arrived: dict[str, torch.Tensor] = {}
 
