@@ -31,7 +31,7 @@ from flotilla_launch.state import PlacedFile
 from flotilla_launch.table import Placed, Row
 
 _LOCK_LIMIT_S = 600.0
-_READY = pb.ProcessState.PROCESS_STATE_READY
+READY = pb.ProcessState.PROCESS_STATE_READY
 Say = Callable[[str], None]
 
 
@@ -204,7 +204,7 @@ class PlacedStack:
             if seen.waits and seen.waits != said:
                 said = seen.waits
                 on_wait(said)
-            if not seen.unsettled and all(process.state == _READY for process in seen.processes):
+            if not seen.unsettled and all(process.state == READY for process in seen.processes):
                 return
             now = time.monotonic()
             for name, step in seen.steps.items():
@@ -220,7 +220,7 @@ class PlacedStack:
 
     def _late(self, seen: Seen, timeout_s: float) -> Trouble:
         """Say what is not up in time, with what the engine tells of it."""
-        slow = [process for process in seen.processes if process.state != _READY]
+        slow = [process for process in seen.processes if process.state != READY]
         what = slow[0].name if slow else seen.unsettled[0]
         why = (slow[0].error if slow else "") or f"it was not ready within {timeout_s:.0f} s"
         next_step = f"see {self._engine.listing} and flotilla logs {what}, or raise ready_timeout_s"

@@ -10,9 +10,7 @@ import asyncio
 from typing import cast
 
 from flotilla.common.v1.finding_pb2 import Finding
-from flotilla.common.v1.operate_pb2 import (
-    ProcessStacks,
-)
+from flotilla.common.v1.operate_pb2 import ProcessStacks
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.generator.v1 import generator_pb2, generator_pb2_grpc
 from flotilla_core.errors import Unavailable

@@ -15,9 +15,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from flotilla.common.v1.finding_pb2 import Finding
-from flotilla.common.v1.operate_pb2 import (
-    ProcessStacks,
-)
+from flotilla.common.v1.operate_pb2 import ProcessStacks
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
 from flotilla_core.errors import Unavailable

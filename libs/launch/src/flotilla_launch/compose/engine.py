@@ -42,7 +42,7 @@ from flotilla_launch.gpus import Gpus
 from flotilla_launch.health import is_serving
 from flotilla_launch.logs import failure_excerpt
 from flotilla_launch.paths import StackPaths
-from flotilla_launch.placed_stack import Say, Seen, troubles_of
+from flotilla_launch.placed_stack import READY, Say, Seen, troubles_of
 from flotilla_launch.state import PlacedFile
 from flotilla_launch.table import NATS, Row
 
@@ -54,7 +54,6 @@ _MISSING = (
     "flotilla up --on local"
 )
 _SECRET_FILES = (Path("token"), OWN_FILES[SERVICE])
-_READY = pb.ProcessState.PROCESS_STATE_READY
 _ENDED = (pb.ProcessState.PROCESS_STATE_FAILED, pb.ProcessState.PROCESS_STATE_STOPPED)
 
 
@@ -95,7 +94,7 @@ class ComposeEngine:
         values = {
             name: resolved(row.environment, row.name)[key] for name, (row, key) in secrets_of(rows).items()
         }
-        lost = any(process.state != _READY for process in (await self.look(stack, placed)).processes)
+        lost = any(process.state != READY for process in (await self.look(stack, placed)).processes)
         self._furnish(stack, rows, placed)
         placed.write(self._paths.placed_file)
         await self._compose(placed, "up", "--detach", "--no-recreate", "--remove-orphans", variables=values)
@@ -148,7 +147,7 @@ class ComposeEngine:
         if host and not restarting:
             status.address = f"{host}:{row.resources.ports[0]}"
             if await (_listens(host) if row.name == NATS else is_serving(status.address, token)):
-                status.state = _READY
+                status.state = READY
         return status
 
     async def _containers(self, placed: PlacedFile) -> dict[str, dict[str, Any]]:

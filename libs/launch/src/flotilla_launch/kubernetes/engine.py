@@ -40,11 +40,9 @@ from flotilla_launch.kubernetes.pods import (
 from flotilla_launch.kubernetes.table import Release, rows_of
 from flotilla_launch.kubernetes.values import CHART, Values, Words, check, given_values, values_of
 from flotilla_launch.paths import StackPaths
-from flotilla_launch.placed_stack import Say, Seen
+from flotilla_launch.placed_stack import READY, Say, Seen
 from flotilla_launch.state import PlacedFile
 from flotilla_launch.table import Row
-
-_READY = pb.ProcessState.PROCESS_STATE_READY
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class KubernetesEngine:
         values, written = values_of(stack, given_values(stack), self._words(stack)), self._written_values()
         differs = values != written or await self._is_of_another_chart(stack)
         placed.write(self._paths.placed_file)
-        if not differs and all(one.state == _READY for one in (await self.look(stack, placed)).processes):
+        if not differs and all(one.state == READY for one in (await self.look(stack, placed)).processes):
             return False
         if differs and written:
             say("the release changes: Kubernetes replaces the pods that differ, one by one in each workload")
@@ -226,7 +224,7 @@ class KubernetesEngine:
         """Return the list; events are asked for only where something is not READY."""
         rows = rows_of(stack, release)
         found = processes_of(objects, (), rows, release)
-        if all(process.state == _READY for process in found):
+        if all(process.state == READY for process in found):
             return found
         events: list[Object] = list(await _cluster(stack).get("events", "--field-selector", "type=Warning"))
         return processes_of(objects, events, rows, release)

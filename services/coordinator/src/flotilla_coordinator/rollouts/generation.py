@@ -22,14 +22,7 @@ from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.samples import PartialSample, SampleValidator
 from flotilla_core import ids, rpc
 from flotilla_core.config import SamplingConfig
-from flotilla_core.errors import (
-    Exhausted,
-    FlotillaError,
-    InvalidRequest,
-    Mismatch,
-    StaleVersion,
-    Unavailable,
-)
+from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, Mismatch, StaleVersion, Unavailable
 from flotilla_core.rpc import Load, Replica, ReplicaPool
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version

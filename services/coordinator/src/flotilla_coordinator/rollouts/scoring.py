@@ -36,8 +36,6 @@ from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import SpanContext
-
     from flotilla.common.v1.files_pb2 import FolderReference
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
 
