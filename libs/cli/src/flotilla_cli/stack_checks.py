@@ -320,13 +320,15 @@ def _clock(name: str, described: DescribeResponse, asked: float, answered: float
     ]
 
 
-_KNOWN = (Severity.SEVERITY_INFO, Severity.SEVERITY_WARNING, Severity.SEVERITY_ERROR)
+_SEVERITIES = {
+    int(one): one for one in (Severity.SEVERITY_INFO, Severity.SEVERITY_WARNING, Severity.SEVERITY_ERROR)
+}
 
 
 def _own(name: str, result: CheckResult) -> Finding:
     return Finding(
         # A newer service may have one that this release does not know.
-        severity=Severity.ValueType(result.status) if result.status in _KNOWN else Severity.SEVERITY_INFO,
+        severity=_SEVERITIES.get(result.status, Severity.SEVERITY_INFO),
         code=f"{name}: {result.name}",
         what=result.finding,
         next_step=result.remedy,
