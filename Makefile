@@ -57,7 +57,7 @@ demo-real: setup  ## Teach a real chat model to follow instructions (it is downl
 bench: setup  ## Measure and print one table
 	@$(BIN)/python bench/run.py
 
-.PHONY: test test-unit with-engines with-ranks unit-services unit-libs unit-launch
+.PHONY: test test-unit with-engines with-ranks unit-services unit-libs unit-launch unit-cli
 # Suites share the cores: threads of one that wait for each other would wait for a core of another.
 test: export OMP_NUM_THREADS ?= 1
 # Who computes keeps a core for longer then, and finds more in its caches.
@@ -66,7 +66,7 @@ test: setup  ## Run the unit, contract and integration tests
 	@echo "==> integration, unit and contract tests, three suites at a time, each told when it ends"
 	@# Each waits for processes now and then; the longest begin, so that all end together.
 	@$(LONG_SLICES) $(MAKE) --no-print-directory --keep-going --jobs=3 --output-sync=target \
-	with-engines with-ranks test-contract unit-services unit-libs unit-launch
+	with-engines with-ranks test-contract unit-services unit-libs unit-launch unit-cli
 
 # Who imports vLLM, or what a rank imports, does so once for unit and integration tests.
 with-engines: setup
@@ -86,7 +86,11 @@ unit-services: setup
 
 unit-libs: setup
 	@echo "==> unit tests of the libs"
-	@$(BIN)/pytest -q libs --ignore=libs/launch
+	@$(BIN)/pytest -q libs --ignore=libs/launch --ignore=libs/cli
+
+unit-cli: setup
+	@echo "==> unit tests of the command line"
+	@$(BIN)/pytest -q libs/cli
 
 unit-launch: setup
 	@echo "==> unit tests of the launcher"
