@@ -38,6 +38,7 @@ from flotilla_generator.engine.sim.engine import SimEngine
 from flotilla_generator.request import read_request
 from flotilla_generator.service import SERVICE_NAME
 from flotilla_generator.servicer import GeneratorServicer
+from flotilla_testing.credentials import credential
 from flotilla_weights.group import Sender
 from flotilla_weights.manifest import Manifest
 
@@ -173,12 +174,13 @@ async def serve(folder: Path, sim: SimConfig) -> AsyncIterator[Replica]:
     config = GeneratorConfig(engine="sim", sim=sim, sleep_while_training=True)
     engine = StrictSim(config, Checkpoint.read(folder))
     servicer = GeneratorServicer(engine, Activities())
-    server = rpc.RpcServer(BindConfig(), token="secret")
+    trusted = credential(folder)
+    server = rpc.RpcServer(BindConfig(), credential=trusted)
     server.add(generator_pb2_grpc.add_GeneratorServiceServicer_to_server, servicer, SERVICE_NAME)
     address = await server.start()
     await engine.start()
     servicer.open()
-    channel = rpc.connect(address, token="secret")
+    channel = rpc.connect(address, credential=trusted)
     try:
         yield Replica(engine, servicer, generator_pb2_grpc.GeneratorServiceStub(channel))
     finally:

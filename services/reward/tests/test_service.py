@@ -14,17 +14,19 @@ from flotilla_core import rpc
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_reward.service import RewardHostService
+from flotilla_testing.credentials import credential
 from flotilla_testing.files import files_in
 
 
 async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class(tmp_path: Path) -> None:
     service = RewardHostService(1, files_in(tmp_path))
-    server = rpc.RpcServer(BindConfig(), token="secret")
+    trusted = credential(tmp_path)
+    server = rpc.RpcServer(BindConfig(), credential=trusted)
     service.add_to(server)
     address = await server.start()
     await service.start()
     try:
-        async with rpc.connect(address, token="secret") as channel:
+        async with rpc.connect(address, credential=trusted) as channel:
             stub = reward_pb2_grpc.RewardServiceStub(channel)
             items = [
                 pb.ScoreItem(sample_id=f"run/0/0/{index}", response=str(index), answer="3")

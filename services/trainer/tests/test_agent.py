@@ -31,7 +31,8 @@ from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.service import Activities, Host
 from flotilla_core.transfer import FILE_SERVICE_NAME, Files, FileServicer
-from flotilla_testing.files import TOKEN, files_in
+from flotilla_testing.credentials import credential
+from flotilla_testing.files import files_in
 from flotilla_trainer.agent import SERVICE_NAME, RankServicer
 from flotilla_trainer.gang.fork_server import RankForkServer, RankOrder
 from flotilla_trainer.gang.hosts import AgentHost, GangHosts
@@ -87,6 +88,7 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.credential = credential(folder)
         self.stack = StackConfig(
             model=folder / "model",
             trainer={
@@ -100,7 +102,13 @@ class Pair:
         )
         self.front, self.files = files_in(folder / "a"), files_in(folder / "b")
         there = GangPlan.of_stack(
-            self.stack, "trainer", "agent-x", Path(), folder / "b" / "logs", token_file="/b/token", host="b"
+            self.stack,
+            "trainer",
+            "agent-x",
+            Path(),
+            folder / "b" / "logs",
+            credential_file="/b/credential.pem",
+            host="b",
         )
         host = cast(Host, SimpleNamespace(files=self.files))
         fork_server = cast(RankForkServer, EchoForkServer())
@@ -113,7 +121,7 @@ class Pair:
         self.files.address = self.address = await self._serve(self.files, self.agent)
 
     async def _serve(self, files: Files, agent: RankServicer | None = None) -> str:
-        server = rpc.RpcServer(BindConfig(), token=TOKEN)
+        server = rpc.RpcServer(BindConfig(), credential=self.credential)
         server.add(
             files_pb2_grpc.add_FileServiceServicer_to_server, FileServicer(files.offers), FILE_SERVICE_NAME
         )
@@ -146,7 +154,7 @@ class Pair:
             fork_server,
             [other],
             self.views,
-            lambda address: rpc.connect(address, token=TOKEN),
+            lambda address: rpc.connect(address, credential=self.credential),
         )
 
 
@@ -218,7 +226,7 @@ async def test_a_rank_is_killed_when_its_front_is_silent(pair: Pair) -> None:
         yield pb.RunRankRequest(start=pb.RankStart(rank=1, silence_s=0.5))
         await silent.wait()
 
-    async with rpc.connect(pair.address, token=TOKEN) as channel, asyncio.timeout(LIMIT_S):
+    async with rpc.connect(pair.address, credential=pair.credential) as channel, asyncio.timeout(LIMIT_S):
         stream = rpc.duplex(RankServiceStub(channel).RunRank, requests(), idle_timeout_s=LIMIT_S)
         pid = 0
         async with contextlib.aclosing(stream) as responses:
@@ -290,7 +298,7 @@ async def test_a_gang_whose_agent_is_missing_says_which_one_and_how_to_start_it(
 
 async def test_a_rank_is_told_the_files_of_its_own_host(pair: Pair, host: AgentHost) -> None:
     told = await host.settings()
-    assert (told.token_file, told.tls) == ("/b/token", None)
+    assert told.credential_file == "/b/credential.pem"
     assert told.model == str(pair.folder / "model"), "the folder is here as well: it is used in place"
     assert await host.told("train", {"refuse_above": None}) == {}
 

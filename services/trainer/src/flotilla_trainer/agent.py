@@ -52,7 +52,7 @@ class RankAgent:
             Path(),  # The front says where the model is, when it starts a rank.
             host.state_dir / "logs",
             telemetry.endpoints(),
-            str(host.token.path),
+            str(host.credential.path),
             host=place,
         )
         self._fork_server = RankForkServer(
@@ -111,12 +111,8 @@ class RankServicer(ranks_pb2_grpc.RankServiceServicer):
         self._locks: dict[int, asyncio.Lock] = {}
 
     async def DescribeHost(self, request: pb.DescribeHostRequest, context: Any) -> pb.DescribeHostResponse:
-        plan, tls = self._plan, self._plan.bind.tls
-        return pb.DescribeHostResponse(
-            token_file=plan.token_file or "",
-            otlp=plan.otlp,
-            **({} if tls is None else tls.model_dump(mode="json")),
-        )
+        plan = self._plan
+        return pb.DescribeHostResponse(credential_file=plan.credential_file or "", otlp=plan.otlp)
 
     async def BringFolder(self, request: pb.BringFolderRequest, context: Any) -> pb.BringFolderResponse:
         if not request.folder.address or not (request.folder.digest or request.folder.stamp):

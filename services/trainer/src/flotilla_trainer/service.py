@@ -50,7 +50,7 @@ class TrainerService:
             model_folder(model_of(host.stack, role_of_process(host.name))),
             host.state_dir / "logs",
             telemetry.endpoints(),
-            str(host.token.path),
+            str(host.credential.path),
         )
         self._fork_server = RankForkServer(self._plan.environment(), self._plan.log_path(0))
         others = [

@@ -16,14 +16,15 @@ from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.transfer import FILE_SERVICE_NAME, Files, FileServicer, shared_folder
-from flotilla_testing.files import TOKEN, files_in
+from flotilla_testing.credentials import credential
+from flotilla_testing.files import files_in
 from flotilla_trainer.front.session_files import SessionFiles
 
 
 @pytest.fixture
 async def coordinator(tmp_path: Path) -> AsyncIterator[Files]:
     files = files_in(tmp_path / "coordinator")
-    server = rpc.RpcServer(BindConfig(), token=TOKEN)
+    server = rpc.RpcServer(BindConfig(), credential=credential(tmp_path))
     server.add(
         files_pb2_grpc.add_FileServiceServicer_to_server, FileServicer(files.offers), FILE_SERVICE_NAME
     )

@@ -89,8 +89,7 @@ def gradients(folder: Path) -> dict[str, Array]:
         model=str(folder),
         instance_id="trainer",
         otlp=(),
-        token_file=None,
-        tls=None,
+        credential_file=None,
     )
     line: Any = Line()
     worker = RankWorker(setup, line, Meeting())

@@ -58,13 +58,8 @@ class FrontHost:
 
     async def settings(self) -> HostSettings:
         """Return what the front's own plan says."""
-        plan, tls = self._plan, self._plan.bind.tls
-        return HostSettings(
-            model=str(plan.model),
-            otlp=plan.otlp,
-            token_file=plan.token_file,
-            tls=None if tls is None else tls.model_dump(mode="json"),
-        )
+        plan = self._plan
+        return HostSettings(model=str(plan.model), otlp=plan.otlp, credential_file=plan.credential_file)
 
     async def start(self, rank: int) -> LocalRank:
         """Fork a rank."""
@@ -108,12 +103,10 @@ class AgentHost:
     async def settings(self) -> HostSettings:
         """Return where this host has what a rank reads at its start; the model is brought there."""
         here = await self._described()
-        files = {name: getattr(here, name) for name in ("certificate_file", "key_file", "ca_file")}
         return HostSettings(
             model=await self.bring(self._plan.model),
             otlp=tuple(here.otlp),
-            token_file=here.token_file or None,
-            tls=files if here.certificate_file else None,
+            credential_file=here.credential_file or None,
         )
 
     async def start(self, rank: int) -> RemoteRank:

@@ -33,10 +33,10 @@ class GangPlan(GangSettings):
     slow_timeout_s: float
     """The longest time without progress where a rank reads or writes whole models."""
     otlp: tuple[str, ...] = ()
-    token_file: str | None = None
-    """The file of the stack's secret, which signs the spans of the ranks."""
+    credential_file: str | None = None
+    """The stack's credential on this host, by which the ranks send their spans."""
     bind: BindConfig = field(default_factory=BindConfig)
-    """The addresses of this host, and how the spans of the ranks are sent."""
+    """The addresses of this host."""
     hosts: tuple[HostRanks, ...] = ()
     """The hosts of the ranks, that of the front first; none where all ranks are on it."""
     host: str = ""
@@ -51,7 +51,7 @@ class GangPlan(GangSettings):
         model: Path,
         log_dir: Path,
         otlp: tuple[str, ...] = (),
-        token_file: str | None = None,
+        credential_file: str | None = None,
         *,
         host: str = "",
     ) -> GangPlan:
@@ -75,7 +75,7 @@ class GangPlan(GangSettings):
             rank_timeout_s=trainer.rank_timeout_s,
             slow_timeout_s=stack.longest_command_s(trainer),
             otlp=otlp,
-            token_file=token_file,
+            credential_file=credential_file,
             bind=stack.bind,
             hosts=trainer.hosts,
             host=host,

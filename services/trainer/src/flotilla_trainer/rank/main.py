@@ -20,10 +20,9 @@ import torch
 import transformers.modeling_layers  # noqa: F401 - every model's code does, and ranks share what comes before a fork
 
 from flotilla_core import telemetry
-from flotilla_core.config.stack import TlsConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.logs import tolerate_lost_lines
-from flotilla_core.trust import TokenFile
+from flotilla_core.trust import Credential
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.meeting import Meeting
 from flotilla_trainer.rank.worker import RankWorker
@@ -47,9 +46,8 @@ def serve(descriptor: int, stacks_path: Path) -> NoReturn:
     meeting = Meeting()
     command = _setup_command(link, meeting)
     setup = RankSetup(**command.fields)
-    tls = TlsConfig.model_validate(setup.tls) if setup.tls is not None else None
-    token = TokenFile(Path(setup.token_file), tls=tls) if setup.token_file else None
-    telemetry.start("trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp, token=token)
+    credential = Credential(Path(setup.credential_file)) if setup.credential_file else None
+    telemetry.start("trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp, credential=credential)
     link.urgent("leave", _leave)
     worker = RankWorker(setup, link, meeting)
     link.answer(command, {})

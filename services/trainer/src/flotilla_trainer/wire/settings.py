@@ -52,10 +52,8 @@ class HostSettings:
 
     model: str
     otlp: Sequence[str]
-    token_file: str | None
-    """The file of the stack's secret, which signs the spans of the rank."""
-    tls: dict[str, Any] | None
-    """The section `bind.tls`, by which the spans are sent."""
+    credential_file: str | None
+    """The stack's credential on this host, by which the rank sends its spans."""
 
 
 @dataclass(frozen=True, kw_only=True)
