@@ -1,6 +1,6 @@
 """Exit with 0 when the service of this container says by grpc.health.v1 that it serves, else with 1.
 
-Health is the one call that needs no proof. With `bind.tls` in the stack file it takes the certificate of the service.
+It shows the credential of the service: a file, or a folder with three.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 TIMEOUT_S = 4.0
+FOLDER = ("ca.crt", "tls.key", "tls.crt")
+NAME = (("grpc.ssl_target_name_override", "service.flotilla"),)
 
 
-def channel_to(address: str) -> grpc.Channel:
-    """Return a channel as the service speaks on its port."""
+def credential() -> grpc.ChannelCredentials:
+    """Return the authorities, the key and the certificate that the stack file names."""
     file = Path(os.environ["FLOTILLA_STACK"])
-    bind = (yaml.safe_load(file.read_text("utf-8")) or {}).get("bind") or {}
-    if not bind.get("tls"):
-        return grpc.insecure_channel(address)
-    authorities, key, chain = (
-        (file.parent / bind["tls"][name]).read_bytes() for name in ("ca_file", "key_file", "certificate_file")
-    )
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(authorities, key, chain))
+    stack = yaml.safe_load(file.read_text("utf-8"))
+    own = Path(stack.get("state_dir", ".flotilla"), stack.get("name", "local"), "credential.pem")
+    place = file.parent / ((stack.get("bind") or {}).get("credential_file") or own)
+    files = [place / name for name in FOLDER] if place.is_dir() else [place] * len(FOLDER)
+    return grpc.ssl_channel_credentials(*(one.read_bytes() for one in files))
 
 
 def main() -> int:
     address = f"127.0.0.1:{os.environ['FLOTILLA_PORT']}"
-    with channel_to(address) as channel:
+    with grpc.secure_channel(address, credential(), NAME) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S

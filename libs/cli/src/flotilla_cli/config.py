@@ -1,14 +1,11 @@
-"""Implements `flotilla config`, `flotilla token` and `flotilla certs`: the files that a stack needs before it starts.
+"""Implements `flotilla config`: checks the files that a stack or a run needs before it starts.
 
-Invariants: folders that Flotilla makes itself are not checked; a token is written to a file that only its owner can
-read, or printed on stdout alone.
+Invariant: folders that Flotilla makes itself are not checked.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import time
 from collections.abc import Iterator
 from enum import StrEnum
 from glob import has_magic, iglob
@@ -17,28 +14,20 @@ from typing import Annotated
 
 import typer
 
+from flotilla.common.v1.finding_pb2 import Severity
 from flotilla_cli.completion import settings_that_begin
-from flotilla_cli.options import Json, Stack, make_folder_of, split_arguments
+from flotilla_cli.credential_check import credential_finding
+from flotilla_cli.options import Json, split_arguments
 from flotilla_cli.output import print_json, print_line, say
-from flotilla_cli.stack import load_stack
 from flotilla_core.config import PolicyConfig, RunConfig, StackConfig, dump_yaml, json_schema, load
 from flotilla_core.config.document import read_text_file
 from flotilla_core.config.model import HUB, is_url
 from flotilla_core.config.other_programs import OURS
-from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
-from flotilla_core.trust import Claims, certificates, make_role_token, read_token, rotate_token, write_secret
+from flotilla_core.errors import FlotillaError, InvalidConfig
+from flotilla_core.findings import found_of
 from flotilla_launch.environment import presentable
-from flotilla_launch.paths import StackPaths
 
 app = typer.Typer(help="Check configuration files; print their JSON Schema.", no_args_is_help=True)
-
-token_app = typer.Typer(
-    help="Make tokens for people and programs; replace the stack's own.", no_args_is_help=True
-)
-
-certs_app = typer.Typer(help="Make certificates for encryption between hosts.", no_args_is_help=True)
-
-_UNITS = {"m": 60, "h": 3600, "d": 86_400}
 
 Found = tuple[str, Path | str, str]
 """Key, path and problem; the problem is empty where there is none."""
@@ -111,7 +100,11 @@ def check(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
             names = ", ".join(f"{function.key} {function.name}" for function in functions)
             checked.append(f"functions and their parameters ({names})")
     else:
-        errors, paths = [], paths_of_stack(config)
+        credential = credential_finding(config)
+        warnings += [found_of(credential)] if credential.severity == Severity.SEVERITY_WARNING else []
+        errors = [found_of(credential)] if credential.severity == Severity.SEVERITY_ERROR else []
+        checked.append("the credential")
+        paths = paths_of_stack(config)
     errors += [f"{key}: {problem}" for key, path, problem in paths if problem]
     if paths:
         checked.append(f"paths ({', '.join(f'{key} {path}' for key, path, _ in paths)})")
@@ -153,7 +146,7 @@ def paths_of_run(config: RunConfig) -> list[Found]:
 
 
 def paths_of_stack(config: StackConfig) -> list[Found]:
-    """Check models that are not names of a hub, and the file of the token."""
+    """Check models that are not names of a hub."""
     return list(_of_stack(config))
 
 
@@ -195,11 +188,6 @@ def _of_stack(config: StackConfig) -> Iterator[Found]:
                 model,
                 f"there is no such folder as {model}, and a name of the hub is organisation/model",
             )
-    if config.bind.token_file is not None:
-        yield _file("bind.token_file", config.bind.token_file)
-    if config.bind.tls is not None:
-        for key, path in config.bind.tls:
-            yield _file(f"bind.tls.{key}", path)
 
 
 def _data(key: str, path: Path) -> Found:
@@ -222,107 +210,3 @@ def _folder(key: str, path: Path, content: str) -> Found:
     if not os.path.isdir(path):
         return key, path, f"the folder {path} does not exist"
     return key, path, "" if os.path.isfile(path / content) else f"{path} has no {content}"
-
-
-class Role(StrEnum):
-    """The roles that a token can have."""
-
-    read = "read"
-    run = "run"
-    admin = "admin"
-
-
-@token_app.command()
-def create(
-    role: Annotated[
-        Role,
-        typer.Option(help="read looks; run also starts and steers runs; admin also changes the fleet."),
-    ],
-    name: Annotated[str, typer.Option(help="Who holds it, as errors and logs say: ana, ci@example.")],
-    expires: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", show_default="never", help="For how long it is good: 90m, 12h, 30d."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it there, with mode 0600.")
-    ] = None,
-    stack: Stack = None,
-    as_json: Json = False,
-) -> None:
-    """Make a token with a role from the stack's own; no service has to be told of it."""
-    config = load_stack(stack)
-    ends_s = None if expires is None else int(time.time() + _seconds(expires))
-    secret = read_token(config.bind, StackPaths.of(config.state_dir, config.name).directory)
-    token = make_role_token(secret, Claims(role.value, name, ends_s))
-    if output is not None:
-        make_folder_of(output)
-        write_secret(output, token)
-        say(f"{output}: use it by --token-file {output}, FLOTILLA_TOKEN_FILE or bind.token_file")
-    if as_json:
-        shown = {"file": str(output)} if output is not None else {"token": token}
-        print_json({"role": role.value, "name": name, "expires_at": ends_s, **shown})
-    elif output is None:
-        print_line(token)
-
-
-@token_app.command()
-def rotate(stack: Stack = None, as_json: Json = False) -> None:
-    """Replace the stack's own token while everything runs; the previous one is accepted for a while."""
-    config = load_stack(stack)
-    file = rotate_token(config.bind, StackPaths.of(config.state_dir, config.name).directory)
-    overlap_s = config.bind.token_overlap_s
-    if as_json:
-        print_json({"file": str(file), "overlap_s": overlap_s})
-        return
-    print_line(f"{file}: a new token; the previous one, and all tokens with a role, end in {overlap_s:g} s")
-
-
-@certs_app.command("init")
-def init_certificates(
-    hosts: Annotated[
-        str,
-        typer.Option(metavar="HOST,...", help="Names and addresses by which hosts are dialled: a,10.0.0.2."),
-    ],
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where the authority and the hosts' folders are.")
-    ] = Path("certs"),
-    days: Annotated[
-        int, typer.Option(min=1, max=3650, help="For how many days a certificate is good.")
-    ] = 365,
-    as_json: Json = False,
-) -> None:
-    """Make an authority, and a certificate for each host; again: renew them by the same authority."""
-    names = [name for name in hosts.split(",") if name]
-    wrong = [name for name in names if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}", name) is None]
-    if wrong or not names:
-        raise InvalidRequest(
-            f"{', '.join(wrong) or hosts!r} is no host", where="--hosts", next_step="name hosts: a,10.0.0.2"
-        )
-    folders = certificates.make_certificates(out, names, days)
-    if as_json:
-        print_json({"authority": str(out / certificates.CA_FILE), "folders": [str(one) for one in folders]})
-        return
-    for folder in folders:
-        print_line(f"{folder}: certificate, key and authority, good for {days} days")
-    print_line(
-        f"keep {out}/ca.key to yourself; copy each folder to its host, and write to the stack file there:"
-    )
-    print_line("bind:\n  tls:")
-    for key, file in (
-        ("certificate_file", certificates.CERTIFICATE_FILE),
-        ("key_file", certificates.KEY_FILE),
-        ("ca_file", certificates.CA_FILE),
-    ):
-        print_line(f"    {key}: {(folders[0] / file).absolute()}")
-
-
-def _seconds(text: str) -> float:
-    """Read a length of time."""
-    match = re.fullmatch(r"(\d{1,6})([mhd])", text)
-    if match is None or int(match[1]) == 0:
-        raise InvalidRequest(
-            f"{text!r} is no length of time",
-            where="--expires",
-            next_step="give minutes, hours or days: 90m, 12h, 30d",
-        )
-    return float(int(match[1]) * _UNITS[match[2]])

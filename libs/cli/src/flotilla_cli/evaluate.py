@@ -26,7 +26,7 @@ from flotilla_cli.output import print_json, print_table, say
 from flotilla_cli.processes import boot_progress
 from flotilla_cli.stack import load_stack, make_example, stack_file
 from flotilla_client import Client
-from flotilla_client.discovery import token_of_caller
+from flotilla_client.discovery import credential_of_caller
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import copies_folder, read_held_out
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, held_out_prompts
@@ -289,14 +289,14 @@ class _Pools(NamedTuple):
 async def _pools(fleet: StackConfig) -> _Pools:
     """Return the generators and the rewards of the fleet."""
     directory = StackPaths.of(fleet.state_dir, fleet.name).directory
-    token = token_of_caller(fleet.bind, directory)
+    credential = credential_of_caller(fleet.bind, directory)
     announced = json.loads((directory / "instances" / "coordinator.json").read_text("utf-8"))
-    async with Client(announced["address"], token=token) as client:
+    async with Client(announced["address"], credential=credential) as client:
         services = [service.registration for service in await client.list_services()]
     known = {one.instance_id: one for one in services}
 
     def connect(address: str) -> Any:
-        return rpc.connect(address, token=token)
+        return rpc.connect(address, credential=credential)
 
     pools = _Pools(
         rpc.ReplicaPool(reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, connect),

@@ -32,7 +32,7 @@ from flotilla_cli.stack import (
     stack_paths,
     with_models_here,
 )
-from flotilla_client.discovery import token_of_caller
+from flotilla_client.discovery import credential_of_caller
 from flotilla_core.config import StackConfig
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FlotillaError, InvalidRequest
@@ -232,7 +232,7 @@ def _launcher(stack: StackConfig, paths: StackPaths) -> Launcher:
     """Return the launcher that has the stack: of another machine where its file says so."""
     if stack.launcher.attach is None:
         return launcher_of(paths)
-    return AttachedLauncher(stack.launcher.attach, token_of_caller(stack.bind, paths.directory))
+    return AttachedLauncher(stack.launcher.attach, credential_of_caller(stack.bind, paths.directory))
 
 
 def _require_launcher(name: str | None) -> None:

@@ -101,8 +101,7 @@ ENTRIES = (
     Entry("run", "run:app", "Start, follow and stop runs."),
     Entry("checkpoint", "checkpoint:app", "List, check, export and remove checkpoints of a run."),
     Entry("config", "config:app", "Check configuration files; print their JSON Schema."),
-    Entry("token", "config:token_app", "Make tokens for people and programs; replace the stack's own."),
-    Entry("certs", "config:certs_app", "Make certificates for encryption between hosts."),
+    Entry("token", "token:app", "Make credentials for people, programs and hosts; replace the stack's own."),
 )
 
 
@@ -169,14 +168,14 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def flotilla(
-    token_file: Annotated[
+    credential_file: Annotated[
         Path | None,
         typer.Option(
-            "--token-file",
-            envvar="FLOTILLA_TOKEN_FILE",
+            "--credential-file",
+            envvar="FLOTILLA_CREDENTIAL_FILE",
             metavar="FILE",
             show_default="the stack's own",
-            help="File (mode 0600) with the token that signs calls.",
+            help="File (mode 0600) with the credential that calls show.",
         ),
     ] = None,
     version: Annotated[
@@ -185,8 +184,8 @@ def flotilla(
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""
-    if token_file is not None:
-        os.environ["FLOTILLA_TOKEN_FILE"] = str(token_file.absolute())
+    if credential_file is not None:
+        os.environ["FLOTILLA_CREDENTIAL_FILE"] = str(credential_file.absolute())
 
 
 @cache

@@ -18,11 +18,11 @@ from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_cli.output import say
 from flotilla_cli.stack import load_stack, stack_paths
 from flotilla_client import Client
-from flotilla_client.discovery import find_coordinator, token_of_caller
+from flotilla_client.discovery import credential_of_caller, find_coordinator
 from flotilla_core import rpc
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FlotillaError, NotFound, Unavailable
-from flotilla_core.trust import Token
+from flotilla_core.trust import Credential
 from flotilla_launch.client import is_up
 from flotilla_launch.launcher import launcher_of
 from flotilla_launch.paths import StackPaths
@@ -46,12 +46,12 @@ class ServiceAddress:
     name: str
     kind: ServiceKind.ValueType
     address: str
-    token: Token = field(repr=False)
+    credential: Credential = field(repr=False)
 
     @asynccontextmanager
     async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
         """Open a connection for the time of the block."""
-        channel = rpc.connect(self.address, token=self.token)
+        channel = rpc.connect(self.address, credential=self.credential)
         try:
             yield channel
         finally:
@@ -109,9 +109,9 @@ async def _of_launcher(config: StackConfig, paths: StackPaths) -> list[ServiceAd
         processes = await _processes(paths)
     except Unavailable:
         return []
-    token = token_of_caller(config.bind, paths.directory)
+    credential = credential_of_caller(config.bind, paths.directory)
     return [
-        ServiceAddress(process.name, process.kind, process.address, token)
+        ServiceAddress(process.name, process.kind, process.address, credential)
         for process in processes
         if process.kind and process.address
     ]
@@ -124,10 +124,12 @@ async def _processes(paths: StackPaths) -> list[ProcessStatus]:
 
 async def _of_coordinator(config: StackConfig, coordinator: str | None) -> list[ServiceAddress]:
     found = find_coordinator(config.name, config.state_dir, coordinator, bind=config.bind)
-    async with Client(found.address, token=found.token) as client:
+    async with Client(found.address, credential=found.credential) as client:
         services = await client.list_services()
     return [
-        ServiceAddress(one.registration.name, one.registration.kind, one.registration.address, found.token)
+        ServiceAddress(
+            one.registration.name, one.registration.kind, one.registration.address, found.credential
+        )
         for one in services
         if one.registration.address
     ]

@@ -83,7 +83,7 @@ def client_of(given: str | None, coordinator: str | None) -> Client:
 
     stack = load_stack(given)
     found = find_coordinator(stack.name, stack.state_dir, coordinator, bind=stack.bind)
-    return Client(found.address, token=found.token)
+    return Client(found.address, credential=found.credential)
 
 
 def call(

@@ -15,10 +15,11 @@ from flotilla.common.v1.operate_pb2 import (
 )
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
+from flotilla_cli.credential_check import credential_finding
 from flotilla_cli.processes import as_the_coordinator_sees
 from flotilla_cli.services import services_seen
 from flotilla_cli.stack import load_stack, stack_file
-from flotilla_client.discovery import token_of_caller
+from flotilla_client.discovery import credential_of_caller
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import MODEL, STATE, bfloat16_warnings
@@ -28,7 +29,7 @@ from flotilla_core.config import StackConfig
 from flotilla_core.config.model import is_url
 from flotilla_core.config.training import CheckpointConfig
 from flotilla_core.disk import check_state_directory, free_bytes, nearest, room
-from flotilla_core.errors import FlotillaError, InvalidConfig, Mismatch, Unavailable
+from flotilla_core.errors import FlotillaError, InvalidConfig, Mismatch
 from flotilla_core.findings import failed, found_of, passed, warned
 from flotilla_core.gangs import model_of, roles_of, started
 from flotilla_core.model_folder import model_folder
@@ -36,7 +37,7 @@ from flotilla_core.protocol import check_protocol, limits
 from flotilla_core.roles import POLICY, section_of
 from flotilla_core.rpc.interface import check_interface
 from flotilla_core.transfer.object_store import ObjectFolder
-from flotilla_core.trust import Token, certificates, read_token
+from flotilla_core.trust import Credential
 from flotilla_launch.client import find, is_up
 from flotilla_launch.guardian import starts_launcher_again, why_it_ended
 from flotilla_launch.health import is_serving
@@ -74,10 +75,9 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
         _state_directory(config),
         *_models(config),
         *_dtypes(config),
-        _token(config),
+        credential_finding(config),
         _bind(config),
         *_interface(config),
-        *_certificate(config),
     ]
 
 
@@ -184,31 +184,10 @@ def _tokenizer(folder: Path) -> Finding:
     return passed("tokenizer", f"{tokenizer.vocabulary_size} entries")
 
 
-def _token(config: StackConfig) -> Finding:
-    directory = StackPaths.of(config.state_dir, config.name).directory
-    try:
-        read_token(config.bind, directory)
-    except Unavailable:
-        return passed("token", "none yet: flotilla up creates it")
-    except FlotillaError as error:
-        return refused("token", error, "write a random token to that file, mode 0600")
-    return passed("token", f"{config.bind.token_file or directory / 'token'}: readable by its owner only")
-
-
 def _bind(config: StackConfig) -> Finding:
-    bind = config.bind
-    if is_loopback(bind.host):
-        return passed("bind", f"{bind.host}: this host only")
-    if bind.tls is not None or bind.plaintext:
-        how = "by TLS" if bind.tls is not None else "on a private network, as bind.plaintext says"
-        return passed("bind", f"{bind.host}: other hosts can reach the services, {how}")
-    remedy = (
-        "make certificates (flotilla certs init --hosts HOST,...) and name them in bind.tls, or say that the network "
-        "is private: bind.plaintext: true"
-    )
-    return warned(
-        "bind", f"{bind.host}: other hosts can reach the services, and nothing is encrypted", remedy
-    )
+    host = config.bind.host
+    reach = "this host only" if is_loopback(host) else "other hosts can reach the services"
+    return passed("bind", f"{host}: {reach}")
 
 
 def _interface(config: StackConfig) -> list[Finding]:
@@ -220,24 +199,6 @@ def _interface(config: StackConfig) -> list[Finding]:
     except FlotillaError as error:
         return [refused("interface", error)]
     return [passed("interface", f"{config.bind.interface} is up, with {address}")]
-
-
-def _certificate(config: StackConfig) -> list[Finding]:
-    """Check the certificate of this host, in a stack that has one."""
-    if config.bind.tls is None:
-        return []
-    try:
-        certificates.TlsFiles(config.bind.tls).read()
-        one = certificates.read_certificates(config.bind.tls.certificate_file)[0]
-    except FlotillaError as error:
-        return [refused("certificate", error, "flotilla certs init")]
-    found = f"{certificates.who(one)}, good for {certificates.days_left(one):.0f} more days"
-    if certificates.days_left(one) < certificates.WARN_DAYS:
-        renew = (
-            "renew it: flotilla certs init --hosts HOST,... and copy the files; nothing has to be restarted"
-        )
-        return [warned("certificate", found, renew)]
-    return [passed("certificate", found)]
 
 
 async def service_checks(config: StackConfig) -> list[Finding]:
@@ -252,24 +213,24 @@ async def service_checks(config: StackConfig) -> list[Finding]:
         return [passed("services", f"stack {config.name!r} is not running")]
     try:
         processes = list((await launcher_of(paths).state()).processes)
-        token = token_of_caller(config.bind, paths.directory)
+        credential = credential_of_caller(config.bind, paths.directory)
         processes = as_the_coordinator_sees(processes, await services_seen(paths, within_s=_DESCRIBE_S))
     except FlotillaError as error:
         remedy = f"kill -9 {file.pid}; its guardian starts another one" if file else "see squeue"
         return [failed("launcher", str(error), remedy)]
     services = [process for process in processes if process.kind]
-    answers = await asyncio.gather(*(_service(process, token) for process in services))
+    answers = await asyncio.gather(*(_service(process, credential) for process in services))
     return [finding for answer in answers for finding in answer]
 
 
-async def _service(process: ProcessStatus, token: Token) -> list[Finding]:
+async def _service(process: ProcessStatus, credential: Credential) -> list[Finding]:
     name = process.name
     logs = f"flotilla logs {name}"
-    if not process.address or not await is_serving(process.address, token, _SERVING_S):
+    if not process.address or not await is_serving(process.address, credential, _SERVING_S):
         silent = f"its address {process.address} does not say SERVING to this host"
         why = process.error.splitlines()[0] if process.error else silent
         return [failed(name, why, f"read its log: {logs}")]
-    channel = rpc.connect(process.address, token=token)
+    channel = rpc.connect(process.address, credential=credential)
     stub = OperateServiceStub(channel)
     try:
         asked = time.time()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     # A class of the typed stubs only.
     from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
     from flotilla_client.loop import Loop
-    from flotilla_core.trust import Token
+    from flotilla_core.trust import Credential
 
 _CALL_S = 30.0
 _SCALE_S = 300.0
@@ -43,9 +43,9 @@ _RECONNECT_S = 120.0
 class Client:
     """Calls of one coordinator; `async with Client.find() as client`."""
 
-    def __init__(self, address: str, *, token: str | Token | None = None) -> None:
+    def __init__(self, address: str, *, credential: Credential | None = None) -> None:
         self.address = address
-        self._channel = rpc.connect(address, token=token)
+        self._channel = rpc.connect(address, credential=credential)
         self._stub: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._channel)
 
     @classmethod
@@ -54,14 +54,14 @@ class Client:
         stack: str = "local",
         state_dir: str | Path = ".flotilla",
         coordinator: str | None = None,
-        token_file: str | Path | None = None,
+        credential_file: str | Path | None = None,
     ) -> Self:
         """Return the coordinator of a stack on this host, or the one at an address.
 
-        `token_file` has the token that signs calls; by default it is the stack's own.
+        `credential_file` has the credential that calls show; by default it is the stack's own.
         """
-        found = find_coordinator(stack, state_dir, coordinator, token_file)
-        return cls(found.address, token=found.token)
+        found = find_coordinator(stack, state_dir, coordinator, credential_file)
+        return cls(found.address, credential=found.credential)
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,10 +1,9 @@
 """The discovery of the coordinator.
 
-The token is where the stack's file says, or, without a launcher, where the coordinator says that it has it.
 Order: the address that is given, the environment variable FLOTILLA_COORDINATOR, what the coordinator announced
 in the stack's directory, what the launcher reserved for it. Where this host has no address of the coordinator, the
-error says how a command runs beside it. The token: the file that is given, that of the environment
-variable FLOTILLA_TOKEN_FILE, the stack's own.
+error says how a command runs beside it. The credential: the file that is given, that of the environment variable
+FLOTILLA_CREDENTIAL_FILE, the one that the stack's file names, the one that the coordinator has, the stack's own.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ from pathlib import Path
 
 from flotilla_core.config import BindConfig, StackConfig, load
 from flotilla_core.errors import Unavailable
-from flotilla_core.trust import Token, TokenFile
+from flotilla_core.trust import Credential
 
 ENVIRONMENT_VARIABLE = "FLOTILLA_COORDINATOR"
-TOKEN_FILE_VARIABLE = "FLOTILLA_TOKEN_FILE"
+CREDENTIAL_FILE_VARIABLE = "FLOTILLA_CREDENTIAL_FILE"
 
 
 @dataclass(frozen=True)
 class CoordinatorAddress:
-    """The address and the token with which to call the coordinator."""
+    """The address and the credential with which to call the coordinator."""
 
     address: str
-    token: Token = field(repr=False)
-    """The secret of the stack, or a token with a role, which signs calls."""
+    credential: Credential = field(repr=False)
+    """The credential of the stack, or one with a role."""
 
 
 def find_coordinator(
     stack: str = "local",
     state_dir: str | Path = ".flotilla",
     coordinator: str | None = None,
-    token_file: str | Path | None = None,
+    credential_file: str | Path | None = None,
     bind: BindConfig | None = None,
 ) -> CoordinatorAddress:
     """Raises Unavailable when nothing says where it is.
 
-    `bind` says where token and certificates are on a host on which the stack was not started.
+    `bind` says where the credential is on a host on which the stack was not started.
     """
     directory = Path(state_dir) / stack
     announced = directory / "instances" / "coordinator.json"
@@ -52,7 +51,7 @@ def find_coordinator(
             next_step=f"run the command beside it: {reach} COMMAND",
         )
     address = given or _value(announced, "address")
-    address = address or _value(directory / "launcher.json", "otlp")
+    address = address or _value(directory / "launcher.json", "otlp").removeprefix("https://")
     if not address:
         raise Unavailable(
             f"stack {stack!r} is not running",
@@ -62,28 +61,32 @@ def find_coordinator(
             f"{ENVIRONMENT_VARIABLE}",
         )
     stack_file = directory / "stack.yaml"
-    announced_token = _value(announced, "token_file")
-    if bind is None and announced_token:
-        bind = BindConfig(token_file=Path(announced_token))
+    announced_file = _value(announced, "credential_file")
+    if bind is None and announced_file:
+        bind = BindConfig(credential_file=Path(announced_file))
     if os.access(stack_file, os.R_OK):
         bind = load(StackConfig, [stack_file]).bind
     try:
-        return CoordinatorAddress(address, token_of_caller(bind or BindConfig(), directory, token_file))
+        return CoordinatorAddress(
+            address, credential_of_caller(bind or BindConfig(), directory, credential_file)
+        )
     except Unavailable as error:
         if not given:
             raise
         raise Unavailable(
-            f"there is no token for the coordinator at {address}",
+            f"there is no credential for the coordinator at {address}",
             where=str(directory.absolute()),
-            why=f"calls are signed with the token of stack {stack!r}, which is not here",
+            why=f"callers show the credential of stack {stack!r} or one with a role, and neither is here",
             next_step=error.next_step,
         ) from None
 
 
-def token_of_caller(bind: BindConfig, directory: Path, token_file: str | Path | None = None) -> Token:
-    """Return the token by which this process calls the services of the stack whose files are in `directory`."""
-    given = token_file or os.environ.get(TOKEN_FILE_VARIABLE)
-    return TokenFile(Path(given), tls=bind.tls) if given else TokenFile.of_stack(bind, directory)
+def credential_of_caller(
+    bind: BindConfig, directory: Path, credential_file: str | Path | None = None
+) -> Credential:
+    """Return the credential by which this process calls the services of the stack whose files are in `directory`."""
+    given = credential_file or os.environ.get(CREDENTIAL_FILE_VARIABLE)
+    return Credential(Path(given)) if given else Credential.of_stack(bind, directory)
 
 
 def _value(path: Path, key: str) -> str:

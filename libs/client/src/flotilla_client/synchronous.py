@@ -25,10 +25,10 @@ def connect(
     stack: str = "local",
     state_dir: str | Path = ".flotilla",
     coordinator: str | None = None,
-    token_file: str | Path | None = None,
+    credential_file: str | Path | None = None,
 ) -> SyncClient:
     """A client of the stack's coordinator; use it in a `with` block or call `close`."""
-    return SyncClient(stack, state_dir, coordinator, token_file)
+    return SyncClient(stack, state_dir, coordinator, credential_file)
 
 
 class SyncClient(WaitingClient):

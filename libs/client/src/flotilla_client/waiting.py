@@ -31,14 +31,14 @@ class WaitingClient:
         stack: str,
         state_dir: str | Path,
         coordinator: str | None,
-        token_file: str | Path | None = None,
+        credential_file: str | Path | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="flotilla client", daemon=True)
         self._thread.start()
 
         async def find() -> Client:
-            return Client.find(stack, state_dir, coordinator, token_file)
+            return Client.find(stack, state_dir, coordinator, credential_file)
 
         with ExitStack() as unless_connected:
             # Whatever stopped the connection, the thread must not outlive it.

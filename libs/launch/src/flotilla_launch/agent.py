@@ -34,7 +34,7 @@ from flotilla_core.kinds import END_STAGES, SCALABLE, kind_of
 from flotilla_core.log_files import keep_bounded
 from flotilla_core.logger import get_logger
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
-from flotilla_core.trust import TokenFile
+from flotilla_core.trust import Credential
 from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.placement import reserve_port
@@ -78,7 +78,7 @@ class Agent:
         self._place = place
         self._rows: list[Row] = []
         self._rows = self._wanted()
-        self._token = TokenFile.of_stack(stack.bind, paths.directory)
+        self._credential = Credential.of_stack(stack.bind, paths.directory)
         self._services: dict[str, ServiceProcess] = {}
         self._nats: NatsProcess | None = None
         self._endpoints = Endpoints("", "")
@@ -160,7 +160,7 @@ class Agent:
             announce_file=self._paths.announce_file(row.name),
             ready_timeout_s=self._stack.ready_timeout_s,
             restart_budget=self._stack.restart_budget,
-            token=self._token,
+            credential=self._credential,
             on_change=self._record,
         )
         service.start()
@@ -174,7 +174,7 @@ class Agent:
             before = None  # That agent was on another host.
         nats_url = self._stack.nats.url or ""
         if nats_url:
-            login = Login.of_stack(self._stack.nats, self._paths.directory, self._stack.bind.tls)
+            login = Login.of_stack(self._stack.nats, self._paths.directory, self._credential)
             bus = await Bus.connect(nats_url, login)
             await bus.close()
         else:
@@ -186,7 +186,7 @@ class Agent:
                 host=host,
                 dialled=dialled,
                 port=self._port_of_nats(host, before),
-                tls=self._stack.bind.tls,
+                credential=self._credential,
             )
             nats_url = await self._nats.start()
         otlp = (

@@ -14,7 +14,7 @@ from flotilla_core import rpc
 from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.errors import Unavailable
 from flotilla_core.ids import new_request_id
-from flotilla_core.trust import Token
+from flotilla_core.trust import Credential
 from flotilla_launch.guardian import starts_launcher_again, why_it_ended
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.state import LauncherFile, PlacedFile
@@ -43,9 +43,9 @@ class LauncherClient:
 
     @classmethod
     @asynccontextmanager
-    async def at(cls, address: str, token: Token | None = None) -> AsyncIterator[LauncherClient]:
+    async def at(cls, address: str, credential: Credential | None = None) -> AsyncIterator[LauncherClient]:
         """A client of the launcher at host:port, for the time of the block."""
-        channel = rpc.connect(address, token=token)
+        channel = rpc.connect(address, credential=credential)
         try:
             yield cls(LauncherServiceStub(channel))
         finally:

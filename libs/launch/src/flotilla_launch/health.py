@@ -17,7 +17,7 @@ from flotilla_core import rpc
 from flotilla_core.errors import FlotillaError, Unavailable
 from flotilla_core.kinds import kind_name
 from flotilla_core.logger import get_logger
-from flotilla_core.trust import Token
+from flotilla_core.trust import Credential
 from flotilla_launch.placement import Slot
 
 log = get_logger()
@@ -26,9 +26,9 @@ _TIMEOUT_S = 2.0
 _POLL_S = 0.5
 
 
-async def is_serving(address: str, token: str | Token | None, timeout_s: float = _TIMEOUT_S) -> bool:
+async def is_serving(address: str, credential: Credential, timeout_s: float = _TIMEOUT_S) -> bool:
     """Ask `grpc.health.v1`; no answer is no."""
-    channel = rpc.connect(address, token=token)
+    channel = rpc.connect(address, credential=credential)
     check: Any = HealthStub(channel).Check  # type: ignore[attr-defined]
     try:
         answer = await rpc.unary(check, HealthCheckRequest(), timeout_s=timeout_s, attempts=1)
@@ -42,11 +42,11 @@ async def is_serving(address: str, token: str | Token | None, timeout_s: float =
 class ExternalService:
     """One address of `attach` in the stack file."""
 
-    def __init__(self, slot: Slot, token: Token | None) -> None:
+    def __init__(self, slot: Slot, credential: Credential) -> None:
         assert slot.attached is not None
         self._slot = slot
         self._address = slot.attached
-        self._token = token
+        self._credential = credential
         self._status = ProcessStatus(
             name=slot.name,
             kind=slot.kind,
@@ -61,7 +61,7 @@ class ExternalService:
         return copy
 
     async def refresh(self) -> bool:
-        serving = await is_serving(self._address, self._token)
+        serving = await is_serving(self._address, self._credential)
         self._status.error = "" if serving else "its health does not say SERVING"
         return serving
 

@@ -14,7 +14,7 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1 import launcher_pb2 as pb
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.trust import Token
+from flotilla_core.trust import Credential
 from flotilla_launch import local
 from flotilla_launch.client import LauncherClient, is_up, require
 from flotilla_launch.cluster import Cluster
@@ -99,9 +99,9 @@ class AttachedLauncher:
 
     name = ATTACHED
 
-    def __init__(self, address: str, token: Token) -> None:
+    def __init__(self, address: str, credential: Credential) -> None:
         self._address = address
-        self._token = token
+        self._credential = credential
 
     async def place(self, stack: StackConfig, *, on_progress: local.Progress, on_wait: Say) -> Placed:
         raise FailedPrecondition(
@@ -111,17 +111,17 @@ class AttachedLauncher:
         )
 
     async def state(self) -> pb.ListResponse:
-        async with LauncherClient.at(self._address, self._token) as launcher:
+        async with LauncherClient.at(self._address, self._credential) as launcher:
             return await launcher.state()
 
     async def scale(
         self, kind: ServiceKind.ValueType, replicas: int, *, timeout_s: float
     ) -> list[pb.ProcessStatus]:
-        async with LauncherClient.at(self._address, self._token) as launcher:
+        async with LauncherClient.at(self._address, self._credential) as launcher:
             return await launcher.scale(kind, replicas, timeout_s=timeout_s)
 
     async def down(self, *, on_wait: Say) -> bool:
-        async with LauncherClient.at(self._address, self._token) as launcher:
+        async with LauncherClient.at(self._address, self._credential) as launcher:
             await launcher.stop()
         return True
 

@@ -23,11 +23,11 @@ from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError, Internal, Unavailable
 from flotilla_core.files import write_atomically
 from flotilla_core.process_identity import ProcessIdentity
-from flotilla_core.trust import make_token
 from flotilla_launch.cleanup import CLEANUP_LIMIT_S, clean_up
 from flotilla_launch.client import LauncherClient, find
 from flotilla_launch.guardian import end_guardian, starts_launcher_again
 from flotilla_launch.logs import failure_excerpt
+from flotilla_launch.own_credential import own_credential
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.report import read_report
 from flotilla_launch.stack_lock import hold_lock
@@ -70,7 +70,7 @@ async def up(
     tightened = paths.make()
     if tightened:
         on_tightened(f"{paths.directory}: closed {tightened} files and folders to other users of this host")
-    make_token(stack.bind, paths.directory)
+    own_credential(stack, paths, on_wait)
     while True:
         # Before the lock, which the guardian takes as well.
         await _guardian_done(paths, on_wait)

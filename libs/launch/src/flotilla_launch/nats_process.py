@@ -11,7 +11,6 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from google.protobuf.json_format import MessageToDict, ParseDict
@@ -23,21 +22,18 @@ from flotilla_core.disk import lacks_room
 from flotilla_core.errors import FlotillaError
 from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
-from flotilla_core.trust.certificates import TlsFiles
+from flotilla_core.trust import Credential
 from flotilla_launch.child import RestartBudget, new_mark
 from flotilla_launch.placement import reserve_port
 from flotilla_launch.process_tree import MARK, end_tree
 from flotilla_launch.records import ProcessRecord
-
-if TYPE_CHECKING:
-    from flotilla_core.config.stack import TlsConfig
 
 log = get_logger()
 
 NAME = "nats"
 _RESTART_DELAY_S = 0.5
 _LOOK_FOR_ROOM_EVERY_S = 1.0
-_LOOK_FOR_CERTIFICATES_EVERY_S = 5.0
+_LOOK_FOR_CREDENTIAL_EVERY_S = 5.0
 
 
 class NatsProcess:
@@ -47,13 +43,13 @@ class NatsProcess:
         self,
         directory: Path,
         *,
+        credential: Credential,
         wrapper: Sequence[str],
         restart_budget: int,
         on_change: Callable[[], None],
         host: str = "",
         dialled: str = "",
         port: int = 0,
-        tls: TlsConfig | None = None,
     ) -> None:
         """`port` is that of a server before it whose clients come back; 0 takes a free one.
 
@@ -66,7 +62,7 @@ class NatsProcess:
         self._budget = RestartBudget(restart_budget)
         self._on_change = on_change
         self._port = port
-        self._tls = tls
+        self._credential = credential
         self._server: NatsServer | None = None
         self._identity: ProcessIdentity | None = None
         self._mark = ""
@@ -94,7 +90,7 @@ class NatsProcess:
         if record.identity is not None and ready:
             # Opened first, looked at then: from there on the id stands for this process.
             with contextlib.suppress(ProcessLookupError):
-                server = NatsServer.adopt(self._directory, record.identity.pid, url, self._tls)
+                server = NatsServer.adopt(self._directory, record.identity.pid, url, self._credential)
                 self._server = server if record.alive else None
         if self._status.state != ProcessState.PROCESS_STATE_FAILED:
             self._keep(self._server)
@@ -149,7 +145,7 @@ class NatsProcess:
             dialled=self._dialled,
             wrapper=self._wrapper,
             environment={**os.environ, MARK: self._mark},
-            tls=self._tls,
+            credential=self._credential,
         )
         self._identity = ProcessIdentity.of(server.pid)
         self._status.address = urlsplit(server.url).netloc
@@ -195,15 +191,14 @@ class NatsProcess:
                 why = str(error)
 
     async def _ended(self, server: NatsServer) -> int:
-        """Wait until the server has ended, and have it take certificates that were replaced meanwhile."""
-        if self._tls is None:
-            return await server.wait()
-        files = TlsFiles(self._tls)
+        """Wait until the server has ended, and have it take a credential that was replaced meanwhile."""
+        known = self._credential.current()
         waiting = asyncio.ensure_future(server.wait())
         try:
-            while not (await asyncio.wait({waiting}, timeout=_LOOK_FOR_CERTIFICATES_EVERY_S))[0]:
-                if files.read_again() is not None:
-                    log.info("nats-server takes the replaced certificate")
+            while not (await asyncio.wait({waiting}, timeout=_LOOK_FOR_CREDENTIAL_EVERY_S))[0]:
+                if (newest := self._credential.current()) is not known:
+                    known = newest
+                    log.info("nats-server takes the replaced credential")
                     server.read_again()
             return waiting.result()
         finally:

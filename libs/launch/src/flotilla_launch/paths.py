@@ -43,6 +43,8 @@ class StackPaths:
     """Locked by the guardian for as long as it lives."""
     guardian_file = _Below("guardian.json")
     """Names the process of the guardian."""
+    credential_file = _Below("credential.pem")
+    """The stack's own credential, where the stack file names no other one."""
     ended_file = _Below("ended.json")
     """Says why the stack is no longer supervised, if its guardian gave it up."""
     placed_file = _Below("placed.json")

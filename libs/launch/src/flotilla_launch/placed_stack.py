@@ -23,8 +23,8 @@ from flotilla_core.config import StackConfig, dump_yaml, load
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaError
 from flotilla_core.files import write_atomically
 from flotilla_core.kinds import kind_name
-from flotilla_core.trust import make_token
 from flotilla_launch import local
+from flotilla_launch.own_credential import own_credential
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.placement import changed_replicas, check_scalable, require_same, wanted_replicas
 from flotilla_launch.state import PlacedFile
@@ -113,7 +113,7 @@ class PlacedStack:
     async def place(self, stack: StackConfig, *, on_progress: local.Progress, on_wait: Say) -> Placed:
         stack = await self._engine.accept(stack, PlacedFile.read(self._paths.placed_file))
         self._paths.make()
-        make_token(stack.bind, self._paths.directory)
+        own_credential(stack, self._paths, on_wait)
         limit_s = self._up_limit_s(stack)
         async with local.one_at_a_time(self._paths, limit_s + _LOCK_LIMIT_S, on_wait):
             placed = PlacedFile.read(self._paths.placed_file)

@@ -31,10 +31,11 @@ from flotilla_core.logger import get_logger
 from flotilla_core.logs import configure_logs, tolerate_lost_lines
 from flotilla_core.rpc import RpcServer
 from flotilla_core.tasks import BackgroundTasks
-from flotilla_core.trust import TokenFile, make_token
+from flotilla_core.trust import Credential
 from flotilla_launch.cleanup import CLEANUP_LIMIT_S, clean_up
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.guardian import GuardianKeeper, end_guardian
+from flotilla_launch.own_credential import own_credential
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.records import Phase, StackRecord
 from flotilla_launch.report import Report
@@ -54,7 +55,7 @@ async def serve(stack: StackConfig, report: Report, *, executables: Path, take_o
     configure_logs("launcher")
     paths = StackPaths.of(stack.state_dir, stack.name)
     paths.make()
-    make_token(stack.bind, paths.directory)
+    own_credential(stack, paths, log.warning)
     guardian = GuardianKeeper(paths, executables / "flotilla-launcher")
     try:
         with hold_lock(
@@ -132,7 +133,7 @@ def _servers(stack: StackConfig, paths: StackPaths) -> list[RpcServer]:
     servers = [RpcServer(BindConfig(host=f"unix:{paths.socket()}"))]
     if stack.launcher.port:
         bind = stack.bind.model_copy(update={"port": stack.launcher.port})
-        servers.append(RpcServer(bind, token=TokenFile.of_stack(stack.bind, paths.directory)))
+        servers.append(RpcServer(bind, credential=Credential.of_stack(stack.bind, paths.directory)))
     return servers
 
 

@@ -24,7 +24,7 @@ from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaE
 from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import UNKNOWN_STATUS
-from flotilla_core.trust import Token
+from flotilla_core.trust import Credential
 from flotilla_launch import shared_memory
 from flotilla_launch.child import Child, RestartBudget, new_mark
 from flotilla_launch.environment import Variables, resolved
@@ -60,7 +60,7 @@ class ServiceProcess:
         announce_file: Path,
         ready_timeout_s: float,
         restart_budget: int,
-        token: Token | None,
+        credential: Credential,
         on_change: Callable[[], None],
     ) -> None:
         self.slot = slot
@@ -75,7 +75,7 @@ class ServiceProcess:
         self._announce_file = announce_file
         self._ready_timeout_s = ready_timeout_s
         self._budget = RestartBudget(restart_budget)
-        self._token = token
+        self._credential = credential
         self._on_change = on_change
         self._mark = ""
         self._status = ProcessStatus(name=slot.name, kind=slot.kind, log_path=str(log_path))
@@ -318,7 +318,7 @@ class ServiceProcess:
             if announced.get("pid") == child.identity.pid:
                 self._status.address = str(announced.get("address", ""))
                 self._status.instance_id = str(announced.get("instance_id", ""))
-                if await is_serving(self._status.address, self._token):
+                if await is_serving(self._status.address, self._credential):
                     return
             waited = time.monotonic() - started
             if waited > self._ready_timeout_s:

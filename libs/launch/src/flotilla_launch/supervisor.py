@@ -27,7 +27,7 @@ from flotilla_core.kinds import END_STAGES, SCALABLE, kind_name, kind_of
 from flotilla_core.log_files import keep_bounded
 from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
-from flotilla_core.trust import TokenFile
+from flotilla_core.trust import Credential
 from flotilla_launch.child import under_lease
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.guardian import GuardianKeeper
@@ -71,7 +71,7 @@ class Supervisor:
         self._gpus = gpus
         self._guardian = guardian
         self._phase = Phase.STARTING
-        self._token = TokenFile.of_stack(stack.bind, paths.directory)
+        self._credential = Credential.of_stack(stack.bind, paths.directory)
         self._nats: NatsProcess | None = None
         self._otlp = ""
         self._services: dict[str, ServiceProcess] = {}
@@ -106,7 +106,7 @@ class Supervisor:
         async with self._change():
             for slot in slots_of(self.stack):
                 if slot.attached is not None:
-                    self._attached[slot.name] = ExternalService(slot, self._token)
+                    self._attached[slot.name] = ExternalService(slot, self._credential)
             processes = [process for process in record.processes if process.name != NATS]
             # Nothing is awaited from here to the last of them: what is written down next must name every one.
             for process in processes:
@@ -246,7 +246,7 @@ class Supervisor:
         if self.nats_url:
             # A server of the user's own that refuses us, or takes anybody, is one error here, not one a service.
             nats = self.stack.nats
-            login = Login.of_stack(nats, self.paths.directory, self.stack.bind.tls)
+            login = Login.of_stack(nats, self.paths.directory, self._credential)
             bus = await Bus.connect(self.nats_url, login, replicas=nats.replicas)
             await bus.close()
         else:
@@ -266,7 +266,12 @@ class Supervisor:
         assert identity is not None
         socket = str(self.paths.socket())
         LauncherFile(
-            identity.pid, socket, self.nats_url, self._otlp, identity.start_ticks, identity.boot_id
+            identity.pid,
+            socket,
+            self.nats_url,
+            f"https://{self._otlp}",
+            identity.start_ticks,
+            identity.boot_id,
         ).write(self.paths.launcher_file)
 
     async def _start_everything(self) -> None:
@@ -276,7 +281,7 @@ class Supervisor:
         slots = slots_of(self.stack)
         for slot in slots:
             if slot.attached is not None:
-                self._attached[slot.name] = ExternalService(slot, self._token)
+                self._attached[slot.name] = ExternalService(slot, self._credential)
         await self._start_all([slot for slot in slots if slot.attached is None])
         for service in self._attached.values():
             await service.wait_serving(self.stack.ready_timeout_s)
@@ -351,7 +356,7 @@ class Supervisor:
             announce_file=self.paths.announce_file(slot.name),
             ready_timeout_s=self.stack.ready_timeout_s,
             restart_budget=self.stack.restart_budget,
-            token=self._token,
+            credential=self._credential,
             on_change=self._record,
         )
 
@@ -361,7 +366,7 @@ class Supervisor:
             wrapper=under_lease(self.paths.directory),
             restart_budget=self.stack.restart_budget,
             on_change=self._record,
-            tls=self.stack.bind.tls,
+            credential=self._credential,
         )
 
     def _watch(self) -> None:

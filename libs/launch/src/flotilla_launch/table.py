@@ -73,7 +73,7 @@ class Row:
         """Return the command line once the addresses are known."""
         known = {
             "{nats}": endpoints.nats_url,
-            "{otlp}": endpoints.otlp,
+            "{otlp}": f"https://{endpoints.otlp}",
             "{port}": endpoints.otlp.rpartition(":")[2],
         }
         return [known.get(word, word) for word in self.command]

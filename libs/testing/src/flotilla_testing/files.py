@@ -8,8 +8,7 @@ from flotilla_core import rpc
 from flotilla_core.errors import Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.transfer import FileCache, Files
-
-TOKEN = "secret"
+from flotilla_testing.credentials import credential
 
 
 def files_in(
@@ -23,7 +22,12 @@ def files_in(
         return coordinator
 
     cache = FileCache(folder / "files", most_gib)
-    return Files(cache, lambda peer: rpc.connect(peer, token=TOKEN), address, activities or Activities())
+    return Files(
+        cache,
+        lambda peer: rpc.connect(peer, credential=credential(folder)),
+        address,
+        activities or Activities(),
+    )
 
 
 NO_FILES = files_in(Path("/nowhere"))

@@ -144,7 +144,7 @@ class FuzzedFleet:
     def __init__(self, stack: Stack, folder: Path, run_file: Path, ended_run: str) -> None:
         """`folder` is where requests may write; the coordinator knows the run."""
         self._stack = stack
-        self._token = find_coordinator(stack.directory.name, stack.directory.parent).token
+        self._credential = find_coordinator(stack.directory.name, stack.directory.parent).credential
         self._latest: deque[tuple[str, list[bytes]]] = deque(maxlen=3 * AT_ONCE)
         """The last requests that were sent."""
         self._spec = _session_spec(folder)
@@ -180,7 +180,7 @@ class FuzzedFleet:
         started = time.monotonic()
         pending = iter(order)
         async with (
-            rpc.connect(self.address(name), token=self._token) as channel,
+            rpc.connect(self.address(name), credential=self._credential) as channel,
             asyncio.TaskGroup() as group,
         ):
             for _ in range(AT_ONCE):
@@ -201,7 +201,7 @@ class FuzzedFleet:
         await self._call("trainer", f"/{TRAINER}/CloseSession", trainer_pb2.CloseSessionRequest(run_id=RUN))
 
     async def _call(self, name: str, path: str, request: Message) -> None:
-        async with rpc.connect(self.address(name), token=self._token) as channel:
+        async with rpc.connect(self.address(name), credential=self._credential) as channel:
             method: Any = channel.unary_unary(path)
             await method(request.SerializeToString(), timeout=60)
 

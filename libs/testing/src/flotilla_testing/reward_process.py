@@ -21,7 +21,7 @@ from flotilla_core.bus import NatsServer
 from flotilla_core.config import BindConfig
 from flotilla_core.files import make_private_folder
 from flotilla_core.subprocess_group import ProcessGroup
-from flotilla_core.trust import make_token
+from flotilla_core.trust.authority import make_credential
 
 LIMIT_S = 30.0
 
@@ -63,10 +63,10 @@ async def reward_process(folder: Path, *, workers: int = 2) -> AsyncIterator[Rew
     """Start a reward service whose state is below the folder, and end it."""
     directory = folder / "state" / "tested"
     make_private_folder(directory)
-    token = make_token(BindConfig(), directory)
+    credential = make_credential(BindConfig(), directory)
     stack = folder / "stack.yaml"
     stack.write_text(f"name: tested\nstate_dir: {folder}/state\nreward: {{workers: {workers}}}\n")
-    nats = await NatsServer.start(directory / "nats")
+    nats = await NatsServer.start(directory / "nats", credential=credential)
     try:
         process = await ProcessGroup.start(
             [sys.executable, "-m", "flotilla_reward.main", "--stack", str(stack), "--nats", nats.url]
@@ -74,7 +74,9 @@ async def reward_process(folder: Path, *, workers: int = 2) -> AsyncIterator[Rew
         try:
             announced = directory / "instances" / "reward-0.json"
             await exists(announced)
-            async with rpc.connect(json.loads(announced.read_text())["address"], token=token) as channel:
+            async with rpc.connect(
+                json.loads(announced.read_text())["address"], credential=credential
+            ) as channel:
                 await _serves(channel)
                 yield RewardProcess(process, channel)
         finally:

@@ -27,7 +27,7 @@ from flotilla_client import SyncClient, connect
 from flotilla_core import rpc
 from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import Unavailable
-from flotilla_core.trust import TokenFile, read_token
+from flotilla_core.trust import Credential
 from flotilla_launch.records import StackRecord
 from flotilla_testing.command_line import run_command
 
@@ -109,9 +109,9 @@ class Stack:
         return True
 
     @property
-    def token(self) -> str:
-        """The secret of the stack."""
-        return read_token(load(StackConfig, [self.directory / "stack.yaml"]).bind, self.directory)
+    def credential(self) -> Credential:
+        """The credential of the stack."""
+        return Credential.of_stack(load(StackConfig, [self.directory / "stack.yaml"]).bind, self.directory)
 
     def address(self, name: str) -> str:
         """Return the address of a service of the stack, by its slot's name."""
@@ -120,8 +120,7 @@ class Stack:
 
     def channel(self, name: str) -> grpc.aio.Channel:
         """Return a channel to a service of the stack, by its slot's name."""
-        bind = load(StackConfig, [self.directory / "stack.yaml"]).bind
-        return rpc.connect(self.address(name), token=TokenFile.of_stack(bind, self.directory))
+        return rpc.connect(self.address(name), credential=self.credential)
 
     def process(self, name: str) -> psutil.Process:
         """Return the main process of a service, by its slot's name."""
@@ -171,7 +170,6 @@ def light_stack(
     trainer_model: Path | None = None,
     trainer_s: float = 0,
     autoscale: dict[str, Any] | None = None,
-    bind: dict[str, Any] | None = None,
     **generator: Any,
 ) -> Iterator[Stack]:
     """A whole fleet in seconds: simulated engine, accepting trainer (`trainer_s` an update), everything else real."""
@@ -181,7 +179,6 @@ def light_stack(
         "generator": {"engine": "sim", **generator},
         "trainer": {"replicas": 0},
         "autoscale": autoscale,
-        "bind": bind or {},
         "restart_budget": 1000,
     }
     with running_stack(description, directory) as stack:

@@ -23,7 +23,7 @@ from flotilla_core.bus.server import MAY_PUBLISH, server_config
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.files import make_private_folder, write_atomically
-from flotilla_core.trust import TokenFile
+from flotilla_core.trust import Credential
 from flotilla_launch.compose.file import (
     COORDINATOR,
     NATS_PORT,
@@ -53,7 +53,6 @@ _MISSING = (
     "install Docker and Docker Compose (Debian: docker.io and docker-compose), or start the stack without containers: "
     "flotilla up --on local"
 )
-_SECRET_FILES = (Path("token"), OWN_FILES[SERVICE])
 _ENDED = (pb.ProcessState.PROCESS_STATE_FAILED, pb.ProcessState.PROCESS_STATE_STOPPED)
 
 
@@ -82,7 +81,7 @@ class ComposeEngine:
         return stack
 
     async def begin(self, stack: StackConfig, placed: PlacedFile) -> PlacedFile:
-        self._write_login()
+        self._write_login(Credential.of_stack(stack.bind, self._directory))
         return placed
 
     async def follow(
@@ -102,12 +101,12 @@ class ComposeEngine:
 
     async def look(self, stack: StackConfig, placed: PlacedFile) -> Seen:
         containers = await self._containers(placed)
-        token = TokenFile.of_stack(stack.bind, self._paths.directory).current()
+        credential = Credential.of_stack(stack.bind, self._directory)
         processes = await asyncio.gather(
-            *(self._process(row, containers.get(row.name), token) for row in self._table(stack))
+            *(self._process(row, containers.get(row.name), credential) for row in self._table(stack))
         )
         nats = next(process.address for process in processes if process.name == NATS)
-        return Seen(processes, nats_url=f"nats://{nats}" if nats else "", troubles=troubles_of(processes))
+        return Seen(processes, nats_url=f"tls://{nats}" if nats else "", troubles=troubles_of(processes))
 
     async def end(self, placed: PlacedFile, say: Say) -> None:
         """End all containers in order, NATS last."""
@@ -119,7 +118,9 @@ class ComposeEngine:
             announced.unlink(missing_ok=True)
         self._compose_file.unlink(missing_ok=True)
 
-    async def _process(self, row: Row, container: Mapping[str, Any] | None, token: str) -> pb.ProcessStatus:
+    async def _process(
+        self, row: Row, container: Mapping[str, Any] | None, credential: Credential
+    ) -> pb.ProcessStatus:
         """Return what Docker says of a container, and READY where the service in it says so."""
         log = self._paths.log_file(row.name)
         status = pb.ProcessStatus(name=row.name, kind=row.slot.kind, log_path=str(log))
@@ -146,7 +147,7 @@ class ComposeEngine:
         host = next((network["IPAddress"] for network in networks if network["IPAddress"]), "")
         if host and not restarting:
             status.address = f"{host}:{row.resources.ports[0]}"
-            if await (_listens(host) if row.name == NATS else is_serving(status.address, token)):
+            if await (_listens(host) if row.name == NATS else is_serving(status.address, credential)):
                 status.state = READY
         return status
 
@@ -175,14 +176,14 @@ class ComposeEngine:
                 next_step="build the images of this version (make images), or name theirs in compose.tag",
             )
 
-    def _write_login(self) -> None:
+    def _write_login(self, credential: Credential) -> None:
         """Make the passwords of NATS, for the life of this placement."""
         passwords = {user: secrets.token_hex(32) for user in MAY_PUBLISH}
         folder = Project(self._directory, "", "").home(NATS) / NATS
         for made in (folder, self._paths.nats):
             make_private_folder(made)
         # Inside the container the folder is that of the stack.
-        config = server_config(self._directory / NATS, "0.0.0.0", NATS_PORT, passwords, None)
+        config = server_config(self._directory / NATS, "0.0.0.0", NATS_PORT, passwords, credential)
         write_atomically(folder / "nats.conf", config)
         for user, password in passwords.items():
             write_atomically(self._directory / OWN_FILES[user], f"{user}:{password}\n")
@@ -200,10 +201,10 @@ class ComposeEngine:
             if not log.exists():
                 log.unlink(missing_ok=True)
                 log.symlink_to(home / "logs" / log.name)
-            if row.name != NATS:
-                for name in (*_SECRET_FILES, Path("stack.yaml")):
-                    if (source := self._directory / name).exists():
-                        write_atomically(home / name, source.read_text("utf-8"))
+            own = [OWN_FILES[SERVICE], self._paths.stack_file.name] if row.name != NATS else []
+            for name in (self._paths.credential_file.name, *own):
+                if (source := self._directory / name).exists():
+                    write_atomically(home / name, source.read_text("utf-8"))
         write_atomically(self._compose_file, render(stack, rows, project))
 
     @property

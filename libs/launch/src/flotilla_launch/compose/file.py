@@ -104,11 +104,6 @@ def check(stack: StackConfig) -> None:
             "leave nats.url out: the stack then has a server of its own",
         ),
         (
-            stack.bind.tls is not None,
-            "bind.tls: its files and names are those of hosts",
-            "leave bind.tls out: traffic between the containers does not leave this host",
-        ),
-        (
             any(len(gang_of(stack, role).hosts) > 1 for role in roles_of(stack)),
             "hosts of a gang: all its ranks are in one container",
             "leave hosts out",
@@ -149,7 +144,7 @@ def secrets_of(table: Sequence[Row]) -> dict[str, tuple[Row, str]]:
 def render(stack: StackConfig, table: Sequence[Row], project: Project) -> str:
     """Return the Compose file."""
     coordinator = next(row for row in table if row.name == COORDINATOR)
-    endpoints = Endpoints(f"nats://{NATS}:{NATS_PORT}", f"{COORDINATOR}:{coordinator.resources.ports[0]}")
+    endpoints = Endpoints(f"tls://{NATS}:{NATS_PORT}", f"{COORDINATOR}:{coordinator.resources.ports[0]}")
     described = {row.name: _container(row, stack, project, endpoints) for row in table}
     head = (
         f"# The stack {stack.name!r}, written by flotilla up --on compose: change the stack file instead.\n"
@@ -170,7 +165,12 @@ def _container(row: Row, stack: StackConfig, project: Project, endpoints: Endpoi
         "hostname": row.name,
         "user": project.user,
         "command": _literal([*_TO_LOG, log, *row.command_at(endpoints)]),
-        "environment": {"FLOTILLA_PORT": str(row.resources.ports[0]), **_environment(row)},
+        "environment": {
+            # For the health check of the image.
+            "FLOTILLA_PORT": str(row.resources.ports[0]),
+            "FLOTILLA_STACK": _literal(str(project.directory / "stack.yaml")),
+            **_environment(row),
+        },
         "volumes": _literal(_volumes(row, stack, project)),
         "tmpfs": [*_SCRATCH],
         "restart": f"on-failure:{budget}" if budget else "no",
@@ -197,13 +197,12 @@ def _container(row: Row, stack: StackConfig, project: Project, endpoints: Endpoi
 
 
 def _volumes(row: Row, stack: StackConfig, project: Project) -> list[dict[str, Any]]:
-    read: list[Path] = []
+    read = [stack.bind.credential_file] if stack.bind.credential_file is not None else []
     if row.name != NATS:
         models: list[Path | str | None] = [stack.model]
         if row.slot.kind == ServiceKind.SERVICE_KIND_TRAINER:
             models.append(getattr(gang_of(stack, role_of_process(row.name)), "model", None))
         read += [model for model in models if isinstance(model, Path)]
-        read += [stack.bind.token_file] if stack.bind.token_file is not None else []
         read += stack.compose.data if row.name == COORDINATOR else []
     own = {"type": "bind", "source": str(project.home(row.name)), "target": str(project.directory)}
     return [

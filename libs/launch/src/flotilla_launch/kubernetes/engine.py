@@ -27,7 +27,7 @@ from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition
 from flotilla_core.files import write_atomically
 from flotilla_core.kinds import kind_name
-from flotilla_core.trust import make_token
+from flotilla_core.trust import read_secret
 from flotilla_launch.kubernetes.commands import Cluster, current_context
 from flotilla_launch.kubernetes.pods import (
     Object,
@@ -236,10 +236,10 @@ class KubernetesEngine:
         return (found.get("version"), found.get("status")) != (version, "deployed")
 
     def _words(self, stack: StackConfig) -> Words:
-        """Return the secrets of the stack: the token of its directory, and those that its values have or get now."""
+        """Return the secrets of the stack: its credential, and those that its values have or get now."""
         auth = self._written_values().get("auth", {})
         return Words(
-            token=make_token(stack.bind, self._paths.directory),
+            credential=read_secret(self._paths.credential_file, "the stack's credential"),
             nats=auth.get("natsPassword") or secrets.token_hex(32),
             nats_coordinator=auth.get("natsCoordinatorPassword") or secrets.token_hex(32),
             routes=auth.get("natsRoutePassword") or secrets.token_hex(32),

@@ -60,11 +60,7 @@ class Release:
 
     def workload(self, kind: ServiceKind.ValueType) -> str:
         """Return the workload of a kind with replicas, as kubectl takes it."""
-        return f"{'statefulset' if self.has_tls else 'deployment'}/{self.full_name}-{kind_name(kind)}"
-
-    @property
-    def has_tls(self) -> bool:
-        return bool(self.values["tls"]["enabled"])
+        return f"deployment/{self.full_name}-{kind_name(kind)}"
 
     @property
     def scaled_by(self) -> str:
@@ -142,23 +138,11 @@ def _row(
         f"flotilla-{component}",
         f"--name={told}",
         f"--stack={_STACK_FILE}",
-        f"--advertise-host={_advertised(release, slot, workload, component)}",
-        f"--otlp={spans}:{port}",
+        f"--advertise-host={_service(release, component) if component == 'coordinator' else '$(POD_IP)'}",
+        f"--otlp=https://{spans}:{port}",
         f"--drain-grace={section['drainSeconds']}",
     )
     return Row(workload, slot, command, environment, _resources(section, slot.name, has_gpus, port))
-
-
-def _advertised(release: Release, slot: Slot, workload: str, component: str) -> str:
-    """Return the host that peers dial: with TLS the name of the pod, which the certificate has."""
-    if component == "coordinator":
-        return _service(release, component)
-    if not release.has_tls:
-        return "$(POD_IP)"
-    engine, _, name = workload.partition("/")
-    if engine == "jobset":  # the name that JobSet gives to the only pod of the only job
-        return f"{name}-gang-0-0.{name}.{release.namespace}.svc"
-    return f"$(POD_NAME).{name}.{release.namespace}.svc"
 
 
 def _service(release: Release, component: str) -> str:

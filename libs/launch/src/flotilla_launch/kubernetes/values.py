@@ -39,7 +39,7 @@ Values = dict[str, Any]
 class Words:
     """The secrets of a stack whose values name no Secret."""
 
-    token: str = field(repr=False)
+    credential: str = field(repr=False)
     nats: str = field(repr=False)
     nats_coordinator: str = field(repr=False)
     routes: str = field(repr=False)
@@ -49,11 +49,6 @@ def check(stack: StackConfig) -> None:
     """Raise InvalidConfig for a stack that cannot run in pods."""
     check_several_hosts(in_pods(stack), "Kubernetes")
     refused = (
-        (
-            stack.bind.tls is not None,
-            "bind.tls: its files are those of this host",
-            "set tls in a file of kubernetes.values: the certificate is then in a Secret",
-        ),
         *(
             (
                 len(gang_of(stack, role).hosts) > 1,
@@ -63,9 +58,9 @@ def check(stack: StackConfig) -> None:
             for role in roles_of(stack)
         ),
         (
-            stack.bind.token_file is not None,
-            "bind.token_file: it is a file of this host",
-            "name a Secret in auth.existingSecret, in a file of kubernetes.values",
+            stack.bind.credential_file is not None,
+            "bind.credential_file: it is a file of this host",
+            "name a Secret in tls.existingSecret, in a file of kubernetes.values",
         ),
     )
     refuse("this stack cannot run on Kubernetes", refused)
@@ -123,7 +118,7 @@ def values_of(stack: StackConfig, given: Values, words: Words | None) -> Values:
         values["auth"] = {"existingSecret": ""}
         if words is not None:
             values["auth"] |= {
-                "token": words.token,
+                "credential": words.credential,
                 "natsPassword": words.nats,
                 "natsCoordinatorPassword": words.nats_coordinator,
                 "natsRoutePassword": words.routes,

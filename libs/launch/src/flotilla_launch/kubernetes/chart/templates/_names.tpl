@@ -57,8 +57,9 @@ labels:
 {{ .root.Values.auth.existingSecret | default (printf "%s-auth" (include "flotilla.fullname" .)) }}
 {{- end -}}
 
+{{/* The Secret with a credential in three keys; empty where it is one key of the Secret of `auth`. */}}
 {{- define "flotilla.tlsSecretName" -}}
-{{ .root.Values.tls.existingSecret | default (printf "%s-tls" (include "flotilla.fullname" .)) }}
+{{ .root.Values.tls.existingSecret | default (ternary (printf "%s-tls" (include "flotilla.fullname" .)) "" .root.Values.tls.certManager.enabled) }}
 {{- end -}}
 
 {{- define "flotilla.runsClaim" -}}

@@ -63,25 +63,21 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end -}}
 
-{{/* Health by gRPC; a kubelet cannot present a certificate, so with TLS the container asks itself. */}}
+{{/* A kubelet has no certificate to ask for health by gRPC, so the container asks itself. */}}
 {{- define "flotilla.probe" -}}
-{{- if .root.Values.tls.enabled -}}
-exec: {command: [python, /opt/flotilla/bin/health.py]}
-{{- else -}}
-grpc: {port: {{ include "flotilla.port" . }}}
-{{- end -}}
+exec: {command: [python, /opt/image/health.py]}
 {{- end -}}
 
 {{- define "flotilla.probes" -}}
 startupProbe:
   {{- include "flotilla.probe" . | nindent 2 }}
   periodSeconds: 5
-  timeoutSeconds: 3
+  timeoutSeconds: 5
   failureThreshold: {{ div (add (int (dig "ready_timeout_s" 180 .root.Values.stack)) 4) 5 }}
 readinessProbe:
   {{- include "flotilla.probe" . | nindent 2 }}
   periodSeconds: 5
-  timeoutSeconds: 3
+  timeoutSeconds: 5
 livenessProbe:
   {{- include "flotilla.probe" . | nindent 2 }}
   periodSeconds: 10
@@ -99,8 +95,8 @@ resources:
 {{- end -}}
 
 {{/*
-The container of a service. `name` is its slot, `advertise` the host that peers dial, `spans` where spans go,
-`loads` whether it reads the model, `keeps` whether it reads and writes run directories.
+The container of a service. `name` is its slot, `advertise` the host that peers dial (by default the address of its
+pod), `spans` where spans go, `loads` whether it reads the model, `keeps` whether it reads and writes run directories.
 */}}
 {{- define "flotilla.container" -}}
 {{- $section := index .root.Values .component -}}
@@ -111,8 +107,8 @@ The container of a service. `name` is its slot, `advertise` the host that peers 
   args:
     - --name={{ .name }}
     - --stack=/etc/flotilla/config/stack.yaml
-    - --advertise-host={{ .advertise }}
-    - --otlp={{ .spans }}:{{ include "flotilla.port" . }}
+    - --advertise-host={{ .advertise | default "$(POD_IP)" }}
+    - --otlp=https://{{ .spans }}:{{ include "flotilla.port" . }}
     - --drain-grace={{ int $section.drainSeconds }}
   env:
     - name: POD_NAME
@@ -145,9 +141,7 @@ The container of a service. `name` is its slot, `advertise` the host that peers 
   volumeMounts:
     - {name: config, mountPath: /etc/flotilla/config, readOnly: true}
     - {name: secrets, mountPath: /etc/flotilla/secrets, readOnly: true}
-    {{- if .root.Values.tls.enabled }}
-    - {name: tls, mountPath: /etc/flotilla/tls, readOnly: true}
-    {{- end }}
+    - {name: credential, mountPath: /etc/flotilla/credential, readOnly: true}
     {{- if and .root.Values.functions (ne .component "generator") }}
     - {name: functions, mountPath: /etc/flotilla/functions, readOnly: true}
     {{- end }}
@@ -172,40 +166,10 @@ The container of a service. `name` is its slot, `advertise` the host that peers 
 {{ .root.Values.stack.state_dir | default "/var/lib/flotilla" }}/{{ .root.Values.stack.name | default "local" }}
 {{- end -}}
 
-{{/*
-The host that peers dial. A certificate must name it, so with TLS it is the name of the pod below its Service, which only
-pods of a StatefulSet (or a JobSet) have.
-*/}}
-{{- define "flotilla.advertise" -}}
-{{- if .root.Values.tls.enabled -}}
-$(POD_NAME).{{ include "flotilla.fullname" . }}-{{ .suffix }}.{{ .root.Release.Namespace }}.svc
-{{- else -}}
-$(POD_IP)
-{{- end -}}
-{{- end -}}
-
-{{/* The Service below which pods have names; they are dialled before they are ready, to learn whether they are. */}}
-{{- define "flotilla.headless" -}}
-apiVersion: v1
-kind: Service
-metadata:
-  {{- include "flotilla.metadata" . | nindent 2 }}
-spec:
-  clusterIP: None
-  publishNotReadyAddresses: true
-  selector:
-    {{- include "flotilla.selector" . | nindent 4 }}
-    {{- with .role }}
-    flotilla.role: {{ . | quote }}
-    {{- end }}
-  ports:
-    - {name: grpc, port: {{ include "flotilla.port" . }}, targetPort: grpc}
-{{- end -}}
-
-{{/* What makes replicas that are all alike: a Deployment, or with TLS a StatefulSet. Without `replicas`, others scale. */}}
+{{/* What makes replicas that are all alike. Without `replicas`, others scale. */}}
 {{- define "flotilla.replicated" -}}
 apiVersion: apps/v1
-kind: {{ include "flotilla.replicatedKind" . }}
+kind: Deployment
 metadata:
   {{- include "flotilla.metadata" . | nindent 2 }}
 spec:
@@ -213,16 +177,10 @@ spec:
   replicas: {{ .replicas }}
   {{- end }}
   # One by one, under running runs, and never more GPUs than there are.
-  {{- if .root.Values.tls.enabled }}
-  serviceName: {{ include "flotilla.fullname" . }}-{{ .suffix }}
-  podManagementPolicy: Parallel
-  updateStrategy: {type: RollingUpdate}
-  {{- else }}
   strategy:
     type: RollingUpdate
     rollingUpdate: {maxUnavailable: 1, maxSurge: 0}
   progressDeadlineSeconds: {{ add (int (dig "ready_timeout_s" 180 .root.Values.stack)) 600 }}
-  {{- end }}
   selector:
     matchLabels:
       {{- include "flotilla.selector" . | nindent 6 }}
@@ -240,8 +198,6 @@ spec:
         {{- include "flotilla.volumes" . | nindent 8 }}
 {{- end -}}
 
-{{- define "flotilla.replicatedKind" -}}{{ ternary "StatefulSet" "Deployment" .root.Values.tls.enabled }}{{- end -}}
-
 {{/* The volumes of a service; the coordinator's state is a claim of its StatefulSet. */}}
 {{- define "flotilla.volumes" -}}
 {{- $section := index .root.Values .component -}}
@@ -252,19 +208,17 @@ spec:
     secretName: {{ include "flotilla.secretName" . }}
     defaultMode: 0440
     items:
-      - {key: token, path: token}
       # Of the user that may also write the events of runs.
       - {key: {{ ternary "nats-coordinator-credentials" "nats-credentials" (eq .component "coordinator") }}, path: nats-credentials}
-{{- if .root.Values.tls.enabled }}
-- name: tls
+{{- $three := include "flotilla.tlsSecretName" . }}
+- name: credential
   secret:
-    secretName: {{ include "flotilla.tlsSecretName" . }}
+    secretName: {{ $three | default (include "flotilla.secretName" .) }}
     defaultMode: 0440
     items:
-      - {key: tls.crt, path: tls.crt}
-      - {key: tls.key, path: tls.key}
-      - {key: ca.crt, path: ca.crt}
-{{- end }}
+      {{- range $file := ternary (list "credential.pem") (list "tls.crt" "tls.key" "ca.crt") (empty $three) }}
+      - {key: {{ $file }}, path: {{ $file }}}
+      {{- end }}
 {{- if and .root.Values.functions (ne .component "generator") }}
 - name: functions
   configMap: {name: {{ include "flotilla.fullname" . }}-functions}

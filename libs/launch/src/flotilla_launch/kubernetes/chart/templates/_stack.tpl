@@ -3,10 +3,7 @@ The stack file of all services: .Values.stack, and below it what follows from th
 A key of .Values.stack wins over the one that the chart would write.
 */}}
 {{- define "flotilla.stack" -}}
-{{- $bind := dict "token_file" "/etc/flotilla/secrets/token" -}}
-{{- if .root.Values.tls.enabled -}}
-{{- $_ := set $bind "tls" (dict "certificate_file" "/etc/flotilla/tls/tls.crt" "key_file" "/etc/flotilla/tls/tls.key" "ca_file" "/etc/flotilla/tls/ca.crt") -}}
-{{- end -}}
+{{- $bind := dict "credential_file" (ternary "/etc/flotilla/credential/credential.pem" "/etc/flotilla/credential" (empty (include "flotilla.tlsSecretName" .))) -}}
 {{- /* Kubernetes moves a coordinator without its users having stopped anything. */ -}}
 {{- $ours := dict "placement" "separate" "bind" $bind "coordinator" (dict "keep_runs" true) -}}
 {{- if .root.Values.nats.enabled -}}
@@ -50,9 +47,6 @@ A key of .Values.stack wins over the one that the chart would write.
 {{- if eq (dig "autoscale" "mode" "advise" $stack) "act" -}}
 {{- fail "stack.autoscale.mode is act: there is no launcher here that could; set it to advise, and generator.autoscaling.kind" -}}
 {{- end -}}
-{{- if and $values.tls.enabled (not $values.tls.existingSecret) (not $values.tls.certManager.enabled) -}}
-{{- fail "tls.enabled needs tls.existingSecret, or tls.certManager.enabled with tls.certManager.issuer.name" -}}
-{{- end -}}
 {{- if and $values.tls.certManager.enabled (not $values.tls.certManager.issuer.name) -}}
 {{- fail "tls.certManager.issuer.name is empty: name the issuer of your certificates" -}}
 {{- end -}}
@@ -62,12 +56,15 @@ A key of .Values.stack wins over the one that the chart would write.
 {{- if and (eq $values.generator.autoscaling.kind "keda") (not $values.generator.autoscaling.keda.triggers) -}}
 {{- fail "generator.autoscaling.kind is keda: name at least one of generator.autoscaling.keda.triggers" -}}
 {{- end -}}
-{{- if not (or $values.auth.existingSecret (and $values.auth.token $values.auth.natsPassword $values.auth.natsCoordinatorPassword $values.auth.natsRoutePassword)) -}}
-{{- fail "no secrets: name a Secret in auth.existingSecret, or give auth.token, auth.natsPassword, auth.natsCoordinatorPassword and auth.natsRoutePassword" -}}
+{{- if not (or $values.auth.existingSecret (and $values.auth.natsPassword $values.auth.natsCoordinatorPassword $values.auth.natsRoutePassword)) -}}
+{{- fail "no secrets: name a Secret in auth.existingSecret, or give auth.natsPassword, auth.natsCoordinatorPassword and auth.natsRoutePassword" -}}
 {{- end -}}
-{{- range $word := list $values.auth.token $values.auth.natsPassword $values.auth.natsCoordinatorPassword $values.auth.natsRoutePassword -}}
+{{- if not (or (include "flotilla.tlsSecretName" .) $values.auth.existingSecret $values.auth.credential) -}}
+{{- fail "no credential: give auth.credential, or name a Secret in auth.existingSecret or tls.existingSecret, or set tls.certManager" -}}
+{{- end -}}
+{{- range $word := list $values.auth.natsPassword $values.auth.natsCoordinatorPassword $values.auth.natsRoutePassword -}}
 {{- if and $word (not (regexMatch "^[A-Za-z0-9_-]{32,}$" $word)) -}}
-{{- fail "auth.token, auth.natsPassword, auth.natsCoordinatorPassword and auth.natsRoutePassword are words of at least 32 letters, digits, _ and -: openssl rand -hex 32" -}}
+{{- fail "auth.natsPassword, auth.natsCoordinatorPassword and auth.natsRoutePassword are words of at least 32 letters, digits, _ and -: openssl rand -hex 32" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
