@@ -1,4 +1,4 @@
-"""A fleet that goes on where an older version stopped, with certificates, which that one did not have.
+"""A fleet that goes on where an older version stopped, by an authority of its own, which that one did not have.
 
 `contract/paused_run/make.py` made the state directory, in a checkout of 26449ff. All services are real but for the
 engine; the launcher listens on a port as well.
@@ -16,13 +16,18 @@ from typing import Any
 
 import yaml
 
-from flotilla_core.config.stack import TlsConfig
-from flotilla_core.trust import certificates
+from flotilla_core.trust import write_secret
 from flotilla_launch.placement import reserve_port
 from flotilla_testing.stack import Stack, running_stack, wait_until
 
 STATE = Path(__file__).parent / "contract" / "paused_run" / "state.tar.xz"
-OVERLAP_S = 4.0
+OLDER_KEYS = {
+    "token_file": "token",
+    "token_overlap_s": 600,
+    "plaintext": True,
+    "tls": {"certificate_file": "certificate.pem", "key_file": "key.pem", "ca_file": "ca.pem"},
+}
+"""The section `bind` of a stack file of before a stack had an authority of its own."""
 LAUNCHER_PORT = reserve_port("127.0.0.1")
 
 
@@ -31,36 +36,34 @@ class OlderFleet:
     """The fleet, once the run that the older version paused has ended."""
 
     stack: Stack
-    tls: TlsConfig
+    refused: str
+    """The answer to the first `up`, whose stack file named what guarded older versions."""
     paused: dict[str, Any]
     """The run as this version found it."""
     ended: dict[str, Any]
     """The run after it was resumed."""
 
 
-def tls_in(folder: Path) -> TlsConfig:
-    return TlsConfig(
-        certificate_file=folder / "certificate.pem", key_file=folder / "key.pem", ca_file=folder / "ca.pem"
-    )
-
-
 @contextlib.contextmanager
 def older_fleet(folder: Path) -> Iterator[OlderFleet]:
     """Start this version on the state of the older one, and resume its run."""
     older = _unpacked(folder)
-    tls = tls_in(certificates.make_certificates(folder / "certs", ["a"])[0])
+    write_secret(older / "state" / "sim" / "token", "0" * 64)
     described = yaml.safe_load((older / "stack.yaml").read_text()) | {
         "model": str(older / "model"),
         "state_dir": str(older / "state"),
-        "bind": {"tls": tls.model_dump(mode="json"), "token_overlap_s": OVERLAP_S},
         "launcher": {"port": LAUNCHER_PORT},
     }
+    guarded = folder / "guarded.yaml"
+    guarded.write_text(yaml.safe_dump(described | {"bind": OLDER_KEYS}))
+    refused = Stack(guarded, older / "state" / "sim").flotilla("up")
+    assert refused.code != 0
     with running_stack(described, older) as stack:
         (paused,) = stack.ok("run", "list")["runs"]
         wait_until("the run under the new coordinator", lambda: stack.state(paused) == "paused")
         stack.ok("run", "resume", paused["run_id"])
         wait_until("the end of the run", lambda: stack.state(paused) not in ("running", "paused"))
-        yield OlderFleet(stack, tls, paused, stack.ok("run", "show", paused["run_id"]))
+        yield OlderFleet(stack, refused.err, paused, stack.ok("run", "show", paused["run_id"]))
 
 
 def _unpacked(folder: Path) -> Path:

@@ -60,7 +60,7 @@ def fleet(shared_fleet: SharedFleet) -> Stack:
 
 @pytest.fixture(scope="session")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OlderFleet]:
-    """A fleet with certificates, whose services are all real but for the engine."""
+    """A fleet whose services are all real but for the engine."""
     with older_fleet(tmp_path_factory.mktemp("older")) as fleet:
         yield fleet
 

@@ -11,7 +11,9 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ from flotilla.generator.v1 import generator_pb2
 from flotilla.launcher.v1 import launcher_pb2
 from flotilla.reward.v1 import reward_pb2
 from flotilla.trainer.v1 import trainer_pb2
+from flotilla_core.config import BindConfig
+from flotilla_core.trust.authority import make_credential
 
 CALL_TIMEOUT_S = 5
 _MODULES = (
@@ -45,13 +49,9 @@ _MODULES = (
     trace_service_pb2,
     reflection_pb2,
 )
-_HEADERS: tuple[tuple[tuple[str, str], ...], ...] = (
-    (),
-    (("authorization", "Bearer "),),
-    (("authorization", "Bearer secret"),),
-    (("authorization", "Flotilla 1 a 1 127.0.0.1:1 00"),),
-    (("flotilla-fence", f"{2**62} {2**62} ledger run"),),
-)
+_HEADERS = (("authorization", "Bearer secret"), ("flotilla-fence", f"{2**62} {2**62} ledger run"))
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The first bytes of a connection that makes calls."""
 
 
 @dataclass
@@ -76,8 +76,6 @@ class Findings:
     """Everything that should not have worked."""
     refused: Counter[str] = field(default_factory=Counter)
     """How often each kind of attempt was refused."""
-    healthy: list[str] = field(default_factory=list)
-    """Services that say whether they are up, which anybody may know."""
 
 
 def main() -> None:
@@ -93,11 +91,15 @@ def main() -> None:
         _attempt(found, "list open files", str(pid), partial(os.listdir, f"/proc/{pid}/fd"))
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGSTOP, signal.SIGKILL):
             _attempt(found, "signal", f"{pid} {number.name}", partial(os.kill, pid, number))
-    for address in targets.addresses:
-        _call_everything(found, address)
+    with tempfile.TemporaryDirectory() as folder:
+        own = make_credential(BindConfig(), Path(folder)).path
+        for address in targets.addresses:
+            _call_everything(found, address)
+            for shown in (None, own):
+                _attempt(found, "knock", address, partial(_knock, address, shown))
+        asyncio.run(_try_nats(found, targets.nats, own))
     for path in targets.sockets:
         _attempt(found, "connect to socket", path, partial(_connect, path))
-    asyncio.run(_try_nats(found, targets.nats))
     json.dump(vars(found), sys.stdout)
 
 
@@ -141,32 +143,22 @@ def _methods() -> Iterator[tuple[str, bool, bool]]:
 
 
 def _call_everything(found: Findings, address: str) -> None:
+    (health,) = health_pb2.DESCRIPTOR.services_by_name.values()
     with grpc.insecure_channel(address) as channel:
-        health = channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        if health(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S).status:
-            found.healthy.append(address)
-        for method, sends_stream, gets_stream in _methods():
-            for metadata in _HEADERS:
-                code = _code_of(channel, method, sends_stream, gets_stream, metadata)
-                # A service that does not have the call at all says so to anybody.
-                if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED):
-                    found.refused[f"{code.name} {address}"] += 1
-                else:
-                    found.gained.append(f"call: {address}{method} {metadata}: {code}")
+        for method, sends_stream, gets_stream in (*_methods(), (f"/{health.full_name}/Check", False, False)):
+            code = _code_of(channel, method, sends_stream, gets_stream)
+            if code is grpc.StatusCode.UNAVAILABLE:
+                found.refused[f"call {address}"] += 1
+            else:
+                found.gained.append(f"call: {address}{method}: {code}")
 
 
-def _code_of(
-    channel: grpc.Channel, method: str, sends_stream: bool, gets_stream: bool, metadata: Any
-) -> grpc.StatusCode:
+def _code_of(channel: grpc.Channel, method: str, sends_stream: bool, gets_stream: bool) -> grpc.StatusCode:
     kind = f"{'stream' if sends_stream else 'unary'}_{'stream' if gets_stream else 'unary'}"
     call = getattr(channel, kind)(method)
     request = iter([b""]) if sends_stream else b""
     try:
-        answer = call(request, timeout=CALL_TIMEOUT_S, metadata=metadata)
+        answer = call(request, timeout=CALL_TIMEOUT_S, metadata=_HEADERS)
         if gets_stream:
             next(answer, None)
     except grpc.RpcError as error:
@@ -174,7 +166,33 @@ def _code_of(
     return grpc.StatusCode.OK
 
 
-async def _try_nats(found: Findings, url: str) -> None:
+def _unverified(shown: Path | None) -> ssl.SSLContext:
+    """Return what believes any server, and shows this certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if shown is not None:
+        context.load_cert_chain(shown)
+    return context
+
+
+def _knock(address: str, shown: Path | None) -> None:
+    """Begin to make calls; a server that takes them answers with settings of its own."""
+    host, _, port = address.rpartition(":")
+    try:
+        with (
+            socket.create_connection((host, int(port)), CALL_TIMEOUT_S) as line,
+            _unverified(shown).wrap_socket(line) as door,
+        ):
+            door.sendall(_HTTP2)
+            answer = door.recv(1)
+    except (ssl.SSLError, ConnectionError):
+        answer = b""
+    if not answer:
+        raise PermissionError(address)
+
+
+async def _try_nats(found: Findings, url: str, own: Path) -> None:
     logins: list[dict[str, Any]] = [
         {},
         {"user": "flotilla", "password": "flotilla"},
@@ -182,16 +200,22 @@ async def _try_nats(found: Findings, url: str) -> None:
         {"token": "flotilla"},
     ]
     for login in logins:
-        client = Client()
-        try:
-            await client.connect(
-                url, allow_reconnect=False, connect_timeout=CALL_TIMEOUT_S, error_cb=_ignore, **login
-            )
-        except (NatsError, OSError, TimeoutError):
-            found.refused["nats"] += 1
-        else:
-            found.gained.append(f"nats: {login}")
-            await client.close()
+        for shown in (None, own):
+            client = Client()
+            try:
+                await client.connect(
+                    url,
+                    allow_reconnect=False,
+                    connect_timeout=CALL_TIMEOUT_S,
+                    error_cb=_ignore,
+                    tls=_unverified(shown),
+                    **login,
+                )
+            except (NatsError, OSError, TimeoutError):
+                found.refused["nats"] += 1
+            else:
+                found.gained.append(f"nats: {login}")
+                await client.close()
 
 
 async def _ignore(_: Exception) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from older_fleet import OlderFleet
+from older_fleet import OLDER_KEYS, OlderFleet
 
 from flotilla_coordinator.ledger.checker import check
 
@@ -21,3 +21,13 @@ def test_a_run_that_an_older_version_paused_is_resumed(older: OlderFleet) -> Non
     assert ended["policy_version"] == f"1.{STEPS}"
     verdict = check(older.stack.directory / "ledger.sqlite", paused["run_id"])
     assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+
+
+def test_what_guarded_an_older_version_is_refused_with_the_way_and_left_as_it_is(older: OlderFleet) -> None:
+    for key in OLDER_KEYS:
+        assert f"bind.{key}" in older.refused, older.refused
+    assert "bind.credential_file" in older.refused
+    # Its secret opens nothing any more, and nobody is surprised by the loss of a file.
+    assert (older.stack.directory / "token").read_text().strip() == "0" * 64
+    made = {name: older.stack.directory / name for name in ("authority.pem", "credential.pem")}
+    assert {name: file.stat().st_mode & 0o777 for name, file in made.items()} == dict.fromkeys(made, 0o600)

@@ -11,9 +11,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 import flotilla
 from flotilla.common.v1.roles import ROLES
-from flotilla_core.method_handlers import is_open_to_all
 from flotilla_core.rpc.server import SERVICE_NAMES
-from flotilla_core.trust.role_tokens import LADDER
+from flotilla_core.trust.roles import LADDER, READ
 
 ROOT = Path(flotilla.__path__[0])
 
@@ -24,6 +23,7 @@ def test_every_call_has_a_role_and_a_role_has_a_call() -> None:
         for path in sorted(ROOT.rglob("*_pb2.py"))
     )
     services = [
+        *health_pb2.DESCRIPTOR.services_by_name.values(),
         *(service for module in modules for service in module.DESCRIPTOR.services_by_name.values()),
         *trace_service_pb2.DESCRIPTOR.services_by_name.values(),
     ]
@@ -32,9 +32,5 @@ def test_every_call_has_a_role_and_a_role_has_a_call() -> None:
     assert reflection.SERVICE_NAME in SERVICE_NAMES
     assert set(ROLES) == calls
     assert set(ROLES.values()) == set(LADDER)
-
-
-def test_health_alone_is_open_to_all() -> None:
-    (health,) = health_pb2.DESCRIPTOR.services_by_name.values()
-    assert all(is_open_to_all(f"/{health.full_name}/{method.name}") for method in health.methods)
-    assert [call for call in ROLES if is_open_to_all(call)] == []
+    # Any holder may ask whether a service is well, and nobody else.
+    assert {ROLES[call] for call in calls if call.startswith("/grpc.health.")} == {READ}

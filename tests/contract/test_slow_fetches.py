@@ -34,7 +34,8 @@ from flotilla_core.service import Activities
 from flotilla_core.service.operate import OperateServicer
 from flotilla_core.transfer import FILE_SERVICE_NAME, Files, FileServicer, folders, offers, shared_folder
 from flotilla_core.transfer import files as files_module
-from flotilla_testing.files import TOKEN, files_in
+from flotilla_testing.credentials import credential
+from flotilla_testing.files import files_in
 from flotilla_trainer.front import session_manager
 from flotilla_trainer.front.servicer import TrainerServicer
 from flotilla_trainer.front.session_files import SessionFiles
@@ -171,7 +172,8 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
 
     here = files_in(tmp_path / "coordinator")
     source = SlowFiles(here.offers)
-    coordinator = rpc.RpcServer(BindConfig(), token=TOKEN)
+    trusted = credential(tmp_path)
+    coordinator = rpc.RpcServer(BindConfig(), credential=trusted)
     coordinator.add(files_pb2_grpc.add_FileServiceServicer_to_server, source, FILE_SERVICE_NAME)
     here.address = await coordinator.start()
 
@@ -185,7 +187,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
         activities,
         SessionFiles(there, tmp_path / "trainer" / "remote-runs", gang.bring),
     )
-    trainer = rpc.RpcServer(BindConfig(), token=TOKEN)
+    trainer = rpc.RpcServer(BindConfig(), credential=trusted)
     trainer.add(
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
         TrainerServicer(manager),
@@ -200,7 +202,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
         files_pb2_grpc.add_FileServiceServicer_to_server, FileServicer(there.offers), FILE_SERVICE_NAME
     )
     there.address = await trainer.start()
-    async with rpc.connect(there.address, token=TOKEN) as channel:
+    async with rpc.connect(there.address, credential=trusted) as channel:
         yield Pair(tmp_path, here, source, gang, there.address, channel)
     await trainer.stop(0)
     await coordinator.stop(0)

@@ -17,7 +17,7 @@ import yaml
 from flotilla_core.bus import NatsServer
 from flotilla_core.config import BindConfig
 from flotilla_core.files import make_private_folder
-from flotilla_core.trust import make_token
+from flotilla_core.trust.authority import make_credential
 from flotilla_testing.stack import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -71,9 +71,9 @@ async def test_coordinator_serves_the_command_line(light_python: Path, tmp_path:
     stack.write_text(yaml.safe_dump({"name": "light", "model": str(model), "state_dir": str(tmp_path)}))
     directory = tmp_path / "light"
     make_private_folder(directory)
-    make_token(BindConfig(), directory)
+    own = make_credential(BindConfig(), directory)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    nats = await NatsServer.start(directory / "nats")
+    nats = await NatsServer.start(directory / "nats", credential=own)
     command = [light_python, "-m", "flotilla_coordinator.main", "--name", "coordinator"]
     coordinator = subprocess.Popen(
         [*command, "--stack", str(stack), "--nats", nats.url],

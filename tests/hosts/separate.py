@@ -1,7 +1,7 @@
 """Hosts that share no folder, on one machine: each is a mount namespace in which the folders of the others are empty.
 
 So what a service reads was fetched, and what another one keeps of it was fetched from the service that wrote it. Only a
-copy of the stack file, of the token and of the credentials of NATS is brought to a host by hand.
+copy of the stack file, of the stack's credential and of the credentials of NATS is brought to a host by hand.
 """
 
 from __future__ import annotations
@@ -140,16 +140,16 @@ class Hosts:
         return (self._root / f"{name}.log").read_text()
 
     def _bring_by_hand(self, home: Path, sections: dict[str, dict[str, Any]]) -> Path:
-        """Copy the stack file, with another model folder than there is, the token and the credentials of NATS."""
+        """Copy the stack file, with another model folder than there is, and the credentials of stack and NATS."""
         home.mkdir(exist_ok=True)
         running = json.loads((self.stack.directory / "launcher.json").read_text())
-        for name, source in (("token", "token"), ("nats", "nats/credentials")):
+        for name, source in (("credential.pem", "credential.pem"), ("nats", "nats/credentials")):
             shutil.copy(self.stack.directory / source, home / name)
             (home / name).chmod(0o600)
         description: dict[str, Any] = yaml.safe_load(self.stack.file.read_text())
         description |= {
             "state_dir": str(home / "state"),
-            "bind": {"token_file": str(home / "token")},
+            "bind": {"credential_file": str(home / "credential.pem")},
             "nats": {"url": running["nats_url"], "credentials_file": str(home / "nats")},
         }
         for section, keys in sections.items():

@@ -59,7 +59,7 @@ class Front:
     def __init__(self, hosts: Hosts, name: str, host: str) -> None:
         self._home = hosts.home(host)
         address = hosts.address(name, host)
-        self._channel = rpc.connect(address, token=hosts.stack.token)
+        self._channel = rpc.connect(address, credential=hosts.stack.credential)
         self._stub: Any = TrainerServiceStub(self._channel)
         self._operate: Any = operate_pb2_grpc.OperateServiceStub(self._channel)
 

@@ -1,8 +1,8 @@
 """A fleet on four hosts that share no folder: the run ends, and nothing is lost.
 
 Each host is a mount namespace in which the folders of the others are empty. So what a service reads was fetched, and
-what the coordinator keeps was fetched from the service that wrote it. Only a copy of the stack file, of the token and
-of the credentials of NATS is brought to a host by hand.
+what the coordinator keeps was fetched from the service that wrote it. Only a copy of the stack file and of the
+credentials of the stack and of NATS is brought to a host by hand.
 """
 
 from __future__ import annotations

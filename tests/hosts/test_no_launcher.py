@@ -20,6 +20,7 @@ from flotilla_coordinator.ledger.checker import check
 from flotilla_core.bus import NatsServer
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_launch.placement import reserve_port
+from flotilla_testing.credentials import credential
 from flotilla_testing.runs import small_run
 from flotilla_testing.stack import Stack, wait_until
 
@@ -48,7 +49,7 @@ class Pods:
             f"--name={name}",
             f"--stack={self.stack.file}",
             f"--advertise-host={'localhost' if is_coordinator else '127.0.0.1'}",
-            f"--otlp={'127.0.0.1' if is_coordinator else 'localhost'}:{self._coordinator_port}",
+            f"--otlp=https://{'127.0.0.1' if is_coordinator else 'localhost'}:{self._coordinator_port}",
             "--drain-grace=30",
             f"--port={self._coordinator_port if is_coordinator else 0}",
         ]
@@ -75,14 +76,12 @@ class Pods:
 
 @pytest.fixture
 async def pods(arithmetic: Path, tmp_path: Path) -> AsyncIterator[Pods]:
-    nats = await NatsServer.start(tmp_path / "nats")
-    token = tmp_path / "token"
-    token.write_text("a-word\n")
-    token.chmod(0o600)
+    own = credential(tmp_path)
+    nats = await NatsServer.start(tmp_path / "nats", credential=own)
     values: dict[str, Any] = yaml.safe_load(GOLDEN.read_text("utf-8"))
     values["model"] = str(arithmetic / "model")
     values["state_dir"] = str(tmp_path / "state")
-    values["bind"]["token_file"] = str(token)
+    values["bind"]["credential_file"] = str(own.path)
     values["nats"] = {"url": nats.url, "credentials_file": str(tmp_path / "nats" / "credentials")}
     values["generator"] |= {"engine": "sim", "dtype": "float32"}
     values["trainer"] |= {"dtype": "float32"}

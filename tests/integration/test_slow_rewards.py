@@ -26,9 +26,11 @@ from flotilla_core.config import RewardTermConfig
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.rpc import Replica, ReplicaPool
+from flotilla_core.trust import Credential
 from flotilla_reward import scoring as reward_scoring
 from flotilla_reward.scoring import Workers
 from flotilla_reward.service import RewardServicer
+from flotilla_testing.credentials import credential
 from flotilla_testing.files import NO_FILES
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RewardService"].full_name
@@ -38,15 +40,16 @@ GROUP = 4
 """Samples of a call. At a tenth of a second for each, the last call waits for several times SILENT_S."""
 LIMIT_S = 30.0
 SERVES = f"""
-import asyncio
+import asyncio, pathlib, sys
 from flotilla.reward.v1 import reward_pb2_grpc
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.rpc import RpcServer
+from flotilla_core.trust import Credential
 from flotilla_reward.scoring import workers
 from flotilla_reward.service import RewardServicer
 
 async def main():
-    server = RpcServer(BindConfig(), token="secret")
+    server = RpcServer(BindConfig(), credential=Credential(pathlib.Path(sys.argv[1])))
     servicer = RewardServicer(workers(0), None)
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, {SERVICE_NAME!r})
     print(await server.start(), flush=True)
@@ -67,13 +70,14 @@ class Mute(reward_pb2_grpc.RewardServiceServicer):
 class Fleet:
     """Reward replicas as a run has them."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
+    def __init__(self, stack: AsyncExitStack, trusted: Credential) -> None:
         self._stack = stack
+        self._credential = trusted
         self._known: dict[str, reg.Registration] = {}
         self.replicas: ReplicaPool[reward_pb2_grpc.RewardServiceAsyncStub] = ReplicaPool(
             reg.SERVICE_KIND_REWARD,
             reward_pb2_grpc.RewardServiceStub,
-            partial(rpc.connect, token="secret"),
+            partial(rpc.connect, credential=trusted),
         )
         stack.push_async_callback(self.replicas.close)
 
@@ -86,7 +90,7 @@ class Fleet:
         return workers
 
     async def serves(self, name: str, servicer: reward_pb2_grpc.RewardServiceServicer) -> None:
-        server = rpc.RpcServer(BindConfig(), token="secret")
+        server = rpc.RpcServer(BindConfig(), credential=self._credential)
         server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, SERVICE_NAME)
         await self.is_at(name, await server.start())
         self._stack.push_async_callback(server.stop, 0)
@@ -106,7 +110,7 @@ class Fleet:
     async def stopped(self, name: str) -> None:
         """A replica that is connected, and whose process then stands still."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", SERVES, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-c", SERVES, str(self._credential.path), stdout=asyncio.subprocess.PIPE
         )
         self._stack.push_async_callback(process.wait)
         self._stack.callback(process.kill)
@@ -140,11 +144,11 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+async def fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Fleet]:
     monkeypatch.setattr(scoring, "SILENT_S", SILENT_S)
     monkeypatch.setattr(reward_scoring, "SIGN_OF_LIFE_S", 0.1)
     async with AsyncExitStack() as stack:
-        yield Fleet(stack)
+        yield Fleet(stack, credential(tmp_path))
 
 
 def slow_file(folder: Path, *, loads_s: float = 0.0) -> str:

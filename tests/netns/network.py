@@ -2,7 +2,7 @@
 
 The generator is the real engine.
 Invariants: the folders of one host are empty on the others; what a host is given by hand is its stack file, its
-certificate, the token and the credentials of NATS; a unit starts its command again for as long as its host is up, as
+credential and that of NATS; a unit starts its command again for as long as its host is up, as
 systemd would; what runs in the namespaces is gone when the context ends, and only that.
 """
 
@@ -22,7 +22,9 @@ from typing import Any
 
 import yaml
 
-from flotilla_core.files import write_atomically
+from flotilla_core.config import BindConfig
+from flotilla_core.trust import write_secret
+from flotilla_core.trust.authority import make_credential
 from flotilla_testing.stack import BOOTED_WITHIN_S, Outcome, Stack, wait_until
 
 NAME = "netns"
@@ -213,20 +215,10 @@ class Network:
         """Bring to each host what an operator copies; the model is on the coordinator's host alone."""
         one = self.hosts["one"]
         shutil.copytree(model, one.home / "arithmetic")
-        certs = self.root / "certs"
-        made = subprocess.run(
-            [BIN / "flotilla", "certs", "init", "--hosts", ",".join(HOSTS.values()), "--out", certs],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert made.returncode == 0, made.stderr
-        word, password = secrets.token_hex(32), secrets.token_hex(32)
+        own, password = make_credential(BindConfig(), self.root).path.read_text(), secrets.token_hex(32)
         for host in self.hosts.values():
-            shutil.copytree(certs / host.address, host.home / "certs")
-            for file, text in (("token", word), ("nats", f"flotilla:{password}")):
-                write_atomically(host.home / file, f"{text}\n")
-                (host.home / file).chmod(0o600)
+            write_secret(host.home / "credential.pem", own)
+            write_secret(host.home / "nats", f"flotilla:{password}")
             self.write_stack(host)
         config = one.home / "nats.conf"
         config.write_text(
@@ -238,7 +230,6 @@ class Network:
 
     def write_stack(self, host: Host, **bind: Any) -> None:
         """Write the stack file of a host, with these keys of `bind` changed."""
-        certs = host.home / "certs"
         description = {
             "name": NAME,
             "model": str(self.hosts["one"].home / "arithmetic" / "model"),
@@ -249,12 +240,7 @@ class Network:
                 "host": host.address,
                 "interface": "eth0",
                 "ports": PORTS,
-                "token_file": str(host.home / "token"),
-                "tls": {
-                    "certificate_file": str(certs / "certificate.pem"),
-                    "key_file": str(certs / "key.pem"),
-                    "ca_file": str(certs / "ca.pem"),
-                },
+                "credential_file": str(host.home / "credential.pem"),
                 **bind,
             },
             "nats": {

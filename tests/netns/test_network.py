@@ -1,4 +1,4 @@
-"""A stack with mTLS on three hosts that share nothing but a network: it runs, and doctor names what is wrong."""
+"""A stack on three hosts that share nothing but a network: it runs, and doctor names what is wrong."""
 
 from __future__ import annotations
 

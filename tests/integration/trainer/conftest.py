@@ -32,6 +32,7 @@ from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_testing.credentials import credential
 from flotilla_testing.files import files_in
 from flotilla_testing.session_specs import as_struct, called, wire_objective
 from flotilla_testing.tiny_qwen3 import VOCABULARY, tiny_qwen3
@@ -273,14 +274,15 @@ async def running_trainer(
     gang = Gang(plan, fork_server, lost=on_lost, beyond_help=lost.append)
     files = SessionFiles(files_in(logs), logs / "remote-runs", GangHosts(plan, fork_server).bring)
     manager = SessionManager(gang, plan, stack, activities, files)
-    server = rpc.RpcServer(BindConfig(), token="secret")
+    trusted = credential(logs)
+    server = rpc.RpcServer(BindConfig(), credential=trusted)
     server.add(add_TrainerServiceServicer_to_server, TrainerServicer(manager), SERVICE_NAME)
     async with AsyncExitStack() as stack_of_exits:
         address = await server.start()
         stack_of_exits.push_async_callback(server.stop, 0)
         stack_of_exits.push_async_callback(gang.stop)
         await gang.start()
-        channel = rpc.connect(address, token="secret")
+        channel = rpc.connect(address, credential=trusted)
         stack_of_exits.push_async_callback(channel.close)
         yield Trainer(gang, manager, activities, TrainerServiceStub(channel), model, lost)
 

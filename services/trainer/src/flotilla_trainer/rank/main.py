@@ -47,7 +47,9 @@ def serve(descriptor: int, stacks_path: Path) -> NoReturn:
     command = _setup_command(link, meeting)
     setup = RankSetup(**command.fields)
     credential = Credential(Path(setup.credential_file)) if setup.credential_file else None
-    telemetry.start("trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp, credential=credential)
+    telemetry.start(
+        "trainer-rank", f"{setup.instance_id}-rank-{setup.rank}", setup.otlp, credential=credential
+    )
     link.urgent("leave", _leave)
     worker = RankWorker(setup, link, meeting)
     link.answer(command, {})

@@ -1,0 +1,315 @@
+"""What a credential opens on a fleet that works: while it is replaced, when it ends, elsewhere, and in false hands."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from contract.callers import (
+    SERVICES,
+    address_of,
+    context_of,
+    nats_of,
+    outcome,
+    role_file,
+    told_by,
+    user_of,
+)
+from contract.fleet_state import changes, settled, state_of
+from older_fleet import LAUNCHER_PORT, OlderFleet
+
+from flotilla.common.v1 import registration_pb2 as reg
+from flotilla_client import connect
+from flotilla_coordinator.ledger.checker import check
+from flotilla_core import rpc
+from flotilla_core.errors import PermissionDenied, Unavailable
+from flotilla_core.protocol import PROTOCOL_VERSION
+from flotilla_core.trust import Credential
+from flotilla_testing.command_line import run_command
+from flotilla_testing.credentials import stranger
+from flotilla_testing.fuzzed_fleet import MADE_UP_SAMPLES
+from flotilla_testing.runs import small_run
+from flotilla_testing.stack import Outcome, Stack, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+CHECK = SERVICES["flotilla.common.v1.OperateService"][1]
+OVERLAP_S = 4
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def stack(older: OlderFleet) -> Stack:
+    return older.stack
+
+
+@contextlib.contextmanager
+def going_on(stack: Stack, arithmetic: Path, folder: Path) -> Iterator[dict[str, Any]]:
+    """Start a run that goes on, and end it some steps later: it succeeds, and nothing is lost or trained twice."""
+    file = small_run(arithmetic, folder / "run.yaml", name="trust", steps=1000)
+    run: dict[str, Any] = stack.ok("run", "start", str(file), *MADE_UP_SAMPLES)
+    further_steps(stack, run)
+    yield run
+    further_steps(stack, run)
+    stack.ok("run", "set", run["run_id"], f"steps={len(stack.metrics(run)) + 2}")
+    wait_until("the end of the run", lambda: stack.state(run) != "running", WAIT_S)
+    assert stack.state(run) == "succeeded"
+    verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
+    assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+
+
+def further_steps(stack: Stack, run: dict[str, Any]) -> None:
+    done = len(stack.metrics(run))
+    wait_until("two further steps", lambda: len(stack.metrics(run)) >= done + 2, WAIT_S)
+
+
+def answer(stack: Stack, holder: Credential, name: str = "reward-0") -> grpc.StatusCode:
+    """Return what a call is answered that connects anew."""
+
+    async def asked() -> grpc.StatusCode:
+        async with rpc.connect(address_of(stack, name), credential=holder) as channel:
+            return await outcome(channel, CHECK)
+
+    return asyncio.run(asked())
+
+
+def alone(folder: Path, credential: Path, *arguments: str) -> Outcome:
+    """Run the command line where there is nothing of the stack but this file."""
+    environment = {**os.environ, "NO_COLOR": "1"}
+    return Outcome(
+        *run_command(["--credential-file", str(credential), *arguments], environment, WAIT_S, folder)
+    )
+
+
+def test_a_fleet_works_on_while_its_authority_is_replaced(
+    stack: Stack, arithmetic: Path, tmp_path: Path
+) -> None:
+    holders = [role_file(stack.directory, role, tmp_path / f"{role}.pem") for role in ("read", "run")]
+    # Somebody's copy of the stack's own, too.
+    shutil.copy(stack.credential.path, tmp_path / "copy.pem")
+    holders.append(Credential(tmp_path / "copy.pem"))
+    with going_on(stack, arithmetic, tmp_path) as run:
+        stack.ok("token", "rotate", "--overlap", f"{OVERLAP_S}s")
+        replaced = time.monotonic()
+        assert [answer(stack, one) for one in holders] == [grpc.StatusCode.OK] * len(holders)
+        newer = role_file(stack.directory, "read", tmp_path / "newer.pem")
+        assert answer(stack, newer) is grpc.StatusCode.OK
+        assert time.monotonic() < replaced + OVERLAP_S, "what was asked was asked within the overlap"
+        further_steps(stack, run)
+        for name in ("reward-0", "generator-0", "trainer", "coordinator", "launcher"):
+            for one in holders:
+                wait_until(
+                    f"the end of the previous authority at {name}",
+                    lambda name=name, one=one: answer(stack, one, name) is grpc.StatusCode.UNAVAILABLE,  # type: ignore[misc]
+                    OVERLAP_S + 10,
+                )
+        assert answer(stack, newer) is answer(stack, stack.credential) is grpc.StatusCode.OK
+    services = stack.ok("replicas", "list")["replicas"]
+    assert all(one["work"] == "ready" for one in services), services
+
+
+def test_a_role_that_ends_during_a_run_ends_under_an_open_connection_too(
+    stack: Stack, arithmetic: Path, tmp_path: Path
+) -> None:
+    with going_on(stack, arithmetic, tmp_path):
+        ends_s = int(time.time()) + 3
+        holder = role_file(stack.directory, "read", tmp_path / "eve.pem", ends_s)
+
+        async def asked() -> tuple[grpc.StatusCode, grpc.StatusCode]:
+            async with rpc.connect(stack.address("reward-0"), credential=holder) as channel:
+                before = await outcome(channel, CHECK)
+                await asyncio.sleep(ends_s - time.time() + 0.1)
+                return before, await outcome(channel, CHECK)
+
+        assert asyncio.run(asked()) == (grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED)
+        wait_until("the end of its certificate", lambda: time.time() > ends_s + 1)
+        assert answer(stack, holder) is grpc.StatusCode.UNAVAILABLE
+        refused = alone(tmp_path, holder.path, "run", "list", "--coordinator", stack.address("coordinator"))
+        assert refused.code != 0 and "expired" in refused.err, refused.err
+
+
+def test_a_file_alone_is_enough_for_the_command_line_and_the_sdk(stack: Stack, tmp_path: Path) -> None:
+    coordinator = stack.address("coordinator")
+    file = tmp_path / "ana.pem"
+    stack.ok("token", "create", "--role", "read", "--name", "ana", "--expires", "1d", "-o", str(file))
+    assert file.stat().st_mode & 0o777 == 0o600
+    listed = alone(tmp_path, file, "run", "list", "--json", "--coordinator", coordinator)
+    assert listed.code == 0 and listed.json["runs"], listed.err
+    run_id = listed.json["runs"][0]["run_id"]
+    refused = alone(tmp_path, file, "run", "pause", run_id, "--coordinator", coordinator)
+    assert refused.code != 0 and "needs the role run" in refused.err, refused.err
+    with connect(coordinator=coordinator, credential_file=file) as client:
+        assert client.get_run(run_id).run_id == run_id
+        with pytest.raises(PermissionDenied, match="needs the role run"):
+            client.pause_run(run_id)
+    elsewhere = stranger(tmp_path).path
+    refused = alone(tmp_path, elsewhere, "run", "list", "--coordinator", coordinator)
+    assert refused.code != 0 and "another authority" in refused.err, refused.err
+
+
+def test_another_machine_sees_and_changes_the_fleet_by_the_port_of_its_launcher(
+    stack: Stack, tmp_path: Path
+) -> None:
+    own = tmp_path / "credential.pem"
+    shutil.copy(stack.credential.path, own)
+    file = tmp_path / "stack.yaml"
+    described = {
+        "name": "sim",
+        "state_dir": str(tmp_path),
+        "bind": {"credential_file": str(own)},
+        "launcher": {"attach": f"127.0.0.1:{LAUNCHER_PORT}"},
+    }
+    file.write_text(yaml.safe_dump(described))
+    there = Stack(file, tmp_path / "sim")
+    names = {process["name"] for process in there.ok("ps")["processes"]}
+    assert {"coordinator", "trainer", "generator-0", "nats"} <= names
+    assert [one["name"] for one in there.ok("scale", "reward", "1")["processes"]] == ["reward-0"]
+    refused = there.flotilla("up")
+    assert refused.code != 0 and "launcher of another machine" in refused.err
+    role_file(stack.directory, "read", own)
+    assert there.ok("ps")["processes"]
+    for command in (("scale", "reward", "2", "--yes"), ("down",)):
+        refused = there.flotilla(*command)
+        assert refused.code != 0 and "needs the role admin" in refused.err
+    assert {process["name"] for process in stack.ok("ps")["processes"]} == names
+
+
+class Eavesdropper(grpc.GenericRpcHandler):
+    """Listens where a service could, and remembers what it is asked."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> None:
+        self.heard.append(str(handler_call_details.method))
+
+
+@contextlib.asynccontextmanager
+async def eavesdropping(files: dict[str, Path | None]) -> AsyncIterator[tuple[Eavesdropper, dict[str, str]]]:
+    """Listen once for each of these certificates, which asks no caller for one; yield the addresses."""
+    ear = Eavesdropper()
+    server = grpc.aio.server(handlers=[ear])
+    addresses = {}
+    for who, file in files.items():
+        if file is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            text = file.read_bytes()
+            port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(text, text)]))
+        addresses[who] = f"127.0.0.1:{port}"
+    await server.start()
+    try:
+        yield ear, addresses
+    finally:
+        await server.stop(0)
+
+
+def false_names(stack: Stack, folder: Path) -> dict[str, Path | None]:
+    """The certificates of those who listen in place of a service."""
+    return {
+        "nobody": None,
+        "a service of another stack": stranger(folder).path,
+        "an admin of this stack": role_file(stack.directory, "admin", folder / "admin.pem").path,
+    }
+
+
+def lies(stack: Stack, addresses: dict[str, str]) -> Iterator[reg.Registration]:
+    """Registrations of each listener as a service of each kind, in a slot of its own and in that of one that is there;
+    and one of a real reward service, as a generator.
+    """
+    with stack.client() as client:
+        real = {one.registration.name: one.registration for one in client.list_services()}
+    for index, address in enumerate(addresses.values()):
+        for slot in ("generator-0", "reward-0", "trainer"):
+            for name in (slot, f"{slot.partition('-')[0]}-{index + 5}"):
+                lie = reg.Registration()
+                lie.CopyFrom(real[slot])
+                lie.name, lie.instance_id, lie.address = name, f"{name}-eve{index}", address
+                lie.state = reg.INSTANCE_STATE_READY
+                lie.protocol_version, lie.host = PROTOCOL_VERSION, socket.gethostname()
+                lie.started_at.GetCurrentTime()
+                yield lie
+    other = reg.Registration()
+    other.CopyFrom(real["reward-0"])
+    other.kind, other.name = reg.SERVICE_KIND_GENERATOR, "generator-9"
+    yield other
+
+
+def test_who_can_write_to_nats_gets_no_work_and_hears_of_no_sample(
+    stack: Stack, arithmetic: Path, tmp_path: Path
+) -> None:
+    own = stack.credential
+    file = small_run(arithmetic, tmp_path / "run.yaml", name="false", steps=2)
+
+    async def registered() -> None:
+        login = user_of(stack, "credentials")
+        async with eavesdropping(false_names(stack, tmp_path)) as (ear, addresses):
+            client, said = await told_by(nats_of(stack), tls=context_of(own, own.path), **login)
+            assert client is not None, said
+            bucket = await client.jetstream().key_value("registry")
+            told = [*lies(stack, addresses)]
+            keys = {f"eve{number}": lie for number, lie in enumerate(told)} | {
+                lie.instance_id: lie for lie in told[:-1]
+            }
+            for key, lie in keys.items():
+                await bucket.put(key, lie.SerializeToString())
+            try:
+                run = await asyncio.to_thread(stack.run, file, *MADE_UP_SAMPLES)
+                assert run["state"] == "succeeded", run["reason"]
+                listed = await asyncio.to_thread(shown_of_eve, stack)
+            finally:
+                for key in keys:
+                    await bucket.delete(key)
+                await client.close()
+            assert {one.registration.instance_id for one in listed} == {lie.instance_id for lie in told[:-1]}
+            for one in listed:
+                assert one.registration.state != reg.INSTANCE_STATE_READY and not one.run_id, one
+            assert ear.heard == []
+
+    asyncio.run(registered())
+    wait_until("the registry without them", lambda: shown_of_eve(stack) == [])
+
+
+def shown_of_eve(stack: Stack) -> list[Any]:
+    with stack.client() as client:
+        return [
+            one
+            for one in client.list_services()
+            if "-eve" in one.registration.instance_id or one.registration.name == "generator-9"
+        ]
+
+
+def test_who_listens_in_place_of_a_service_gets_no_call(stack: Stack, tmp_path: Path) -> None:
+    before = settled(stack)
+    why = {
+        "nobody": "no TLS",
+        "a service of another stack": "another authority",
+        "an admin of this stack": "role",
+    }
+
+    async def called() -> None:
+        async with eavesdropping(false_names(stack, tmp_path)) as (ear, addresses):
+            for who, address in addresses.items():
+                listed = await asyncio.to_thread(stack.flotilla, "run", "list", "--coordinator", address)
+                assert listed.code != 0 and why[who] in listed.err, (who, listed.err)
+                with pytest.raises(Unavailable):
+                    await asyncio.to_thread(list_runs, stack, address)
+            assert ear.heard == []
+
+    asyncio.run(called())
+    assert changes(before, state_of(stack)) == []
+
+
+def list_runs(stack: Stack, address: str) -> None:
+    with connect(stack.directory.name, stack.directory.parent, address) as client:
+        client.list_runs(1)
