@@ -14,7 +14,35 @@ if [ "$user" = 0 ]; then user=10001 group=10001; fi
 word() { od -An -N32 -tx1 /dev/urandom | tr -d ' \n'; }
 
 mkdir -p "$folder"
-[ -s "$folder/token" ] || word >"$folder/token"
+
+# By authority.pem, which no container gets, flotilla token create makes credentials for people (README.md).
+make_credential() {
+    made=$(mktemp -d)
+    trap 'rm -r "$made"' EXIT
+    cat >"$made/conf" <<END
+[req]
+distinguished_name = name
+[name]
+[authority]
+basicConstraints = critical, CA:TRUE
+subjectKeyIdentifier = hash
+[service]
+basicConstraints = critical, CA:FALSE
+subjectAltName = DNS:service.flotilla
+extendedKeyUsage = serverAuth, clientAuth
+END
+    for one in authority service; do
+        openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out "$made/$one.key"
+    done
+    openssl req -x509 -config "$made/conf" -extensions authority -key "$made/authority.key" -days 3650 \
+        -subj "/CN=Flotilla compose $(word | cut -c -6)" -out "$made/authority.crt"
+    openssl req -new -config "$made/conf" -key "$made/service.key" -subj /CN=service |
+        openssl x509 -req -extfile "$made/conf" -extensions service -days 3650 -out "$made/service.crt" \
+            -CA "$made/authority.crt" -CAkey "$made/authority.key" -CAcreateserial
+    cat "$made/authority.crt" "$made/authority.key" >"$folder/authority.pem"
+    cat "$made/service.crt" "$made/service.key" "$made/authority.crt" >"$folder/credential"
+}
+[ -s "$folder/credential" ] || make_credential
 # Services keep the registry; the coordinator alone also writes the events of runs.
 login() { grep -qs "^$2:" "$folder/$1" || printf '%s:%s\n' "$2" "$(word)" >"$folder/$1"; }
 login nats_credentials service
