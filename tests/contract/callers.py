@@ -30,13 +30,12 @@ import flotilla
 from flotilla.common.v1.roles import ROLES
 from flotilla_core.trust import Claims, Credential, write_secret
 from flotilla_core.trust.authority import create_credential
-from flotilla_core.trust.roles import LADDER
+from flotilla_core.trust.roles import LADDER, SERVER_NAME
 from flotilla_testing.credentials import stranger
 from flotilla_testing.stack import Stack
 
 ROOT = Path(flotilla.__path__[0])
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
-NAME = "service.flotilla"
 REFUSED_AT_THE_DOOR = grpc.StatusCode.UNAVAILABLE
 """The connection is refused, so the call arrives nowhere."""
 A_MOMENT_S = 1
@@ -96,7 +95,7 @@ class Shown:
             return grpc.aio.insecure_channel(address)
         text = None if self.file is None else self.file.read_bytes()
         shown = grpc.ssl_channel_credentials(own.read().authorities, text, text)
-        return grpc.aio.secure_channel(address, shown, [("grpc.ssl_target_name_override", NAME)])
+        return grpc.aio.secure_channel(address, shown, [("grpc.ssl_target_name_override", SERVER_NAME)])
 
 
 def role_file(directory: Path, role: str, file: Path, ends_s: int | None = None) -> Credential:
@@ -126,7 +125,7 @@ def without_a_name(directory: Path, folder: Path) -> Shown:
     now = datetime.datetime.now(datetime.UTC)
     made = (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)]))
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SERVER_NAME)]))
         .issuer_name(authority.subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
@@ -227,7 +226,7 @@ async def told_by(url: str, **options: Any) -> tuple[Client | None, list[str]]:
     client = Client()
     try:
         await client.connect(
-            url, allow_reconnect=False, error_cb=note, connect_timeout=5, tls_hostname=NAME, **options
+            url, allow_reconnect=False, error_cb=note, connect_timeout=5, tls_hostname=SERVER_NAME, **options
         )
     except (NatsError, OSError) as error:
         return None, [*said, str(error).lower()]

@@ -25,7 +25,7 @@ SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if (path /
 PROGRAMS_BESIDE = {"coordinator": ("libs/cli",)}  # who enters the container of a stack has the command there
 COMPOSE = ROOT / "deploy" / "compose"
 LAYERS = ("core.yaml", "gpu.yaml", "observability.yaml")
-SECRETS = {"token", "nats_credentials"}
+SECRETS = {"credential", "nats_credentials"}
 LOGINS = {"service": "nats_credentials", "coordinator": "nats_coordinator_credentials"}
 IMAGE = re.compile(r"^[^:\s]+:(?P<tag>\S+)$")
 
@@ -159,7 +159,7 @@ def test_stack_files_of_containers_are_valid_and_name_secrets_that_are_mounted(n
     stack = load(StackConfig, [COMPOSE / name])
     assert stack.bind.host == "0.0.0.0" and stack.nats.url == "nats://nats:4222"
     mounted = {f"/run/secrets/{secret}" for secret in SECRETS}
-    assert {str(stack.bind.token_file), str(stack.nats.credentials_file)} == mounted
+    assert {str(stack.bind.credential_file), str(stack.nats.credentials_file)} == mounted
 
 
 def test_secrets_are_made_once_for_their_owner_alone(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_secrets_are_made_once_for_their_owner_alone(tmp_path: Path) -> None:
     for _ in range(2):
         subprocess.run(["sh", script], check=True, capture_output=True)
         made = {path.name: path.read_text() for path in (tree / "secrets").iterdir()}
-        assert set(made) == {"token", *LOGINS.values(), "nats_conf"}
+        assert set(made) == {"authority.pem", "credential", *LOGINS.values(), "nats_conf"}
         assert {path.stat().st_mode & 0o777 for path in (tree / "secrets").iterdir()} == {0o600}
         for user, file in LOGINS.items():
             name, _, password = made[file].strip().partition(":")

@@ -49,7 +49,9 @@ def test_no_values_file_names_a_key_that_the_first_one_does_not_explain() -> Non
 def test_a_stack_file_that_the_chart_makes_loads(file: Path) -> None:
     stack = load(StackConfig, [file], resolve_paths=True)
     assert stack.bind.port
-    assert stack.bind.token_file == Path("/etc/flotilla/secrets/token")
+    # cert-manager writes three files into a folder, and a Secret of `flotilla token create` has one.
+    folder = Path("/etc/flotilla/credential")
+    assert stack.bind.credential_file == (folder if "secure" in file.name else folder / "credential.pem")
     assert (stack.nats.url, stack.nats.replicas) == ("nats://flotilla-nats.rl.svc:4222", 3)
     assert stack.placement == "separate"
 

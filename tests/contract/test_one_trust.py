@@ -154,7 +154,7 @@ def test_a_file_alone_is_enough_for_the_command_line_and_the_sdk(stack: Stack, t
             client.pause_run(run_id)
     elsewhere = stranger(tmp_path).path
     refused = alone(tmp_path, elsewhere, "run", "list", "--coordinator", coordinator)
-    assert refused.code != 0 and "another authority" in refused.err, refused.err
+    assert refused.code != 0 and "foreign" in refused.err, refused.err
 
 
 def test_another_machine_sees_and_changes_the_fleet_by_the_port_of_its_launcher(
@@ -292,9 +292,9 @@ def shown_of_eve(stack: Stack) -> list[Any]:
 def test_who_listens_in_place_of_a_service_gets_no_call(stack: Stack, tmp_path: Path) -> None:
     before = settled(stack)
     why = {
-        "nobody": "no TLS",
-        "a service of another stack": "another authority",
-        "an admin of this stack": "role",
+        "nobody": "speaks no TLS",
+        "a service of another stack": "is foreign",
+        "an admin of this stack": "a holder with a role, who is no service",
     }
 
     async def called() -> None:

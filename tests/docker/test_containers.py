@@ -132,7 +132,7 @@ def test_containers_find_each_other_without_compose_and_docker_knows_that_they_s
         serving = HealthcheckWaitStrategy().with_startup_timeout(120)
         coordinator, _ = (
             stack.enter_context(
-                host(name, name, network, token="token", nats_credentials=file).waiting_for(serving)
+                host(name, name, network, credential="credential", nats_credentials=file).waiting_for(serving)
             )
             for name, file in login.items()
         )

@@ -18,14 +18,14 @@ from flotilla_launch.kubernetes.table import Release, rows_of
 from flotilla_launch.kubernetes.values import Words, check, given_values, values_of
 
 LAUNCHED = Path(__file__).resolve().parent / "launched"
-WORDS = Words("t0ken" * 7, "n4ts" * 8, "c0ord" * 7, "r0ute" * 7)
+WORDS = Words(f"-----BEGIN CERTIFICATE-----\n{'cr3dential' * 7}\n", "n4ts" * 8, "c0ord" * 7, "r0ute" * 7)
 STACK = "name: chat\nmodel: lab/chat-1b\nkubernetes: {namespace: rl}\n"
 GANGS = (
     "trainer: {replicas: 2, nproc: 4, environment: {NCCL_DEBUG: INFO}}\n"
     "teachers: {code_small: {replicas: 1, environment: {NCCL_DEBUG: INFO}}}\n"
     "generator: {replicas: 3, tensor_parallel_size: 2}\nready_timeout_s: 900\n"
 )
-TLS = "tls: {enabled: true, certManager: {enabled: true, issuer: {name: ca}}}\n"
+TLS = "tls: {certManager: {enabled: true, issuer: {name: ca}}}\n"
 GPUS = "gpu: {enabled: true}\nimage: {registry: registry.example/lab}\n"
 CASES: dict[str, tuple[str, str]] = {
     "plain": (STACK, ""),

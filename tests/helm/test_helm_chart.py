@@ -42,7 +42,7 @@ KUBERNETES = ("1.30", "1.33", "1.36")
 MADE_SECRETS = {
     "auth": {
         "existingSecret": "",
-        "token": "t0ken" * 7,
+        "credential": f"-----BEGIN CERTIFICATE-----\n{'cr3dential' * 7}\n",
         "natsPassword": "n4ts" * 8,
         "natsCoordinatorPassword": "c0ord" * 7,
         "natsRoutePassword": "r0ute" * 7,
@@ -218,26 +218,10 @@ def test_every_port_of_a_container_is_open_to_somebody_and_no_policy_opens_anoth
 
 
 @pytest.mark.parametrize("case", ["secure", "secure-scaled"])
-def test_the_certificate_names_every_host_that_peers_dial(case: str) -> None:
-    manifests = rendered(case, EVERYTHING)
-    names = one(manifests, "Certificate", "flotilla-tls")["spec"]["dnsNames"]
-    services = {each["metadata"]["name"] for each in manifests if each["kind"] == "Service"}
-    dialled = 0
-    for pod in pods(manifests).values():
-        for container in pod["spec"]["containers"]:
-            given = dict(argument[2:].split("=", 1) for argument in container["args"] if "=" in argument)
-            for host in (given.get("advertise-host", ""), given.get("otlp", "").partition(":")[0]):
-                if host in ("", "127.0.0.1"):
-                    continue
-                pod_name, _, domain = host.partition(".")
-                assert {host, f"*.{domain}"} & set(names), host
-                # JobSet makes the Service of each of its sets.
-                made = domain.partition(".")[0] in services or (
-                    case == "secure-scaled" and "-gang-" in pod_name
-                )
-                assert pod_name in services or made, host
-                dialled += 1
-    assert dialled > 10
+def test_the_certificate_is_for_the_name_by_which_every_peer_is_checked_and_for_both_ends(case: str) -> None:
+    spec = one(rendered(case, EVERYTHING), "Certificate", "flotilla-tls")["spec"]
+    assert spec["dnsNames"] == ["service.flotilla"] and not {"uris", "ipAddresses"} & spec.keys()
+    assert {"server auth", "client auth"} <= set(spec["usages"])
 
 
 @every_case
@@ -262,8 +246,9 @@ def test_the_service_of_a_stateful_set_is_there_and_selects_its_pods(case: str) 
         ({"stack": {"trainer": {"nproc": 0}}}, "nproc"),
         ({"nats": {"replicas": 2}}, "/nats/replicas"),
         ({"trainer": {"kind": "job"}}, "/trainer/kind"),
-        ({"auth": {"token": "two words" * 5}}, "/auth/token"),
-        ({"auth": {"token": "t0o-short-to-be-secret"}}, "/auth/token"),
+        ({"auth": {"credential": "a-word" * 7}}, "/auth/credential"),
+        ({"auth": {"natsPassword": "two words" * 5}}, "/auth/natsPassword"),
+        ({"auth": {"natsPassword": "t0o-short-to-be-secret"}}, "/auth/natsPassword"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], words: str) -> None:
@@ -280,7 +265,7 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], words: str) ->
         ({"stack": {"autoscale": {"mode": "act"}}}, "generator.autoscaling.kind"),
         ({"auth": {"existingSecret": ""}}, "auth.existingSecret"),
         ({"nats": {"enabled": False}}, "stack.nats.url"),
-        ({"tls": {"enabled": True}}, "tls.existingSecret"),
+        ({"auth": {**MADE_SECRETS["auth"], "credential": ""}}, "auth.credential"),
         ({"generator": {"autoscaling": {"kind": "keda"}}}, "triggers"),
     ],
 )
@@ -291,11 +276,11 @@ def test_values_that_do_not_fit_together_are_refused_with_the_key_to_set(
         rendered("demo", values)
 
 
-def test_another_token_or_stack_rolls_the_pods_that_read_it() -> None:
+def test_another_secret_or_stack_rolls_the_pods_that_read_it() -> None:
     before = _annotations(rendered("demo", MADE_SECRETS))
     assert _annotations(rendered("demo", MADE_SECRETS)) == before
-    token = {"auth": {**MADE_SECRETS["auth"], "token": "another" * 5}}
-    after = _annotations(rendered("demo", token))
+    another = {"auth": {**MADE_SECRETS["auth"], "natsPassword": "another" * 5}}
+    after = _annotations(rendered("demo", another))
     assert all(after[name] != before[name] for name in before)
     after = _annotations(rendered("demo", {**MADE_SECRETS, "stack": {"reward": {"workers": 3}}}))
     assert {name for name in before if after[name] == before[name]} == {"StatefulSet flotilla-nats"}
@@ -308,7 +293,7 @@ def test_another_token_or_stack_rolls_the_pods_that_read_it() -> None:
 @every_case
 def test_secrets_are_in_the_secret_alone(case: str) -> None:
     manifests = rendered(case, {**EVERYTHING, **MADE_SECRETS})
-    words = ("t0ken", "n4ts", "c0ord", "r0ute")
+    words = ("cr3dential", "n4ts", "c0ord", "r0ute")
     holders = {each["kind"] for each in manifests if any(word in yaml.safe_dump(each) for word in words)}
     assert holders == {"Secret"}
     for pod in pods(manifests).values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 import subprocess
@@ -9,9 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from netns.network import BIN, PORTS, SERVICES, Network, network, why_not
+from netns.network import PORTS, SERVICES, Network, network, why_not
 
 from flotilla_coordinator.ledger.checker import check
+from flotilla_core.trust import write_secret
+from flotilla_core.trust.authority import AUTHORITY_FILE
+from flotilla_core.trust.certificates import Authority, text_of
 from flotilla_testing.runs import small_run
 from flotilla_testing.stack import Outcome, wait_until
 
@@ -76,7 +80,7 @@ def test_doctor_passes_on_each_host_and_a_run_loses_nothing(three_hosts: Network
         assert outcome.code == 0, faults(outcome)
     # From the coordinator's host doctor asks also what was started on the others.
     checks = {one["check"] for one in json.loads(doctor(three_hosts).out)["checks"]}
-    assert {*SERVICES, "interface", "certificate"} <= checks
+    assert {*SERVICES, "interface", "credential"} <= checks
 
     one = three_hosts.hosts["one"]
     file = small_run(one.home / "arithmetic", one.home / "run.yaml", steps=STEPS)
@@ -155,13 +159,10 @@ def test_a_clock_that_is_five_seconds_off_is_named(three_hosts: Network) -> None
     three.stop("reward-1")
 
 
-def test_a_certificate_that_ends_soon_is_named(three_hosts: Network) -> None:
-    two = three_hosts.hosts["two"]
-    made = three_hosts.root / "certs"
-    subprocess.run(
-        [BIN / "flotilla", "certs", "init", "--hosts", two.address, "--days", "5", "--out", made], check=True
-    )
-    for file in (made / two.address).iterdir():
-        shutil.copy(file, two.home / "certs" / file.name)
+def test_a_credential_that_ends_soon_is_named(three_hosts: Network) -> None:
+    authority = Authority.of((three_hosts.root / AUTHORITY_FILE).read_text())
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=5.5)
+    text = "".join((*authority.issue(None, soon), text_of(authority.certificate)))
+    write_secret(three_hosts.hosts["two"].home / "credential.pem", text)
     found = faults(doctor(three_hosts, "two"), "warning")
-    assert "5 more days" in found["certificate"], found
+    assert "5 more days" in found["credential"], found
