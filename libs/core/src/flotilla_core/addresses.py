@@ -1,7 +1,7 @@
 """Addresses of hosts, of IPv4 and of IPv6 alike.
 
-Invariants: a host is written without brackets, and an IPv6 address in one way alone, because signatures name the
-address that was dialled; brackets come where a port follows (`joined`). Where a name or a wildcard leaves the choice,
+Invariants: a host is written without brackets, and an IPv6 address in one way alone; brackets come where a port follows
+(`joined`). Where a name or a wildcard leaves the choice,
 every process makes the same one: IPv4 first, unless the wildcard is that of IPv6. `localhost` and the loopback of a
 host without IPv4 are ::1.
 """
@@ -61,20 +61,6 @@ def joined(host: str, port: int) -> str:
 def host_of(address: str) -> str:
     """Return the host of host:port."""
     return canonical(address.rpartition(":")[0])
-
-
-def dialled(address: str) -> str:
-    """Return host:port with one meaning alone, in one spelling.
-
-    `localhost` stands for two addresses, and where a service has one of them, any process can take the other one.
-    """
-    host, _, port = address.rpartition(":")
-    if host == "localhost":
-        host = loopback()
-    elif not host.startswith("["):
-        return address
-    host = canonical(host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @cache

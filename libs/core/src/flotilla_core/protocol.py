@@ -1,8 +1,9 @@
 """The version of the contract between services, and the one rule by which builds of two releases work together.
 
 Invariants: a build understands its own major number and the two beside it, because the newer of two neighbours keeps
-for one release what the older one calls; peers refuse any other number by name. `NEW_IN` says what each major number
-brought, so what a neighbour cannot do is named where it is listed. Minor numbers say nothing about this.
+for one release what the older one calls; peers refuse any other number by name. None before `OLDEST` is understood.
+`NEW_IN` says what each major number brought, so what a neighbour cannot do is named where it is listed. Minor numbers
+say nothing about this.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ from __future__ import annotations
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core.errors import Mismatch
 
-PROTOCOL_VERSION = "2.0"
+PROTOCOL_VERSION = "3.0"
+OLDEST = 3
+"""The first major number whose builds show a certificate at each connection; the others cannot be called at all."""
 
 NEW_IN: dict[int, tuple[str, ...]] = {
-    2: (
-        "fetch models, checkpoints and code from another host",
-        "write checkpoints on a disk of its own",
-        "take calls over TLS or by a token with a role",
-    ),
+    3: ("show the certificate without which no call is taken",),
 }
 """The things that services of each major number can do and those of the number before cannot."""
 
@@ -32,11 +31,12 @@ def check_protocol(peer: Registration) -> None:
     """Raise Mismatch when the major number of `peer` is no neighbour of ours."""
     own, theirs = major_of(PROTOCOL_VERSION), major_of(peer.protocol_version)
     assert own is not None
-    if theirs is None or abs(theirs - own) > 1:
+    oldest = max(own - 1, OLDEST)
+    if theirs is None or not oldest <= theirs <= own + 1:
         raise Mismatch(
             f"{peer.instance_id} speaks protocol {peer.protocol_version or 'unknown'}",
             where=peer.address,
-            why=f"this build speaks {PROTOCOL_VERSION}, and understands one number before and after it",
+            why=f"this build speaks {PROTOCOL_VERSION}, and understands the numbers {oldest} to {own + 1}",
             next_step="Run the same release of Flotilla everywhere, or two that follow each other.",
         )
 

@@ -4,6 +4,7 @@ Invariants: after the first connect it reconnects without limit, and an outage c
 on it may end a service because NATS is away. `generation` grows with every reconnect: a holder of a subscription that
 lived in the server's memory sets it up again then. A password or token is read from its file at each connection, for
 the stack's own server has a new one at each of its starts; it is on no command line and in no environment variable.
+The stack's own server shows a certificate of the stack, whatever its address is, and is shown ours.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from flotilla_core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from flotilla_core.trust import read_secret
+from flotilla_core.trust import Credential, read_secret
+from flotilla_core.trust.roles import SERVER_NAME
 
 if TYPE_CHECKING:
-    from flotilla_core.config.stack import NatsConfig, TlsConfig
+    from flotilla_core.config.stack import NatsConfig
 
 REQUEST_TIMEOUT_S = 2.0
 _RECONNECT_WAIT_S = 0.5
@@ -55,33 +57,45 @@ class Login:
     """
 
     def __init__(
-        self, file: Path | None, key: str = _KEY, *, insecure: bool = False, tls: TlsConfig | None = None
+        self,
+        file: Path | None,
+        credential: Credential | None = None,
+        key: str = _KEY,
+        *,
+        ca_file: Path | None = None,
+        insecure: bool = False,
     ) -> None:
-        """`insecure` says that a server without authentication is accepted."""
+        """With a `credential` the connection is encrypted, and the server shows a certificate of the stack.
+
+        With a `ca_file` it is a server of others, which shows one of these authorities for the host of its URL.
+        `insecure` says that a server without authentication is accepted.
+        """
         self.insecure = insecure
-        self._tls = tls
+        self._credential = credential
+        self._ca_file = ca_file
         self._file = file
         self._key = key
-        self._context: ssl.SSLContext | None = None
 
     @classmethod
     def of_stack(
-        cls, nats: NatsConfig, directory: Path, tls: TlsConfig | None = None, user: str = SERVICE
+        cls, nats: NatsConfig, directory: Path, credential: Credential, user: str = SERVICE
     ) -> Login:
         """Return the login of a process of the stack whose files are in `directory`.
 
-        The stack's own server knows it as `user`. With `tls` that server, as one at tls://..., shows a certificate of
-        an authority of it, and is shown ours.
+        The stack's own server knows it as `user`.
         """
         if nats.url is None:
-            return cls(directory / OWN_FILES[user], "the credentials of the stack's NATS server", tls=tls)
-        encrypted = nats.url.startswith("tls://")
-        return cls(nats.credentials_file, insecure=nats.insecure, tls=tls if encrypted else None)
+            return cls(directory / OWN_FILES[user], credential, "the credentials of the stack's NATS server")
+        return cls(
+            nats.credentials_file,
+            credential if nats.url.startswith("tls://") else None,
+            ca_file=nats.ca_file,
+            insecure=nats.insecure,
+        )
 
     def options(self) -> dict[str, Any]:
         """Return what the NATS client takes; raise InvalidConfig where the file does not hold it."""
         options = self.encryption(with_certificate=True)
-        self._context = options.get("tls")
         if self._file is None:
             return options
         if self._read()[0]:
@@ -90,21 +104,18 @@ class Login:
 
     def encryption(self, *, with_certificate: bool) -> dict[str, Any]:
         """Return how the NATS client encrypts, with or without showing who it is."""
-        if self._tls is None:
+        if self._credential is None:
             return {}
-        context = ssl.create_default_context(cafile=str(self._tls.ca_file))
+        if self._ca_file is not None:
+            context = ssl.create_default_context(cafile=self._ca_file)
+        else:
+            context = ssl.create_default_context(cadata=self._credential.current().authorities.decode())
         if with_certificate:
-            context.load_cert_chain(self._tls.certificate_file, self._tls.key_file)
-        return {"tls": context}
-
-    def renew(self) -> None:
-        """Show the certificate that is in our files now, at the next connection."""
-        if self._tls is not None and self._context is not None:
-            try:
-                self._context.load_verify_locations(self._tls.ca_file)
-                self._context.load_cert_chain(self._tls.certificate_file, self._tls.key_file)
-            except OSError as error:
-                logger.debug("the certificate stays, for its files cannot be used: %r", error)
+            context.load_cert_chain(*self._credential.files[:2])
+        if self._ca_file is not None:
+            return {"tls": context}
+        # No password is sent to what has not shown its certificate.
+        return {"tls": context, "tls_hostname": SERVER_NAME, "tls_handshake_first": True}
 
     def _read(self) -> tuple[str, str]:
         assert self._file is not None
@@ -233,16 +244,23 @@ class Bus:
             return
         await self._client.close()
 
+    def _renew(self) -> None:
+        """Show the certificate that is in our files now, at the next connection."""
+        try:
+            self._client.options |= self._login.encryption(with_certificate=True)
+        except OSError as error:
+            logger.debug("the certificate stays, for its files cannot be used: %r", error)
+
     async def _on_error(self, error: Exception) -> None:
         # Some tries of a login that is refused end in a reset connection instead: the last error may not say it.
         if "authorization" in str(error).lower():
             self._refusal = str(error)
-        self._login.renew()
+        self._renew()
         logger.debug("NATS: %r", error)
 
     async def _on_disconnect(self) -> None:
         if not self._client.is_closed:
-            self._login.renew()
+            self._renew()
             logger.warning("the connection to NATS at %s is lost; trying again until it is back", self.url)
 
     async def _on_reconnect(self) -> None:

@@ -1,8 +1,8 @@
 """The registry of instances: a key-value bucket whose keys live only as long as their owner's heartbeat.
 
-Invariants: a registration that the secret of the stack did not sign is ignored. The registry is a hint (health
-decides), so a loss of NATS changes nothing in any view: known instances stay until they miss their heartbeat on a
-connection that works. A view is a whole snapshot, a new one at every change and never without one. The
+Invariants: the registry is a hint: NATS's own users guard it, and whoever is dialled by it has to show a certificate of
+the stack. Health decides, so a loss of NATS changes nothing in any view: known instances stay until they miss their
+heartbeat on a connection that works. A view is a whole snapshot, a new one at every change and never without one. The
 bucket is in memory; heartbeats fill it again after a restart.
 """
 
@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 
+from google.protobuf.message import DecodeError
 from nats.js.api import KeyValueConfig, StorageType
 from nats.js.errors import BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
 from nats.js.kv import KV_DEL, KV_PURGE, KeyValue
 
 from flotilla.common.v1.registration_pb2 import InstanceState, Registration
 from flotilla_core.bus.connection import BUS_ERRORS, Bus
-from flotilla_core.trust import RegistrationSigner, RegistrationVerifier, Token
 
 BUCKET = "registry"
 TTL_S = 15.0
@@ -41,19 +40,8 @@ logger = logging.getLogger(__name__)
 class Registry:
     """Announces this process and watches the others."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        token: str | Token,
-        *,
-        ttl_s: float = TTL_S,
-        heartbeat_s: float = HEARTBEAT_S,
-        now_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        """`now_ns` is the clock of this host, by which its registrations are signed."""
+    def __init__(self, bus: Bus, *, ttl_s: float = TTL_S, heartbeat_s: float = HEARTBEAT_S) -> None:
         self._bus = bus
-        self._token = token
-        self._signer = RegistrationSigner(token, now_ns)
         self._ttl_s = ttl_s
         self._heartbeat_s = heartbeat_s
         self._own: Registration | None = None
@@ -95,7 +83,7 @@ class Registry:
 
     async def watch(self) -> AsyncGenerator[dict[str, Registration]]:
         """Every view from now on, the current one first, by instance id. Runs until it is closed."""
-        view = _View(self._ttl_s, RegistrationVerifier(self._token))
+        view = _View(self._ttl_s)
         shown = False
         while True:
             generation = self._bus.generation
@@ -161,7 +149,7 @@ class Registry:
         """Send one heartbeat; after a failure the next one replaces it, as soon as the connection is back."""
         if self._own is None or not self._bus.connected:
             return
-        content = self._signer.sign(self._own)
+        content = self._own.SerializeToString()
         try:
             try:
                 await self._bus.jetstream().publish(f"$KV.{BUCKET}.{self._own.instance_id}", content)
@@ -190,13 +178,12 @@ class Registry:
 class _View:
     """The instances as one watcher sees them."""
 
-    def __init__(self, ttl_s: float, verifier: RegistrationVerifier) -> None:
+    def __init__(self, ttl_s: float) -> None:
         self.instances: dict[str, Registration] = {}
         self.complete = False
         self._ttl_s = ttl_s
         self._seen: dict[str, float] = {}
         self._trusted_from = 0.0
-        self._verifier = verifier
         self._named: set[str] = set()
         """Keys whose refusal was logged."""
 
@@ -225,19 +212,26 @@ class _View:
             return False  # it expired while the server was away, not because its owner is
         if entry.operation in (KV_DEL, KV_PURGE):
             return self._remove(entry.key)
-        registration = self._verifier.read(entry.key, entry.value or b"")
-        if not isinstance(registration, Registration):
-            self._name(entry.key, registration)
+        try:
+            registration = Registration.FromString(entry.value or b"")
+        except DecodeError:
+            registration = Registration()
+        if registration.instance_id != entry.key:
+            self._name(entry.key)
             return False
         changed = self.instances.get(entry.key) != registration
         self.instances[entry.key] = registration
         self._seen[entry.key] = now
         return changed
 
-    def _name(self, key: str, refusal: str | None) -> None:
-        if refusal is not None and key not in self._named and len(self._named) < _MOST_NAMED:
+    def _name(self, key: str) -> None:
+        if key not in self._named and len(self._named) < _MOST_NAMED:
             self._named.add(key)
-            logger.warning("registration %s is ignored: %s", key[:_LONGEST_KEY], refusal)
+            logger.warning(
+                "registration %s is ignored: it is none of this instance, or an older Flotilla wrote it: run the same "
+                "release everywhere",
+                key[:_LONGEST_KEY],
+            )
 
     def _remove(self, key: str) -> bool:
         self._seen.pop(key, None)

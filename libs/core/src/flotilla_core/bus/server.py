@@ -1,7 +1,7 @@
 """Our own NATS server for a stack without one.
 
-Invariants: it binds loopback unless it is told otherwise, and refuses clients without a password, and with `bind.tls`
-those without a certificate of the stack. Services may keep the registry; the coordinator alone may write the events of
+Invariants: it binds loopback unless it is told otherwise, and refuses clients without a certificate of the stack or
+without a password. Services may keep the registry; the coordinator alone may write the events of
 runs. Passwords are new ones at each start. Clients get them only once the server has its port, so no other process that
 listens there receives one. Every acknowledged message is on disk (`sync_interval: always`). The server leads a process
 group of its own, so a Ctrl-C in the terminal does not take it from the services. Without a wrapper it dies with the
@@ -20,7 +20,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from flotilla_core.addresses import ANY_ADDRESS, has_ipv6, joined, loopback
@@ -29,10 +28,7 @@ from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, PortInUse
 from flotilla_core.files import make_private_folder, write_atomically
 from flotilla_core.log_files import tail
 from flotilla_core.subprocess_group import ProcessGroup
-from flotilla_core.trust.certificates import TlsFiles
-
-if TYPE_CHECKING:
-    from flotilla_core.config.stack import TlsConfig
+from flotilla_core.trust import Credential
 
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
@@ -87,7 +83,7 @@ class NatsServer:
         dialled: str = "",
         wrapper: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        tls: TlsConfig | None = None,
+        credential: Credential,
     ) -> NatsServer:
         """Start a server that keeps everything in `directory`; port 0 takes a free one.
 
@@ -97,14 +93,13 @@ class NatsServer:
         binary, host = find_binary(), host or loopback()
         # By its wildcard of IPv4 it listens on no address of IPv6; by the other one it listens on all.
         host = ANY_ADDRESS[1] if host in ANY_ADDRESS and has_ipv6() else host
-        if tls is not None:
-            TlsFiles(tls).read()
+        credential.require_service(f"NATS on {host}")
         make_private_folder(directory)
         for stale in directory.glob("*.ports"):
             stale.unlink()
         config = directory / "nats.conf"
         passwords = {user: secrets.token_hex(32) for user in MAY_PUBLISH}
-        write_atomically(config, server_config(directory, host, port, passwords, tls))
+        write_atomically(config, server_config(directory, host, port, passwords, credential))
         for file in OWN_FILES.values():
             (directory / file.name).unlink(missing_ok=True)
         log = _log(directory)
@@ -133,13 +128,13 @@ class NatsServer:
             unless_owned.pop_all()
         # The server knows its own port, and not by which address others reach it.
         port = urlsplit(url).port or port
-        url = f"{'nats' if tls is None else 'tls'}://{joined(dialled or host, port)}"
-        return cls(process, url, log, _login(directory, tls))
+        url = f"tls://{joined(dialled or host, port)}"
+        return cls(process, url, log, _login(directory, credential))
 
     @classmethod
-    def adopt(cls, directory: Path, pid: int, url: str, tls: TlsConfig | None = None) -> NatsServer:
+    def adopt(cls, directory: Path, pid: int, url: str, credential: Credential) -> NatsServer:
         """Return the server that another process started; raise ProcessLookupError where it is gone."""
-        return cls(ProcessGroup.adopt(pid), url, _log(directory), _login(directory, tls))
+        return cls(ProcessGroup.adopt(pid), url, _log(directory), _login(directory, credential))
 
     @property
     def pid(self) -> int:
@@ -156,7 +151,7 @@ class NatsServer:
         return await self._process.wait()
 
     def read_again(self) -> None:
-        """Have it take the certificates that its files hold now; connections stay."""
+        """Have it take the credential that is in its files now; connections stay."""
         self._process.signal_leader(signal.SIGHUP)
 
     async def stop(self) -> None:
@@ -182,12 +177,12 @@ def _log(directory: Path) -> Path:
     return directory / "nats.log"
 
 
-def _login(directory: Path, tls: TlsConfig | None) -> Login:
-    return Login(directory / OWN_FILES[COORDINATOR].name, tls=tls)
+def _login(directory: Path, credential: Credential) -> Login:
+    return Login(directory / OWN_FILES[COORDINATOR].name, credential)
 
 
 def server_config(
-    directory: Path, host: str, port: int, passwords: Mapping[str, str], tls: TlsConfig | None
+    directory: Path, host: str, port: int, passwords: Mapping[str, str], credential: Credential
 ) -> str:
     """Return what nats-server reads, one option a line: it reads no other style reliably."""
     directory = directory.resolve()
@@ -202,7 +197,7 @@ def server_config(
             *(line for user, password in passwords.items() for line in _user(user, password)),
             "  ]",
             "}",
-            *_encryption(tls),
+            *_encryption(credential),
             "jetstream {",
             f"  store_dir: {_quoted(directory / 'jetstream')}",
             "  sync_interval: always",
@@ -234,15 +229,15 @@ def _user(user: str, password: str) -> list[str]:
     ]
 
 
-def _encryption(tls: TlsConfig | None) -> list[str]:
-    if tls is None:
-        return []
+def _encryption(credential: Credential) -> list[str]:
+    certificate, key, authorities = credential.files
     return [
         "tls {",
-        f"  cert_file: {_quoted(tls.certificate_file)}",
-        f"  key_file: {_quoted(tls.key_file)}",
-        f"  ca_file: {_quoted(tls.ca_file)}",
+        f"  cert_file: {_quoted(certificate)}",
+        f"  key_file: {_quoted(key)}",
+        f"  ca_file: {_quoted(authorities)}",
         "  verify: true",
+        "  handshake_first: true",
         f"  timeout: {_HANDSHAKE_S}",
         "}",
     ]

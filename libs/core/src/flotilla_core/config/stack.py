@@ -53,17 +53,6 @@ class AutoscaleConfig(ConfigModel):
         return self
 
 
-class TlsConfig(ConfigModel):
-    """Encryption between services, where each end shows a certificate; `flotilla certs init` makes them."""
-
-    certificate_file: Path
-    """Certificate of this host (PEM), followed by intermediate ones."""
-    key_file: Path
-    """Private key of the certificate (PEM, mode 0600)."""
-    ca_file: Path
-    """Certificates of the authorities that this host trusts (PEM)."""
-
-
 def _port_range(text: str) -> str:
     first, sign, last = text.partition("-")
     if not (sign and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= 65_535):
@@ -75,7 +64,7 @@ class BindConfig(ConfigModel):
     """The addresses of a service."""
 
     host: HostName = Field(default_factory=loopback)
-    """Address to bind, ::1 by default without IPv4. Callers beyond this host need a copy of the stack's token."""
+    """Address to bind, ::1 by default without IPv4. Callers beyond this host need a credential of the stack."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free port; the registry publishes which."""
     ports: Annotated[str, AfterValidator(_port_range)] | None = None
@@ -84,14 +73,27 @@ class BindConfig(ConfigModel):
     """Network interface of this host that leads to the other hosts, for NCCL, gloo and the advertised address."""
     advertise_host: HostName | None = None
     """Host that peers dial, if it differs from `host`."""
-    token_file: Path | None = None
-    """File with the secret of the stack (mode 0600); empty takes the one that `flotilla up` creates."""
-    token_overlap_s: float = Field(default=600.0, ge=0, le=86_400)
-    """Seconds for which the previous secret is accepted after its file was replaced."""
-    tls: TlsConfig | None = None
-    """Encryption of all calls, with certificates at both ends; without it what travels is signed and readable."""
-    plaintext: bool = False
-    """Say that `host` is on a private network, so that services need not warn that nothing is encrypted."""
+    credential_file: Path | None = None
+    """Credential of the stack: a PEM file (mode 0600), or a folder with tls.crt, tls.key and ca.crt; empty takes the
+    one that `flotilla up` makes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_older_key(cls, given: Any) -> Any:
+        for key, instead in _OLDER_KEYS.items():
+            if isinstance(given, dict) and key in given:
+                raise ValueError(f"{key} is a key of an older Flotilla: {instead}")
+        return given
+
+
+_OLDER_KEYS = {
+    "token_file": "leave it out where `flotilla up` makes the credential of the stack; else copy that to this host, "
+    "and name it in credential_file",
+    "token_overlap_s": "leave it out, and give the overlap to the command: flotilla token rotate --overlap 10m",
+    "tls": "leave it out where `flotilla up` makes the credential of the stack; certificates of your own authority go "
+    "into a folder (tls.crt, tls.key, ca.crt) that credential_file names",
+    "plaintext": "leave it out, because all calls are encrypted",
+}
 
 
 class NatsConfig(ConfigModel):
@@ -101,6 +103,9 @@ class NatsConfig(ConfigModel):
     """URL of an existing server; empty starts a server for this stack."""
     credentials_file: Path | None = None
     """File (mode 0600) with one line for the server of `url`: user:password, or a token."""
+    ca_file: Path | None = None
+    """Certificates (PEM) of the authorities of a server at tls://...; empty takes one that has a credential of this
+    stack, and encrypts before anything else (`handshake_first`)."""
     insecure: bool = False
     """Accept a server that does not authenticate its clients."""
     replicas: Literal[1, 3, 5] = 1
@@ -109,10 +114,10 @@ class NatsConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _is_about_a_server(self) -> NatsConfig:
-        if self.url is None and (self.credentials_file is not None or self.insecure):
+        if self.url is None and (self.credentials_file or self.ca_file or self.insecure):
             raise ValueError(
-                "credentials_file and insecure are about the server of url, which is not set: the stack's own server "
-                "needs neither"
+                "credentials_file, ca_file and insecure are about the server of url, which is not set: the stack's own "
+                "server needs none of them"
             )
         if self.url is None and self.replicas > 1:
             raise ValueError(
@@ -131,8 +136,8 @@ class TelemetryConfig(ConfigModel):
     enabled: bool = True
     """Record spans; without them there is no timeline."""
     otlp_endpoint: str | None = None
-    """Address of a further OTLP/gRPC collector (Jaeger, Tempo), host:port; with `bind.tls`, http://host:port for one
-    without TLS."""
+    """Address of a further OTLP/gRPC collector (Jaeger, Tempo): host:port, or https://host:port for one that has a
+    credential of the stack."""
 
 
 class LatencyConfig(ConfigModel):
@@ -424,7 +429,7 @@ class LauncherConfig(ConfigModel):
     """The launcher of the stack, as other machines reach it."""
 
     port: int = Field(default=0, ge=0, le=65535)
-    """Port at which the launcher of `flotilla up` listens on `bind.host`, with the token and certificates of `bind`; 0
+    """Port at which the launcher of `flotilla up` listens on `bind.host`, with the credential of `bind`; 0
     listens on a socket file of its host alone."""
     attach: str | None = None
     """Address, as host:port, of a launcher on another machine, which `flotilla ps`, `scale` and `down` then ask."""

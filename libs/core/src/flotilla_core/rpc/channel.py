@@ -1,8 +1,9 @@
 """Channels between services.
 
-Invariants: every channel of Flotilla is made here, so all have the same limits, keepalive, spans, signatures and
-fence; both ends agree on message and metadata limits; a port belongs to one process; a silent peer is noticed within
-keepalive time plus timeout; proxies from the environment are never used between services.
+Invariants: every channel of Flotilla is made here, so all have the same limits, keepalive, spans, credential and fence;
+both ends agree on message and metadata limits; a port belongs to one process; a silent peer is noticed within keepalive
+time plus timeout; proxies from the environment are never used between services. A channel of TCP is encrypted, and its
+peer is a service of the stack, whatever its address is. A socket file needs neither: its folder decides who connects.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from flotilla_core.addresses import dialled
-from flotilla_core.method_handlers import is_open_to_all
+from flotilla_core.addresses import UNIX
+from flotilla_core.errors import InvalidConfig
+from flotilla_core.rpc.tls import RenewedChannel, explain
 from flotilla_core.telemetry.grpc import TracedChannel
-from flotilla_core.trust import HEADER, CallSigner, Token
+from flotilla_core.trust.roles import SERVER_NAME
 
 if TYPE_CHECKING:
-    from flotilla_core.config.stack import TlsConfig
-    from flotilla_core.errors import FlotillaError
     from flotilla_core.rpc.fence import Fence
+    from flotilla_core.trust import Credential
 
 MESSAGE_LIMIT_BYTES = 64 * 1024 * 1024
 PART_BYTES = 2 << 20
@@ -48,6 +49,8 @@ SERVER_OPTIONS: _Options = [
     ("grpc.so_reuseport", 0),
     # Long silent calls are normal here: clients may ping every 10 s without being sent away.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    # A credential that was replaced must not live on in an old connection; calls that run end on theirs.
+    ("grpc.max_connection_age_ms", 600_000),
 ]
 
 CHANNEL_OPTIONS: _Options = [
@@ -62,45 +65,29 @@ CHANNEL_OPTIONS: _Options = [
 
 
 def connect(
-    address: str, *, token: str | Token | None = None, fence: Callable[[], Fence | None] | None = None
+    address: str, *, credential: Credential | None = None, fence: Callable[[], Fence | None] | None = None
 ) -> grpc.aio.Channel:
     """Return a channel to `address` (host:port). It dials at the first call and again whenever the peer was away.
 
-    Each call is signed with `token`, the stack's secret or one with a role, which itself never travels; it also says
-    whether to dial by TLS. `fence` says under which beginning of a run a call is made, call by call.
+    It shows `credential`, which only a socket file does without. `fence` says under which beginning of a run a call is
+    made, call by call.
     """
-    address = dialled(address)
-    given_token = Token.of(token) if token else None
-    tls = given_token.tls if given_token is not None and not address.startswith("unix:") else None
-    signer = CallSigner(given_token, address) if given_token is not None else None
 
-    def metadata(method: str) -> tuple[tuple[str, str], ...]:
+    def metadata(_: str) -> tuple[tuple[str, str], ...]:
         given = fence() if fence is not None else None
-        fenced = given.metadata if given is not None else ()
-        if signer is None or is_open_to_all(method):
-            return fenced
-        return ((HEADER, signer.sign(method)), *fenced)
+        return given.metadata if given is not None else ()
 
-    return TracedChannel(_dialled(address, tls), metadata, partial(_explained, address, tls))
-
-
-def _dialled(address: str, tls: TlsConfig | None) -> grpc.aio.Channel:
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    # A command that calls on this host alone pays for none of it.
-    from flotilla_core.rpc.tls import RenewedChannel
-    from flotilla_core.trust.certificates import TlsFiles
-
-    return RenewedChannel(
-        TlsFiles(tls),
-        lambda credentials: grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS),
+    if address.startswith(UNIX):
+        return TracedChannel(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS), metadata)
+    if credential is None:
+        raise InvalidConfig(
+            "the call has no credential",
+            where=address,
+            why="services take no call without a certificate",
+            next_step="start the stack (flotilla up), or name a credential: --credential-file FILE",
+        )
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    channel = RenewedChannel(
+        credential, lambda credentials: grpc.aio.secure_channel(address, credentials, options=options)
     )
-
-
-async def _explained(address: str, tls: TlsConfig | None, error: FlotillaError) -> FlotillaError:
-    """Return `error`, or what is wrong with a certificate where that is its cause."""
-    if address.startswith("unix:"):
-        return error
-    from flotilla_core.rpc.tls import explain
-
-    return await explain(address, tls, error)
+    return TracedChannel(channel, metadata, partial(explain, address, credential))

@@ -3,8 +3,8 @@
 Invariants: a registration that says READY is shown as STARTING until the instance itself has answered at its address,
 and from then on as it is: each registration is dialled until it answers once. What answered is remembered while it is
 in the registry, and the last few thousand of those that left are too: one that comes back is not dialled again. An
-address that only the host of the service can reach is refused by name, without a call, because another process may
-listen there on this host.
+address that only the host of the service can reach is refused by name. Anybody who may write to NATS can write a
+registration: so who answers says itself what it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.operate_pb2 import DescribeRequest
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
 from flotilla_core.addresses import host_of, is_loopback
-from flotilla_core.errors import DeadlineExceeded, FlotillaError, Unavailable
+from flotilla_core.errors import DeadlineExceeded, FlotillaError, InvalidConfig, Unavailable
 from flotilla_core.logger import get_logger
 from flotilla_core.protocol import refusal
 from flotilla_core.rpc.calls import unary
@@ -133,7 +133,7 @@ class DialBack:
             answer = await unary(
                 OperateServiceStub(channel).Describe, DescribeRequest(), timeout_s=DIAL_S, attempts=1
             )
-        except (Unavailable, DeadlineExceeded) as error:
+        except (Unavailable, DeadlineExceeded, InvalidConfig) as error:
             return (
                 f"its address {one.address} does not answer the coordinator on {self._host} "
                 f"({error.why or error.what}): "
@@ -147,12 +147,16 @@ class DialBack:
         finally:
             with contextlib.suppress(FlotillaError):
                 await channel.close()
-        if answer.registration.instance_id != one.instance_id:
+        if _who(answer.registration) != _who(one):
             return (
-                f"at its address {one.address} answers {answer.registration.instance_id}: set bind.advertise_host on "
-                f"{one.host} to an address of its own"
+                f"at its address {one.address} answers {' '.join(_who(answer.registration))}: set bind.advertise_host "
+                f"on {one.host} to an address of its own"
             )
         return ""
+
+
+def _who(one: reg.Registration) -> tuple[str, ...]:
+    return one.instance_id, reg.ServiceKind.Name(one.kind), one.name, one.role
 
 
 def _key(one: reg.Registration) -> tuple[str, str]:

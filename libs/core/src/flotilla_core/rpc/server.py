@@ -1,18 +1,16 @@
 """The server of every service, with its health, its reflection and the authentication of its callers.
 
-Invariants: it listens on a port of its own; it asks each caller for a proof, unless it listens on a socket
-file, whose folder decides who may connect; an address that another process of this host could have taken is no name of
-it; health checks need no proof, so that any client may learn whether a service is up. Its health is NOT_SERVING until
-its owner says otherwise, and becomes so again before it stops; a watcher learns every change of it at once, and its
-last answer is the state at that time. Both names of server reflection have the same messages, so one servicer answers
-for both.
+Invariants: it listens on a port of its own; it asks each caller for a certificate, whose names say what the caller may
+do, unless it listens on a socket file, whose folder decides who may connect. Its health is NOT_SERVING until its owner
+says otherwise, and becomes so again before it stops; a watcher learns every change of it at once, and its last answer
+is the state at that time. Both names of server reflection have the same messages, so one servicer answers for both.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,23 +20,21 @@ from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from flotilla_core.addresses import ANY_ADDRESS, UNIX, dialable, dialled, is_loopback, joined
-from flotilla_core.errors import FlotillaError, InvalidConfig, PortInUse
-from flotilla_core.logger import get_logger
-from flotilla_core.method_handlers import is_open_to_all, wrapped
+from flotilla_core.addresses import ANY_ADDRESS, UNIX, dialable, joined
+from flotilla_core.errors import InvalidConfig, PortInUse
+from flotilla_core.method_handlers import behavior_of, wrapped
 from flotilla_core.rpc.channel import SERVER_OPTIONS
 from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor, abort, read_to_its_end
 from flotilla_core.rpc.fence import FENCE_HEADER
 from flotilla_core.rpc.interface import check_interface, ports_of
+from flotilla_core.rpc.tls import server_credentials
 from flotilla_core.telemetry.grpc import TracingInterceptor
-from flotilla_core.trust import HEADER, CallVerifier, Token, check_is_secret
-from flotilla_core.trust.calls import unproven
+from flotilla_core.trust import Credential
 from flotilla_core.trust.refusals import RefusalLog
+from flotilla_core.trust.roles import refusal
 
 if TYPE_CHECKING:
     from flotilla_core.config import BindConfig
-
-logger = get_logger()
 
 _Status = health_pb2.HealthCheckResponse
 SERVICE_NAME = "grpc.health.v1.Health"
@@ -50,9 +46,10 @@ SERVICE_NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 class RpcServer:
     """A grpc.aio server with health, reflection and our boundary."""
 
-    def __init__(self, bind: BindConfig, *, token: str | Token | None = None) -> None:
+    def __init__(self, bind: BindConfig, *, credential: Credential | None = None) -> None:
+        """`credential` is needed but for a socket file."""
         self._bind = bind
-        self._token = Token.of(token) if token is not None else None
+        self._credential = None if bind.host.startswith(UNIX) else credential
         self._adders: list[tuple[Callable[[Any, grpc.aio.Server], None], Any]] = []
         self._services: list[str] = []
         self._server: grpc.aio.Server | None = None
@@ -68,17 +65,11 @@ class RpcServer:
 
     async def start(self) -> str:
         """Listen; return host:port as peers dial it."""
-        require_token(self._bind, self._token)
-        # The proof comes first: of a call without it nothing acts, neither its fence nor the trace that it names.
-        interceptors: list[grpc.aio.ServerInterceptor] = []
-        if self._token is not None:
-            verifier = CallVerifier(
-                self._token,
-                lambda: own_names(self._bind, self._port),
-                shares_our_clock=is_loopback(self._bind.host),
-            )
-            interceptors.append(TokenServerInterceptor(verifier))
-        interceptors += [TracingInterceptor(), ErrorsInterceptor()]
+        interceptors: list[grpc.aio.ServerInterceptor] = [TracingInterceptor(), ErrorsInterceptor()]
+        if not self._bind.host.startswith(UNIX):
+            require_credential(self._bind, self._credential)
+            # It comes first: of a call that is refused nothing acts, neither its fence nor the trace that it names.
+            interceptors.insert(0, CallerInterceptor())
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         for add_servicer_to_server, servicer in self._adders:
             add_servicer_to_server(servicer, server)
@@ -105,19 +96,14 @@ class RpcServer:
             await self._server.stop(grace_s)
 
     def _listen(self, server: grpc.aio.Server) -> int:
-        tls = None if self._bind.host.startswith(UNIX) else self._bind.tls
-        if tls is None and not is_loopback(self._bind.host) and not self._bind.plaintext:
-            _warn_of_plaintext(joined(self._bind.host, self._bind.port))
         ports = (self._bind.port,) if self._bind.port else ports_of(self._bind.ports)
         for port in ports:
             address = joined(self._bind.host, port)
             with contextlib.suppress(RuntimeError):
-                if tls is not None:
-                    from flotilla_core.rpc.tls import server_credentials
-
-                    # New ones for each port: those of a port that was taken open no other one.
-                    return server.add_secure_port(address, server_credentials(tls))
-                return server.add_insecure_port(address)
+                if self._credential is None:
+                    return server.add_insecure_port(address)
+                # New ones for each port: those of a port that was taken open no other one.
+                return server.add_secure_port(address, server_credentials(self._credential))
         if len(ports) > 1:
             raise PortInUse(
                 f"cannot listen on {self._bind.host}",
@@ -132,46 +118,16 @@ class RpcServer:
         )
 
 
-def require_token(bind: BindConfig, token: Token | None) -> None:
-    """Raise InvalidConfig for an address that would be served without a token, or by one with a role."""
-    if token is not None:
-        check_is_secret(token.current(), f"bind.host {bind.host}")
-    elif not bind.host.startswith(UNIX):
+def require_credential(bind: BindConfig, credential: Credential | None) -> None:
+    """Raise InvalidConfig for an address that would be served without a credential, or by one with a role."""
+    if credential is None:
         raise InvalidConfig(
-            "the server has no token",
+            "the server has no credential",
             where=f"bind.host {bind.host}",
             why="every user of this host could call it",
-            next_step="start the stack (flotilla up), or name its token file in bind.token_file",
+            next_step="start the stack (flotilla up), or name its credential in bind.credential_file",
         )
-
-
-def own_names(bind: BindConfig, port: int) -> frozenset[str]:
-    """Return every address by which callers may know a server that listens as `bind` says, on `port`."""
-    hosts = [bind.host] if bind.host not in ANY_ADDRESS else _addresses_of_this_host()
-    if bind.advertise_host:
-        hosts.append(bind.advertise_host)
-    return frozenset(dialled(joined(host, port)) for host in hosts)
-
-
-def _addresses_of_this_host() -> list[str]:
-    """Return its name and the addresses of its interfaces, which no other host and no other socket can have."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    addresses = [
-        address.address.partition("%")[0]
-        for interface in psutil.net_if_addrs().values()
-        for address in interface
-        if address.family in families
-    ]
-    return [socket.gethostname(), *addresses]
-
-
-def _warn_of_plaintext(address: str) -> None:
-    logger.warning(
-        "what travels is not encrypted: whoever sees the traffic reads prompts, samples and weights",
-        address=address,
-        next_step="make certificates (flotilla certs init --hosts HOST,...) and name them in bind.tls; or say that the "
-        "network is private: bind.plaintext: true",
-    )
+    credential.require_service(f"bind.host {bind.host}")
 
 
 def _holder_of(port: int) -> str:
@@ -258,14 +214,10 @@ def _add_contract() -> None:
     descriptor_pool.Default().Add(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()))
 
 
-class TokenServerInterceptor(grpc.aio.ServerInterceptor):
-    """The authentication of a server that asks for a proof.
+class CallerInterceptor(grpc.aio.ServerInterceptor):
+    """The check of what each caller may do, by the names of the certificate that its connection has shown."""
 
-    Refuses calls that do not prove that their caller belongs to the stack.
-    """
-
-    def __init__(self, verifier: CallVerifier) -> None:
-        self._verifier = verifier
+    def __init__(self) -> None:
         self._refusals = RefusalLog()
 
     async def intercept_service(
@@ -274,31 +226,34 @@ class TokenServerInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or is_open_to_all(method):
-            return handler
-        refusal = self._refusal(method, handler_call_details)
-        if refusal is None:
-            return handler
-        error = refusal
+        # gRPC answers UNIMPLEMENTED for an unknown method, for which there is no handler.
+        if handler is None:
+            return None
+        behavior, method = behavior_of(handler), handler_call_details.method
+        fenced = any(key == FENCE_HEADER for key, _ in handler_call_details.invocation_metadata or ())
 
-        async def refuse(request: Any, context: Any) -> None:
+        async def is_refused(request: Any, context: Any) -> bool:
+            error = refusal(context.peer_identities(), method, fenced=fenced)
+            if error is None:
+                return False
             self._refusals.tell(context.peer(), error)
             if handler.request_streaming:
                 await read_to_its_end(request)
             await abort(context, error, method)
+            return True
 
-        async def refuse_stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            await refuse(request, context)
-            return
-            yield
+        async def respond(request: Any, context: Any) -> Any:
+            return None if await is_refused(request, context) else await behavior(request, context)
 
-        return wrapped(handler, refuse, refuse_stream)
+        async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            if await is_refused(request, context):
+                return
+            responses = behavior(request, context)
+            if inspect.isawaitable(responses):
+                await responses  # A handler in coroutine style writes through the context.
+                return
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    yield response
 
-    def _refusal(self, method: str, details: grpc.HandlerCallDetails) -> FlotillaError | None:
-        headers = details.invocation_metadata or ()
-        fenced = any(key == FENCE_HEADER for key, _ in headers)
-        for key, value in headers:
-            if key == HEADER:
-                return self._verifier.refusal(method, value, fenced=fenced)
-        return unproven(method)
+        return wrapped(handler, respond, respond_stream, deserializer=handler.request_deserializer)

@@ -1,8 +1,8 @@
 """TLS between services: each end shows a certificate, which an authority of the stack has signed.
 
-Invariants: certificates are files that may be replaced at any time: a server takes the new ones at its next
-connection, and a channel at its next call, on a connection of its own; calls that run stay on theirs. A connection
-that fails for a certificate is explained by the end that dialled: whose it is, until when it was good, what to do.
+Invariants: a credential may be replaced at any time: a server takes the new one at its next connection, and a channel
+at its next call, on a connection of its own; calls that run stay on theirs. A connection that fails for a certificate
+is explained by the end that dialled: whose it is, until when it was good, what to do.
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
-from flotilla_core.errors import FlotillaError, Unavailable
-from flotilla_core.logger import get_logger
-from flotilla_core.trust import certificates
-from flotilla_core.trust.certificates import TlsFiles
-
-if TYPE_CHECKING:
-    from flotilla_core.config.stack import TlsConfig
+from flotilla_core.errors import FlotillaError, InvalidConfig, Unavailable
+from flotilla_core.trust import Credential, Pem
+from flotilla_core.trust.roles import SERVER_NAME
 
 _PROBE_S = 2.0
 # How long a replaced connection may finish its calls.
@@ -41,49 +37,55 @@ _SIGNS = (
     "end of tcp stream",
 )
 
-logger = get_logger()
 
-
-def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
+def server_credentials(credential: Credential) -> grpc.ServerCredentials:
     """Return the credentials of a server that asks each caller for a certificate."""
-    files = TlsFiles(tls)
+    shown = credential.current()
 
-    def configured(read: tuple[bytes, bytes, bytes]) -> grpc.ServerCertificateConfiguration:
-        key, chain, authorities = read
-        return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=authorities)
+    def configured(pem: Pem) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(pem.key, pem.chain)], root_certificates=pem.authorities
+        )
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        read = files.read_again()
-        return None if read is None else configured(read)
+        nonlocal shown
+        newest = credential.current()
+        if newest is shown:
+            return None
+        shown = newest
+        return configured(newest)
 
     # None for "as before" is the documented answer, which the stubs do not know.
     return grpc.dynamic_ssl_server_credentials(
-        configured(files.read()),
+        configured(shown),
         fetch,  # type: ignore[arg-type]
         require_client_authentication=True,
     )
 
 
-def channel_credentials(read: tuple[bytes, bytes, bytes]) -> grpc.ChannelCredentials:
-    """Return the credentials of a channel by what the three files hold."""
-    key, chain, authorities = read
-    return grpc.ssl_channel_credentials(authorities, key, chain)
+def channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
+    """Return the credentials of a channel."""
+    return grpc.ssl_channel_credentials(pem.authorities, pem.key, pem.chain)
 
 
 class RenewedChannel(grpc.aio.Channel):
-    """A channel over TLS, whose calls go over a new connection once the certificate was replaced."""
+    """A channel over TLS, whose calls go over a new connection once the credential was replaced."""
 
-    def __init__(self, files: TlsFiles, dial: Callable[[grpc.ChannelCredentials], grpc.aio.Channel]) -> None:
-        self._files = files
+    def __init__(
+        self, credential: Credential, dial: Callable[[grpc.ChannelCredentials], grpc.aio.Channel]
+    ) -> None:
+        self._credential = credential
         self._dial = dial
-        self._channel = dial(channel_credentials(files.read()))
+        self._shown = credential.current()
+        self._channel = dial(channel_credentials(self._shown))
         self._ending: dict[asyncio.Future[None], grpc.aio.Channel] = {}
 
     def current(self) -> grpc.aio.Channel:
-        """Return the channel of the newest certificate."""
-        read = self._files.read_again()
-        if read is not None:
-            replaced, self._channel = self._channel, self._dial(channel_credentials(read))
+        """Return the channel of the newest credential."""
+        newest = self._credential.current()
+        if newest is not self._shown:
+            self._shown = newest
+            replaced, self._channel = self._channel, self._dial(channel_credentials(newest))
             ending = asyncio.ensure_future(replaced.close(_FINISH_S))
             self._ending[ending] = replaced
             ending.add_done_callback(lambda done: self._ending.pop(done, None))
@@ -141,107 +143,90 @@ class _RenewedMethod:
         return self._method(*arguments, **options)
 
 
-async def explain(address: str, tls: TlsConfig | None, error: FlotillaError) -> FlotillaError:
+async def explain(address: str, credential: Credential, error: FlotillaError) -> FlotillaError:
     """Return what a certificate has to do with a failed connection; the error itself where nothing."""
     if not isinstance(error, Unavailable) or not any(sign in error.why.lower() for sign in _SIGNS):
         return error
-    found = await _looked_at(address, tls, error)
-    if found is None:
-        return error
-    return Unavailable(found.what, where=found.where, why=found.why, next_step=found.next_step)
-
-
-async def _looked_at(address: str, tls: TlsConfig | None, error: FlotillaError) -> FlotillaError | None:
-    """Return what one look at the address finds; callers whose calls broke at the same time share it."""
+    # One look is shared by all callers whose calls broke at the same time.
     loop, now = asyncio.get_running_loop(), time.monotonic()
     for old in [key for key, (then, _) in _LOOKS.items() if now - then > _LOOK_AGAIN_S]:
         del _LOOKS[old]
-    key = address, "" if tls is None else tls.model_dump_json(), id(loop)
+    key = address, str(credential.path), id(loop)
     if key not in _LOOKS:
-        _LOOKS[key] = now, asyncio.ensure_future(asyncio.to_thread(_explained, address, tls, error))
-    return await asyncio.shield(_LOOKS[key][1])
+        _LOOKS[key] = now, asyncio.ensure_future(asyncio.to_thread(_explained, address, credential))
+    found = await asyncio.shield(_LOOKS[key][1])
+    return error if found is None else found.again()
 
 
-def _explained(address: str, tls: TlsConfig | None, error: FlotillaError) -> FlotillaError | None:
+def _explained(address: str, credential: Credential) -> FlotillaError | None:
     """Return why no connection is made where that is a matter of TLS; None for every other reason.
 
     A service that starts or ends closes connections too: without a certificate that is wrong, that says nothing.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    refused, is_tls = "", True
-    theirs: bytes | None = None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
+    from flotilla_core.trust import certificates
+
     try:
-        if tls is not None:
-            TlsFiles(tls).read()
-            context.load_cert_chain(tls.certificate_file, tls.key_file)
-        with socket.create_connection((host, int(port)), _PROBE_S) as plain:
-            plain.settimeout(_PROBE_S)
-            with context.wrap_socket(plain, server_hostname=host) as connection:
-                theirs = connection.getpeercert(binary_form=True)
-                # With TLS 1.3 a server refuses our certificate after the handshake; else it sends its settings.
-                refused = "" if connection.recv(1) else "it closes the connection"
-    except FlotillaError as ours:
-        return ours
-    except TimeoutError:
-        pass
-    except (ssl.SSLError, ConnectionError) as failure:
-        # A process that is killed ends its connections in the middle, too: its answer alone says what it speaks.
-        is_tls = isinstance(failure, ssl.SSLEOFError | ConnectionError)
-        refused = str(failure)
-    except (OSError, ValueError):
-        return None
-    if tls is None:
-        return (
-            None
-            if theirs is None
-            else _speaks(address, error, "TLS", "which bind.tls of our stack file lacks")
+        ours = credential.read()
+    except FlotillaError as unreadable:
+        return unreadable
+    if problem := certificates.own_problem(ours):
+        return InvalidConfig(
+            "our own certificate is not good",
+            where=f"{credential.key} {credential.path}",
+            why=problem,
+            next_step="have the owner of the stack make another one: flotilla token create",
         )
-    if theirs is None:
-        return (
-            None
-            if is_tls
-            else _speaks(address, error, "no TLS", "and bind.tls of our stack file asks for it")
-        )
-    return _of_certificates(address, host, tls, theirs, refused)
-
-
-def _of_certificates(
-    address: str, host: str, tls: TlsConfig, theirs: bytes, refused: str
-) -> FlotillaError | None:
-    from cryptography import x509
-
-    certificate = x509.load_der_x509_certificate(theirs)
-    problem = certificates.problem_of(certificate, certificates.read_certificates(tls.ca_file))
-    if not problem and not certificates.is_for(certificate, host):
-        problem = f"{certificates.who(certificate)} is not for {host}"
-    if problem:
+    shown, failure = _shown(address, credential, ours, verified=True)
+    if isinstance(failure, ssl.SSLCertVerificationError):
+        shown, _ = _shown(address, credential, ours, verified=False)
+        why = certificates.problem_of_service(shown, ours) if shown else failure.verify_message
         return Unavailable(
             f"the service at {address} shows a certificate that is not good",
             where=address,
-            why=problem,
-            next_step="on its host: flotilla certs init --hosts with every name by which it is dialled, and copy the "
-            "files to the place that its bind.tls names",
+            why=why or failure.verify_message,
+            next_step="copy the stack's credential to that host; where it was replaced there, copy it to "
+            f"{credential.path}, or have its owner make another one: flotilla token create",
         )
-    if refused:
-        ours = certificates.read_certificates(tls.certificate_file)[0]
+    if shown is not None and failure is not None:
         return Unavailable(
             f"the service at {address} does not take our certificate",
-            where=f"bind.tls.certificate_file {tls.certificate_file}",
-            why=f"we show {certificates.who(ours)}, good until {ours.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
-            f"its answer: {refused}",
-            next_step="make certificates of both hosts by one authority: flotilla certs init; and set their clocks",
+            where=f"{credential.key} {credential.path}",
+            why=f"we show {certificates.own_name(ours)}; its answer: {failure}",
+            next_step="copy the stack's credential to both hosts, or have its owner make another one (flotilla token "
+            "create); and set their clocks",
         )
-    return None
-
-
-def _speaks(address: str, error: FlotillaError, what: str, lack: str) -> FlotillaError:
+    # A process that is killed ends its connections in the middle, too: its answer alone says what it speaks.
+    if not isinstance(failure, ssl.SSLError) or isinstance(failure, ssl.SSLEOFError):
+        return None
     return Unavailable(
-        f"the service at {address} speaks {what}, {lack}",
-        where=error.where,
-        why=error.why,
-        next_step="use one stack file on all hosts: with bind.tls everywhere, or nowhere",
+        f"what answers at {address} speaks no TLS",
+        where=address,
+        why=f"all services of this release do; its answer: {failure}",
+        next_step="stop what listens there; where it is an older Flotilla, run the same release everywhere",
     )
+
+
+def _shown(
+    address: str, credential: Credential, ours: Pem, *, verified: bool
+) -> tuple[bytes | None, Exception | None]:
+    """Return the certificate that is shown at an address, and what broke the connection; each may be missing."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cadata=ours.authorities.decode())
+    if not verified:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    theirs: bytes | None = None
+    try:
+        context.load_cert_chain(*credential.files[:2])
+        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_S) as plain:
+            plain.settimeout(_PROBE_S)
+            with context.wrap_socket(plain, server_hostname=SERVER_NAME) as connection:
+                theirs = connection.getpeercert(binary_form=True)
+                # With TLS 1.3 a server refuses our certificate after the handshake; else it sends its settings.
+                if not connection.recv(1):
+                    return theirs, ConnectionError("it closes the connection")
+    except TimeoutError:
+        return theirs, None
+    except (OSError, ValueError) as failure:
+        return theirs, failure
+    return theirs, None

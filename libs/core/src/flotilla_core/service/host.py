@@ -7,7 +7,7 @@ service later than its start goes through `Host.failed`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from flotilla_core.activities import Activities
 from flotilla_core.bus import Bus, Registry
 from flotilla_core.config import StackConfig
 from flotilla_core.transfer import Files
-from flotilla_core.trust import TokenFile
+from flotilla_core.trust import Credential
 
 
 class Service(Protocol):
@@ -61,8 +61,8 @@ class Host:
     """The directory of the stack: `<state_dir>/<stack>`, absolute."""
     bus: Bus
     registry: Registry
-    token: TokenFile = field(repr=False)
-    """The stack's secret, as its file holds it now."""
+    credential: Credential
+    """The stack's credential, as its file holds it now."""
     fail: Callable[[BaseException], None]
     activities: Activities
     files: Files
@@ -71,8 +71,8 @@ class Host:
     def connect(
         self, address: str, *, fence: Callable[[], rpc.Fence | None] | None = None
     ) -> grpc.aio.Channel:
-        """Return a channel to a peer, whose calls are signed with the stack's token."""
-        return rpc.connect(address, token=self.token, fence=fence)
+        """Return a channel to a peer, to whom we show the stack's credential."""
+        return rpc.connect(address, credential=self.credential, fence=fence)
 
     def failed(self, error: BaseException) -> None:
         """Report that the service cannot continue: it becomes FAILED, stops, and the process ends with exit code 1."""

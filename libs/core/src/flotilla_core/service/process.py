@@ -54,7 +54,7 @@ from flotilla_core.service.host import Host, Service
 from flotilla_core.service.model import bring_model, coordinator_address
 from flotilla_core.service.operate import SERVICE_NAME, OperateServicer
 from flotilla_core.transfer import FILE_SERVICE_NAME, FileCache, Files, FileServicer
-from flotilla_core.trust import TokenFile, check_is_secret
+from flotilla_core.trust import Credential
 
 NATS_TIMEOUT_S = 20.0
 # Peers learn from the registry that we drain; until then their calls are still served.
@@ -96,7 +96,7 @@ class ServiceProcess:
             service = self._build(host)
             registration = self._registration(host)
             server = rpc.RpcServer(
-                host.stack.bind.model_copy(update={"port": self._arguments.port}), token=host.token
+                host.stack.bind.model_copy(update={"port": self._arguments.port}), credential=host.credential
             )
             server.add(
                 operate_pb2_grpc.add_OperateServiceServicer_to_server,
@@ -132,20 +132,20 @@ class ServiceProcess:
         name_instance(instance_id)
         check_state_directory(given.state_dir)
         hand_down(given.stack.bind)
-        token = TokenFile.of_stack(given.stack.bind, given.state_dir)
-        check_is_secret(token.current(), str(token.path))
-        telemetry.start(self._kind_name, instance_id, list(given.otlp), token=token)
+        credential = Credential.of_stack(given.stack.bind, given.state_dir)
+        credential.require_service(given.name)
+        telemetry.start(self._kind_name, instance_id, list(given.otlp), credential=credential)
         user = COORDINATOR if self._kind == reg.SERVICE_KIND_COORDINATOR else SERVICE
         try:
             bus = await Bus.connect(
                 given.nats_url,
-                Login.of_stack(given.stack.nats, given.state_dir, given.stack.bind.tls, user),
+                Login.of_stack(given.stack.nats, given.state_dir, credential, user),
                 name=instance_id,
                 timeout_s=NATS_TIMEOUT_S,
                 replicas=given.stack.nats.replicas,
             )
             try:
-                registry, activities = Registry(bus, token), Activities()
+                registry, activities = Registry(bus), Activities()
                 yield Host(
                     kind=self._kind,
                     name=given.name,
@@ -154,12 +154,12 @@ class ServiceProcess:
                     state_dir=given.state_dir,
                     bus=bus,
                     registry=registry,
-                    token=token,
+                    credential=credential,
                     fail=self._fail,
                     activities=activities,
                     files=Files(
                         FileCache(given.state_dir / "files", given.stack.file_cache_gib),
-                        lambda address: rpc.connect(address, token=token),
+                        lambda address: rpc.connect(address, credential=credential),
                         partial(coordinator_address, registry, given.stack),
                         activities,
                     ),
@@ -182,7 +182,7 @@ class ServiceProcess:
                 kind=self._kind_name,
                 address=registration.address,
                 instance_id=host.instance_id,
-                token_file=host.stack.bind.token_file,
+                credential_file=host.stack.bind.credential_file,
             )
             await host.registry.announce(registration)
             logger.info("starting", address=registration.address, pid=os.getpid())
@@ -283,7 +283,7 @@ class ServiceProcess:
 
 
 def announce(
-    state_dir: Path, *, name: str, kind: str, address: str, instance_id: str, token_file: Path | None
+    state_dir: Path, *, name: str, kind: str, address: str, instance_id: str, credential_file: Path | None
 ) -> Path:
     """Write the file and return its path."""
     path = state_dir / "instances" / f"{name}.json"
@@ -294,8 +294,8 @@ def announce(
         "address": address,
         "instance_id": instance_id,
     }
-    if token_file is not None:
-        entry["token_file"] = str(token_file)
+    if credential_file is not None:
+        entry["credential_file"] = str(credential_file)
     write_atomically(path, json.dumps(entry))
     return path
 

@@ -24,12 +24,11 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, Tra
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
-from flotilla_core.addresses import dialled
 from flotilla_core.telemetry import names
-from flotilla_core.trust import HEADER, CallSigner, Token
+from flotilla_core.trust.roles import SERVER_NAME
 
 if TYPE_CHECKING:
-    from flotilla_core.trust.certificates import TlsFiles
+    from flotilla_core.trust import Credential, Pem
 
 QUEUE_SPANS = 16_384
 BATCH_SPANS = 256
@@ -47,9 +46,7 @@ _CHANNEL_OPTIONS = (
 # The receiver refuses the batch itself: sending it again cannot help.
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
 
-# An endpoint without TLS, in a stack that has it.
-_PLAIN = "http://"
-_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+_ENCRYPTED = "https://"
 
 logger = logging.getLogger(__name__)
 
@@ -60,42 +57,39 @@ _MAX_ATTRIBUTE_LENGTH = 4096
 class OtlpProcessor(SpanProcessor):
     """The export of every span of this process to one endpoint."""
 
-    def __init__(self, endpoint: str, token: str | Token | None = None) -> None:
-        """`token` signs each batch, which the stack's own coordinator asks for."""
-        plain = endpoint.startswith(_PLAIN)
-        self.endpoint = endpoint = dialled(endpoint.removeprefix(_PLAIN))
+    def __init__(self, endpoint: str, credential: Credential | None = None) -> None:
+        """An `endpoint` at https://host:port belongs to the stack, and is shown `credential`."""
+        self.endpoint = endpoint
         self.dropped = 0
         self._queue: deque[ReadableSpan] = deque()
         self._pending = threading.Event()
         self._stopping = threading.Event()
         self._deadline = float("inf")
         self._away = False
-        known = Token.of(token) if token else None
-        self._signer = CallSigner(known, endpoint) if known is not None else None
-        self._files: TlsFiles | None = None
-        if known is not None and known.tls is not None and not plain:
-            from flotilla_core.trust.certificates import TlsFiles
-
-            self._files = TlsFiles(known.tls)
-        self._dial(None if self._files is None else self._files.read())
+        self._credential = credential if endpoint.startswith(_ENCRYPTED) else None
+        self._shown: Pem | None = None
+        self._dial()
         self._thread = threading.Thread(target=self._run, name=f"otlp-{endpoint}", daemon=True)
         self._thread.start()
 
-    def _dial(self, files: tuple[bytes, bytes, bytes] | None) -> None:
-        if files is None:
-            self._channel = grpc.insecure_channel(self.endpoint, options=_CHANNEL_OPTIONS)
+    def _dial(self) -> None:
+        address = self.endpoint.removeprefix(_ENCRYPTED).removeprefix("http://")
+        if self._credential is None:
+            self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         else:
-            key, chain, authorities = files
-            credentials = grpc.ssl_channel_credentials(authorities, key, chain)
-            self._channel = grpc.secure_channel(self.endpoint, credentials, options=_CHANNEL_OPTIONS)
+            key, chain, authorities = self._shown = self._credential.current()
+            self._channel = grpc.secure_channel(
+                address,
+                grpc.ssl_channel_credentials(authorities, key, chain),
+                options=(*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)),
+            )
         self._stub = TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def _renew(self) -> None:
-        """Dial again once the certificate was replaced; one that cannot be used leaves the connection as it is."""
-        files = None if self._files is None else self._files.read_again()
-        if files is not None:
+        """Dial again once the credential was replaced."""
+        if self._credential is not None and self._credential.current() is not self._shown:
             before = self._channel
-            self._dial(files)
+            self._dial()
             before.close()
 
     def on_end(self, span: ReadableSpan) -> None:
@@ -155,7 +149,7 @@ class OtlpProcessor(SpanProcessor):
             # Only this thread takes from the left end, so the first `count` spans stay where they are.
             request = encode_spans([self._queue[index] for index in range(count)])
             try:
-                answer = self._stub.Export(request, timeout=timeout_s, metadata=self._proof())
+                answer = self._stub.Export(request, timeout=timeout_s)
             except grpc.RpcError as error:
                 if error.code() not in _REFUSED:
                     self._went_away(error)
@@ -168,9 +162,6 @@ class OtlpProcessor(SpanProcessor):
             for _ in range(count):
                 self._queue.popleft()
         return True
-
-    def _proof(self) -> tuple[tuple[str, str], ...]:
-        return ((HEADER, self._signer.sign(_EXPORT)),) if self._signer is not None else ()
 
     def _went_away(self, error: grpc.RpcError) -> None:
         if not self._away:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
     from flotilla_core.telemetry.export import OtlpProcessor
-    from flotilla_core.trust import Token
+    from flotilla_core.trust import Credential
 
 
 class _State:
@@ -26,10 +26,12 @@ class _State:
     tracer: Tracer | None = None
 
 
-def start(service: str, instance_id: str, otlp: Sequence[str], *, token: str | Token | None = None) -> None:
-    """Record spans and send them to every `host:port` of `otlp`; where there is none, record nothing.
+def start(
+    service: str, instance_id: str, otlp: Sequence[str], *, credential: Credential | None = None
+) -> None:
+    """Record spans and send them to every endpoint of `otlp`; where there is none, record nothing.
 
-    `token` is the stack's secret: it signs what is sent, and does not travel itself.
+    `credential` is shown to those at https://host:port; one at host:port is sent to in the open.
     """
     if not otlp:
         return
@@ -39,7 +41,7 @@ def start(service: str, instance_id: str, otlp: Sequence[str], *, token: str | T
     from flotilla_core.telemetry.export import OtlpProcessor, tracer_provider
 
     provider = tracer_provider(service, instance_id)
-    _State.processors = tuple(OtlpProcessor(endpoint, token) for endpoint in otlp)
+    _State.processors = tuple(OtlpProcessor(endpoint, credential) for endpoint in otlp)
     for processor in _State.processors:
         provider.add_span_processor(processor)
     _State.provider = provider

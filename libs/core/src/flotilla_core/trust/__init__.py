@@ -1,21 +1,14 @@
-"""The trust within a stack: its secret, the tokens that are derived from it, and the proofs that are made with them.
+"""The trust within a stack: its authority, the credentials that it signs, and what their holders may do.
 
-Invariants: our clients never send the secret itself; what travels is a signature that is good for one
-call to one address, or for one registration; nothing here imports gRPC or NATS.
+Invariants: whoever belongs to a stack holds a certificate of its authority, and shows it at each connection; what a
+certificate is good for stands in the certificate alone; nothing here imports gRPC or NATS, and `cryptography` is
+imported only where a certificate is made or explained.
 """
 
 from __future__ import annotations
 
-from flotilla_core.trust.calls import HEADER, CallSigner, CallVerifier
-from flotilla_core.trust.registrations import RegistrationSigner, RegistrationVerifier
-from flotilla_core.trust.role_tokens import Claims, make_role_token
-from flotilla_core.trust.secret_file import (
-    Token,
-    TokenFile,
-    check_is_secret,
-    make_token,
-    read_secret,
-    read_token,
-    rotate_token,
-    write_secret,
-)
+from flotilla_core.trust.credential import Credential, Pem
+from flotilla_core.trust.private_files import read_secret, write_secret
+from flotilla_core.trust.roles import Claims
+
+__all__ = ["Claims", "Credential", "Pem", "read_secret", "write_secret"]

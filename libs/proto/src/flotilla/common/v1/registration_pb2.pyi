@@ -184,33 +184,3 @@ class Registration(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Registration: _TypeAlias = Registration  # noqa: Y015
-
-@_typing.final
-class SignedRegistration(_message.Message):
-    """What the registry holds for an instance: its registration, and the proof that the stack's secret made it."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REGISTRATION_FIELD_NUMBER: _builtins.int
-    SIGNED_AT_NS_FIELD_NUMBER: _builtins.int
-    SIGNATURE_FIELD_NUMBER: _builtins.int
-    registration: _builtins.bytes
-    """A Registration."""
-    signed_at_ns: _builtins.int
-    """When, in nanoseconds since 1970 by the clock of the instance; grows with every message of an instance."""
-    signature: _builtins.bytes
-    """Keyed BLAKE2b over the instance id, the time and the registration."""
-    def __init__(
-        self,
-        *,
-        registration: _builtins.bytes = ...,
-        signed_at_ns: _builtins.int = ...,
-        signature: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration", "signature", b"signature", "signed_at_ns", b"signed_at_ns"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SignedRegistration: _TypeAlias = SignedRegistration  # noqa: Y015

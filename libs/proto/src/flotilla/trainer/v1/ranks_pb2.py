@@ -26,7 +26,7 @@ from flotilla.common.v1 import files_pb2 as flotilla_dot_common_dot_v1_dot_files
 from flotilla.common.v1 import rules_pb2 as flotilla_dot_common_dot_v1_dot_rules__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lotilla/trainer/v1/ranks.proto\x12\x13\x66lotilla.trainer.v1\x1a\x1e\x66lotilla/common/v1/files.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\"\x15\n\x13\x44\x65scribeHostRequest\"u\n\x14\x44\x65scribeHostResponse\x12\x12\n\ntoken_file\x18\x01 \x01(\t\x12\x18\n\x10\x63\x65rtificate_file\x18\x02 \x01(\t\x12\x10\n\x08key_file\x18\x03 \x01(\t\x12\x0f\n\x07\x63\x61_file\x18\x04 \x01(\t\x12\x0c\n\x04otlp\x18\x05 \x03(\t\"Y\n\x12\x42ringFolderRequest\x12\x33\n\x06\x66older\x18\x01 \x01(\x0b\x32#.flotilla.common.v1.FolderReference\x12\x0e\n\x06sealed\x18\x02 \x01(\x08\"#\n\x13\x42ringFolderResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x1f\n\x0fMakePartRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\" \n\x10MakePartResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\" \n\x10OfferPartRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"H\n\x11OfferPartResponse\x12\x33\n\x06\x66older\x18\x01 \x01(\x0b\x32#.flotilla.common.v1.FolderReference\"Y\n\x0eRunRankRequest\x12/\n\x05start\x18\x01 \x01(\x0b\x32\x1e.flotilla.trainer.v1.RankStartH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"D\n\tRankStart\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12)\n\tsilence_s\x18\x02 \x01(\x01\x42\x16\xea\xe1\x18\x12\t\x9a\x99\x99\x99\x99\x99\xb9?\x11\x00\x00\x00\x00\x00\x18\xf5@\"\x89\x01\n\x0fRunRankResponse\x12-\n\x04\x62orn\x18\x01 \x01(\x0b\x32\x1d.flotilla.trainer.v1.RankBornH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12/\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.RankEndedH\x00\x42\x06\n\x04part\"4\n\x08RankBorn\x12\x0b\n\x03pid\x18\x01 \x01(\x03\x12\x0b\n\x03log\x18\x02 \x01(\t\x12\x0e\n\x06stacks\x18\x03 \x01(\t\"7\n\tRankEnded\x12\x0b\n\x03how\x18\x01 \x01(\t\x12\x1d\n\rlast_log_line\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\"?\n\x11LookAtRankRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06stacks\x18\x02 \x01(\x08\x12\x0c\n\x04wake\x18\x03 \x01(\x08\"=\n\x12LookAtRankResponse\x12\x0f\n\x07stopped\x18\x01 \x01(\x08\x12\x16\n\x06stacks\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x32\xc2\x04\n\x0bRankService\x12\x63\n\x0c\x44\x65scribeHost\x12(.flotilla.trainer.v1.DescribeHostRequest\x1a).flotilla.trainer.v1.DescribeHostResponse\x12`\n\x0b\x42ringFolder\x12\'.flotilla.trainer.v1.BringFolderRequest\x1a(.flotilla.trainer.v1.BringFolderResponse\x12W\n\x08MakePart\x12$.flotilla.trainer.v1.MakePartRequest\x1a%.flotilla.trainer.v1.MakePartResponse\x12Z\n\tOfferPart\x12%.flotilla.trainer.v1.OfferPartRequest\x1a&.flotilla.trainer.v1.OfferPartResponse\x12X\n\x07RunRank\x12#.flotilla.trainer.v1.RunRankRequest\x1a$.flotilla.trainer.v1.RunRankResponse(\x01\x30\x01\x12]\n\nLookAtRank\x12&.flotilla.trainer.v1.LookAtRankRequest\x1a\'.flotilla.trainer.v1.LookAtRankResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lotilla/trainer/v1/ranks.proto\x12\x13\x66lotilla.trainer.v1\x1a\x1e\x66lotilla/common/v1/files.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\"\x15\n\x13\x44\x65scribeHostRequest\"C\n\x14\x44\x65scribeHostResponse\x12\x17\n\x0f\x63redential_file\x18\x01 \x01(\t\x12\x0c\n\x04otlp\x18\x05 \x03(\tJ\x04\x08\x02\x10\x05\"Y\n\x12\x42ringFolderRequest\x12\x33\n\x06\x66older\x18\x01 \x01(\x0b\x32#.flotilla.common.v1.FolderReference\x12\x0e\n\x06sealed\x18\x02 \x01(\x08\"#\n\x13\x42ringFolderResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x1f\n\x0fMakePartRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\" \n\x10MakePartResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\" \n\x10OfferPartRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"H\n\x11OfferPartResponse\x12\x33\n\x06\x66older\x18\x01 \x01(\x0b\x32#.flotilla.common.v1.FolderReference\"Y\n\x0eRunRankRequest\x12/\n\x05start\x18\x01 \x01(\x0b\x32\x1e.flotilla.trainer.v1.RankStartH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"D\n\tRankStart\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12)\n\tsilence_s\x18\x02 \x01(\x01\x42\x16\xea\xe1\x18\x12\t\x9a\x99\x99\x99\x99\x99\xb9?\x11\x00\x00\x00\x00\x00\x18\xf5@\"\x89\x01\n\x0fRunRankResponse\x12-\n\x04\x62orn\x18\x01 \x01(\x0b\x32\x1d.flotilla.trainer.v1.RankBornH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12/\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x1e.flotilla.trainer.v1.RankEndedH\x00\x42\x06\n\x04part\"4\n\x08RankBorn\x12\x0b\n\x03pid\x18\x01 \x01(\x03\x12\x0b\n\x03log\x18\x02 \x01(\t\x12\x0e\n\x06stacks\x18\x03 \x01(\t\"7\n\tRankEnded\x12\x0b\n\x03how\x18\x01 \x01(\t\x12\x1d\n\rlast_log_line\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\"?\n\x11LookAtRankRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06stacks\x18\x02 \x01(\x08\x12\x0c\n\x04wake\x18\x03 \x01(\x08\"=\n\x12LookAtRankResponse\x12\x0f\n\x07stopped\x18\x01 \x01(\x08\x12\x16\n\x06stacks\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x32\xc2\x04\n\x0bRankService\x12\x63\n\x0c\x44\x65scribeHost\x12(.flotilla.trainer.v1.DescribeHostRequest\x1a).flotilla.trainer.v1.DescribeHostResponse\x12`\n\x0b\x42ringFolder\x12\'.flotilla.trainer.v1.BringFolderRequest\x1a(.flotilla.trainer.v1.BringFolderResponse\x12W\n\x08MakePart\x12$.flotilla.trainer.v1.MakePartRequest\x1a%.flotilla.trainer.v1.MakePartResponse\x12Z\n\tOfferPart\x12%.flotilla.trainer.v1.OfferPartRequest\x1a&.flotilla.trainer.v1.OfferPartResponse\x12X\n\x07RunRank\x12#.flotilla.trainer.v1.RunRankRequest\x1a$.flotilla.trainer.v1.RunRankResponse(\x01\x30\x01\x12]\n\nLookAtRank\x12&.flotilla.trainer.v1.LookAtRankRequest\x1a\'.flotilla.trainer.v1.LookAtRankResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,33 +42,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEHOSTREQUEST']._serialized_start=120
   _globals['_DESCRIBEHOSTREQUEST']._serialized_end=141
   _globals['_DESCRIBEHOSTRESPONSE']._serialized_start=143
-  _globals['_DESCRIBEHOSTRESPONSE']._serialized_end=260
-  _globals['_BRINGFOLDERREQUEST']._serialized_start=262
-  _globals['_BRINGFOLDERREQUEST']._serialized_end=351
-  _globals['_BRINGFOLDERRESPONSE']._serialized_start=353
-  _globals['_BRINGFOLDERRESPONSE']._serialized_end=388
-  _globals['_MAKEPARTREQUEST']._serialized_start=390
-  _globals['_MAKEPARTREQUEST']._serialized_end=421
-  _globals['_MAKEPARTRESPONSE']._serialized_start=423
-  _globals['_MAKEPARTRESPONSE']._serialized_end=455
-  _globals['_OFFERPARTREQUEST']._serialized_start=457
-  _globals['_OFFERPARTREQUEST']._serialized_end=489
-  _globals['_OFFERPARTRESPONSE']._serialized_start=491
-  _globals['_OFFERPARTRESPONSE']._serialized_end=563
-  _globals['_RUNRANKREQUEST']._serialized_start=565
-  _globals['_RUNRANKREQUEST']._serialized_end=654
-  _globals['_RANKSTART']._serialized_start=656
-  _globals['_RANKSTART']._serialized_end=724
-  _globals['_RUNRANKRESPONSE']._serialized_start=727
-  _globals['_RUNRANKRESPONSE']._serialized_end=864
-  _globals['_RANKBORN']._serialized_start=866
-  _globals['_RANKBORN']._serialized_end=918
-  _globals['_RANKENDED']._serialized_start=920
-  _globals['_RANKENDED']._serialized_end=975
-  _globals['_LOOKATRANKREQUEST']._serialized_start=977
-  _globals['_LOOKATRANKREQUEST']._serialized_end=1040
-  _globals['_LOOKATRANKRESPONSE']._serialized_start=1042
-  _globals['_LOOKATRANKRESPONSE']._serialized_end=1103
-  _globals['_RANKSERVICE']._serialized_start=1106
-  _globals['_RANKSERVICE']._serialized_end=1684
+  _globals['_DESCRIBEHOSTRESPONSE']._serialized_end=210
+  _globals['_BRINGFOLDERREQUEST']._serialized_start=212
+  _globals['_BRINGFOLDERREQUEST']._serialized_end=301
+  _globals['_BRINGFOLDERRESPONSE']._serialized_start=303
+  _globals['_BRINGFOLDERRESPONSE']._serialized_end=338
+  _globals['_MAKEPARTREQUEST']._serialized_start=340
+  _globals['_MAKEPARTREQUEST']._serialized_end=371
+  _globals['_MAKEPARTRESPONSE']._serialized_start=373
+  _globals['_MAKEPARTRESPONSE']._serialized_end=405
+  _globals['_OFFERPARTREQUEST']._serialized_start=407
+  _globals['_OFFERPARTREQUEST']._serialized_end=439
+  _globals['_OFFERPARTRESPONSE']._serialized_start=441
+  _globals['_OFFERPARTRESPONSE']._serialized_end=513
+  _globals['_RUNRANKREQUEST']._serialized_start=515
+  _globals['_RUNRANKREQUEST']._serialized_end=604
+  _globals['_RANKSTART']._serialized_start=606
+  _globals['_RANKSTART']._serialized_end=674
+  _globals['_RUNRANKRESPONSE']._serialized_start=677
+  _globals['_RUNRANKRESPONSE']._serialized_end=814
+  _globals['_RANKBORN']._serialized_start=816
+  _globals['_RANKBORN']._serialized_end=868
+  _globals['_RANKENDED']._serialized_start=870
+  _globals['_RANKENDED']._serialized_end=925
+  _globals['_LOOKATRANKREQUEST']._serialized_start=927
+  _globals['_LOOKATRANKREQUEST']._serialized_end=990
+  _globals['_LOOKATRANKRESPONSE']._serialized_start=992
+  _globals['_LOOKATRANKRESPONSE']._serialized_end=1053
+  _globals['_RANKSERVICE']._serialized_start=1056
+  _globals['_RANKSERVICE']._serialized_end=1634
 # @@protoc_insertion_point(module_scope)

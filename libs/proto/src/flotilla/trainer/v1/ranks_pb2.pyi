@@ -38,16 +38,10 @@ Global___DescribeHostRequest: _TypeAlias = DescribeHostRequest  # noqa: Y015
 class DescribeHostResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_FILE_FIELD_NUMBER: _builtins.int
-    CERTIFICATE_FILE_FIELD_NUMBER: _builtins.int
-    KEY_FILE_FIELD_NUMBER: _builtins.int
-    CA_FILE_FIELD_NUMBER: _builtins.int
+    CREDENTIAL_FILE_FIELD_NUMBER: _builtins.int
     OTLP_FIELD_NUMBER: _builtins.int
-    token_file: _builtins.str
-    """Files of this host: the secret of the stack, and what bind.tls names; empty where there is none."""
-    certificate_file: _builtins.str
-    key_file: _builtins.str
-    ca_file: _builtins.str
+    credential_file: _builtins.str
+    """Where this host has the credential of the stack."""
     @_builtins.property
     def otlp(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Where ranks send their spans."""
@@ -55,15 +49,12 @@ class DescribeHostResponse(_message.Message):
     def __init__(
         self,
         *,
-        token_file: _builtins.str = ...,
-        certificate_file: _builtins.str = ...,
-        key_file: _builtins.str = ...,
-        ca_file: _builtins.str = ...,
+        credential_file: _builtins.str = ...,
         otlp: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ca_file", b"ca_file", "certificate_file", b"certificate_file", "key_file", b"key_file", "otlp", b"otlp", "token_file", b"token_file"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credential_file", b"credential_file", "otlp", b"otlp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

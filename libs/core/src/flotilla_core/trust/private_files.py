@@ -1,0 +1,96 @@
+"""Files that hold a secret.
+
+Invariants: a file that others than its owner can read is never used, except one of root's that its group reads, as
+container engines mount secrets; one that is written is complete from the moment that it has its name, and is replaced
+as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from flotilla_core.errors import InvalidConfig, PermissionDenied
+
+_MOST_BYTES = 64 * 1024
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, whole or not at all."""
+    os.replace(_write_aside(path, text), path)
+
+
+def write_secret_once(path: Path, text: str) -> None:
+    """Write a file as `write_secret` does, unless it is there: of two processes that write, the first one wins."""
+    aside = _write_aside(path, text)
+    try:
+        # A link, unlike a rename, leaves a file alone that another process has made meanwhile.
+        os.link(aside, path)
+    except FileExistsError:
+        pass
+    finally:
+        aside.unlink()
+
+
+def _write_aside(path: Path, text: str) -> Path:
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        aside.unlink(missing_ok=True)  # a full disk shall not keep parts of secrets
+        raise
+    return aside
+
+
+def read_secret(path: Path, key: str) -> str:
+    """Return the text of a file that only its owner can read (or root and our group); errors call it `key`."""
+    where = f"{key} {path}"
+    try:
+        # Not blocked by a named pipe, and judged as it was opened, not as it may be later.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise InvalidConfig("the file of a secret is not there", where=where) from None
+    except OSError as error:
+        raise PermissionDenied(
+            "the file of a secret cannot be read",
+            where=where,
+            why=str(error.strerror),
+            next_step="work as the user who owns it",
+        ) from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise InvalidConfig("the file of a secret is not a file", where=where)
+    with open(descriptor, "rb") as file:
+        # Root reads every file anyway, so a file of root's that we can read is as private as one of ours.
+        mounted = status.st_uid == 0 and os.geteuid() != 0
+        if status.st_uid != os.geteuid() and not mounted:
+            raise InvalidConfig(
+                "the file of a secret belongs to another user",
+                where=where,
+                why=f"its owner is uid {status.st_uid}, and this process runs as uid {os.geteuid()}",
+                next_step=f"make a copy of your own, and run: chmod 600 {path}",
+            )
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & (0o037 if mounted else 0o077):
+            raise InvalidConfig(
+                "the file of a secret is open to other users",
+                where=where,
+                why=f"its mode is {mode:04o}, so a secret in it is none",
+                next_step=f"run: chmod {440 if mounted else 600} {path}, and write a new secret where others may have "
+                "read this one",
+            )
+        content = file.read(_MOST_BYTES)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise InvalidConfig("the file of a secret is not text", where=where) from None
+    if not text.strip():
+        raise InvalidConfig("the file of a secret is empty", where=where)
+    return text
