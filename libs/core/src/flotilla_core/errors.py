@@ -163,7 +163,7 @@ class Cancelled(FlotillaError):
 
 
 class Unauthenticated(FlotillaError):
-    """The call carries no valid token."""
+    """The caller shows no certificate that is good for the call."""
 
     reason = pb.ERROR_REASON_UNAUTHENTICATED
 

@@ -1,7 +1,6 @@
 """Rebuild a method handler around another behaviour, whatever its kind.
 
-Invariant: what comes out takes raw request bytes, so only the innermost interceptor decodes a message, or gRPC where a
-method of its own has a deserializer.
+Invariant: what comes out takes raw request bytes, so only the innermost interceptor decodes a message.
 """
 
 from __future__ import annotations
@@ -15,13 +14,6 @@ import grpc
 Respond = Callable[[Any, Any], Awaitable[Any]]
 RespondStream = Callable[[Any, Any], AsyncIterator[Any]]
 
-_INFRASTRUCTURE = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-
-
-def is_infrastructure(method: str) -> bool:
-    """Return whether a method belongs to gRPC's own services, which foreign tools call in their own ways."""
-    return method.startswith(_INFRASTRUCTURE)
-
 
 def behavior_of(handler: Any) -> Callable[[Any, Any], Any]:
     """Return the only behaviour that `handler` has."""
@@ -30,15 +22,13 @@ def behavior_of(handler: Any) -> Callable[[Any, Any], Any]:
     return handler.unary_stream if handler.response_streaming else handler.unary_unary  # type: ignore[no-any-return]
 
 
-def wrapped(
-    handler: Any, respond: Respond, respond_stream: RespondStream, *, deserializer: Any = None
-) -> grpc.RpcMethodHandler[Any, Any]:
+def wrapped(handler: Any, respond: Respond, respond_stream: RespondStream) -> grpc.RpcMethodHandler[Any, Any]:
     """Return a handler of the same kind that answers with `respond`, or with `respond_stream` if it streams."""
     serializer = handler.response_serializer
     if handler.request_streaming:
         if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(respond_stream, deserializer, serializer)
-        return grpc.stream_unary_rpc_method_handler(respond, deserializer, serializer)
+            return grpc.stream_stream_rpc_method_handler(respond_stream, None, serializer)
+        return grpc.stream_unary_rpc_method_handler(respond, None, serializer)
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(respond_stream, deserializer, serializer)
-    return grpc.unary_unary_rpc_method_handler(respond, deserializer, serializer)
+        return grpc.unary_stream_rpc_method_handler(respond_stream, None, serializer)
+    return grpc.unary_unary_rpc_method_handler(respond, None, serializer)

@@ -1,10 +1,10 @@
-"""The edge of every servicer: bytes become messages, exceptions become statuses.
+"""The edge of every servicer: callers are known, bytes become messages, exceptions become statuses.
 
-Invariants: a servicer raises `FlotillaError` and never touches status codes; bytes that are no message are
-the caller's error and reveal no internals, and so is a message that breaks the rules of its contract
-(`validation`); an unexpected exception is logged once, here,
-and travels as INTERNAL with its traceback; a call that answers once has a deadline: nothing waits without limit. A
-call's fence is admitted last, right before the handler: a call that is refused here moves no fence.
+Invariants: who may not make a call is refused before anything of it is looked at, and only its span remains; a servicer
+raises `FlotillaError` and never touches status codes; bytes that are no message are the caller's error and reveal no
+internals, and so is a message that breaks the rules of its contract (`validation`); an unexpected exception is logged
+once, here, and travels as INTERNAL with its traceback; a call that answers once has a deadline: nothing waits without
+limit. A call's fence is admitted last, right before the handler: a call that is refused here moves no fence.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from grpc_status import rpc_status
 
 from flotilla_core.errors import FlotillaError, Internal, InvalidRequest, Unimplemented
 from flotilla_core.logger import get_logger
-from flotilla_core.method_handlers import behavior_of, is_infrastructure, wrapped
+from flotilla_core.method_handlers import behavior_of, wrapped
 from flotilla_core.rpc import status
-from flotilla_core.rpc.fence import Fence, NewestFences
+from flotilla_core.rpc.fence import FENCE_HEADER, Fence, NewestFences
 from flotilla_core.rpc.validation import validate
+from flotilla_core.trust.refusals import RefusalLog
+from flotilla_core.trust.roles import refusal
 
 logger = get_logger()
 
 _REFUSED_STREAM_S = 2.0
+_INFRASTRUCTURE = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+"""Services of gRPC itself, which foreign tools call in their own ways."""
 GENERATED = "_pb2_grpc"
 """The ending of the names of the modules whose base classes hold a place for every call of a contract."""
 
@@ -37,8 +41,10 @@ GENERATED = "_pb2_grpc"
 class ErrorsInterceptor(grpc.aio.ServerInterceptor):
     """The innermost interceptor of every server."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, knows_callers: bool) -> None:
+        """`knows_callers` says that each connection has shown a certificate, whose names say what the caller may do."""
         self._fences = NewestFences()
+        self._refusals = RefusalLog() if knows_callers else None
 
     async def intercept_service(
         self,
@@ -47,25 +53,38 @@ class ErrorsInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         # gRPC answers UNIMPLEMENTED for an unknown method, for which there is no handler.
-        if handler is None or is_infrastructure(handler_call_details.method):
+        if handler is None:
             return handler
-        return _bounded(handler, _Reception(handler, handler_call_details, self._fences))
+        return _bounded(handler, _Reception(handler, handler_call_details, self._fences, self._refusals))
 
 
 class _Reception:
     """The checks of one call before its handler sees it."""
 
-    def __init__(self, handler: Any, details: grpc.HandlerCallDetails, fences: NewestFences) -> None:
+    def __init__(
+        self,
+        handler: Any,
+        details: grpc.HandlerCallDetails,
+        fences: NewestFences,
+        refusals: RefusalLog | None,
+    ) -> None:
         self.method = details.method
+        self._refusals = refusals
         self._handler = handler
         self._details = details
         self._fences = fences
 
     async def received(self, request: Any, context: Any) -> Any:
         """Return the message, or the stream of messages, of a call that may reach its handler; raise otherwise."""
+        if self._refusals is not None:
+            await self._admit(request, context, self._refusals)
         if behavior_of(self._handler).__module__.endswith(GENERATED):
             raise Unimplemented("this service does not offer the call", where=self.method)
-        if not self._handler.response_streaming and context.time_remaining() is None:
+        if (
+            not self._handler.response_streaming
+            and context.time_remaining() is None
+            and not self.method.startswith(_INFRASTRUCTURE)
+        ):
             raise InvalidRequest(
                 "the call has no deadline",
                 where=self.method,
@@ -76,6 +95,17 @@ class _Reception:
         if fence is not None:
             self._fences.admit(fence, self.method)
         return message
+
+    async def _admit(self, request: Any, context: Any, refusals: RefusalLog) -> None:
+        """Raise where the names of the caller's certificate do not allow the call."""
+        fenced = any(key == FENCE_HEADER for key, _ in self._details.invocation_metadata or ())
+        error = refusal(context.peer_identities(), self.method, fenced=fenced)
+        if error is None:
+            return
+        refusals.tell(context.peer(), error)
+        if self._handler.request_streaming and self._handler.response_streaming:
+            await read_to_its_end(request)
+        raise error
 
     async def _opened(self, request: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         """Return the messages of a stream whose first one is valid."""

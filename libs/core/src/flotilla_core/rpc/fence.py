@@ -4,9 +4,9 @@ Every beginning of a run has a fence and sends it with each call: the epoch of t
 run, and a number higher than that of any beginning before it. Invariants: a service refuses a call whose epoch is
 behind the newest that it has seen of the same ledger, or whose number is behind the newest of the same run; calls of
 two runs pass side by side, and calls without a fence (a person's, another stack's) pass. Only a coordinator has a fence
-to send: a call with the token of a role that carries one is refused, whatever the role (`trust.role_tokens`). A call
-that is refused for any reason leaves no trace here: the boundary admits a fence after token and message were accepted.
-What a service remembers is bounded, and so is how far one call can move it.
+to send: a call of a holder with a role that carries one is refused, whatever the role (`trust.roles`). A call that is
+refused for any reason leaves no trace here: the boundary admits a fence after caller and message were accepted. What a
+service remembers is bounded, and so is how far one call can move it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -22,16 +21,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from flotilla_core.addresses import ANY_ADDRESS, UNIX, dialable, joined
 from flotilla_core.errors import InvalidConfig, PortInUse
-from flotilla_core.method_handlers import behavior_of, wrapped
 from flotilla_core.rpc.channel import SERVER_OPTIONS
-from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor, abort, read_to_its_end
-from flotilla_core.rpc.fence import FENCE_HEADER
+from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor
 from flotilla_core.rpc.interface import check_interface, ports_of
 from flotilla_core.rpc.tls import server_credentials
 from flotilla_core.telemetry.grpc import TracingInterceptor
 from flotilla_core.trust import Credential
-from flotilla_core.trust.refusals import RefusalLog
-from flotilla_core.trust.roles import refusal
 
 if TYPE_CHECKING:
     from flotilla_core.config import BindConfig
@@ -65,11 +60,10 @@ class RpcServer:
 
     async def start(self) -> str:
         """Listen; return host:port as peers dial it."""
-        interceptors: list[grpc.aio.ServerInterceptor] = [TracingInterceptor(), ErrorsInterceptor()]
-        if not self._bind.host.startswith(UNIX):
+        knows_callers = not self._bind.host.startswith(UNIX)
+        if knows_callers:
             require_credential(self._bind, self._credential)
-            # It comes first: of a call that is refused nothing acts, neither its fence nor the trace that it names.
-            interceptors.insert(0, CallerInterceptor())
+        interceptors = [TracingInterceptor(), ErrorsInterceptor(knows_callers=knows_callers)]
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         for add_servicer_to_server, servicer in self._adders:
             add_servicer_to_server(servicer, server)
@@ -212,48 +206,3 @@ def _add_contract() -> None:
         .replace("grpc_reflection", "grpc/reflection")
     )
     descriptor_pool.Default().Add(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()))
-
-
-class CallerInterceptor(grpc.aio.ServerInterceptor):
-    """The check of what each caller may do, by the names of the certificate that its connection has shown."""
-
-    def __init__(self) -> None:
-        self._refusals = RefusalLog()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        # gRPC answers UNIMPLEMENTED for an unknown method, for which there is no handler.
-        if handler is None:
-            return None
-        behavior, method = behavior_of(handler), handler_call_details.method
-        fenced = any(key == FENCE_HEADER for key, _ in handler_call_details.invocation_metadata or ())
-
-        async def is_refused(request: Any, context: Any) -> bool:
-            error = refusal(context.peer_identities(), method, fenced=fenced)
-            if error is None:
-                return False
-            self._refusals.tell(context.peer(), error)
-            if handler.request_streaming:
-                await read_to_its_end(request)
-            await abort(context, error, method)
-            return True
-
-        async def respond(request: Any, context: Any) -> Any:
-            return None if await is_refused(request, context) else await behavior(request, context)
-
-        async def respond_stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            if await is_refused(request, context):
-                return
-            responses = behavior(request, context)
-            if inspect.isawaitable(responses):
-                await responses  # A handler in coroutine style writes through the context.
-                return
-            async with contextlib.aclosing(responses):
-                async for response in responses:
-                    yield response
-
-        return wrapped(handler, respond, respond_stream, deserializer=handler.request_deserializer)
