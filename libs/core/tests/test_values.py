@@ -112,10 +112,10 @@ def speaker(version: str) -> Registration:
 def test_a_build_understands_the_releases_beside_its_own_and_refuses_others_by_name() -> None:
     own = protocol.major_of(protocol.PROTOCOL_VERSION)
     assert own is not None
-    for major in (own - 1, own, own + 1):
+    for major in range(max(own - 1, protocol.OLDEST), own + 2):
         protocol.check_protocol(speaker(f"{major}.7"))
         assert protocol.refusal(speaker(f"{major}.7")) == ""
-    for version in (f"{own - 2}.0", f"{own + 2}.0", "", "new", "9" * 30):
+    for version in (f"{own - 2}.0", f"{protocol.OLDEST - 1}.0", f"{own + 2}.0", "", "new", "9" * 30):
         with pytest.raises(Mismatch, match="generator-0-a speaks protocol") as refused:
             protocol.check_protocol(speaker(version))
         assert protocol.PROTOCOL_VERSION in str(refused.value) and (version or "unknown") in str(

@@ -24,6 +24,7 @@ from flotilla_core.bus.events import MAX_EVENT_BYTES
 from flotilla_core.bus.server import find_binary
 from flotilla_core.errors import InvalidRequest, PortInUse, Unavailable
 from flotilla_core.subprocess_group import ProcessGroup
+from flotilla_testing.credentials import ours
 
 TTL_S = 1.5
 HEARTBEAT_S = 0.3
@@ -32,7 +33,7 @@ View = dict[str, Registration]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def nats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NatsServer]:
-    server = await NatsServer.start(tmp_path_factory.mktemp("nats"))
+    server = await NatsServer.start(tmp_path_factory.mktemp("nats"), credential=ours())
     yield server
     await server.stop()
 
@@ -45,7 +46,7 @@ async def bus(nats: NatsServer) -> AsyncIterator[Bus]:
 
 
 def registry(bus: Bus) -> Registry:
-    return Registry(bus, "secret", ttl_s=TTL_S, heartbeat_s=HEARTBEAT_S)
+    return Registry(bus, ttl_s=TTL_S, heartbeat_s=HEARTBEAT_S)
 
 
 def instance(instance_id: str) -> Registration:
@@ -146,7 +147,7 @@ async def test_an_instance_without_heartbeat_expires_and_a_living_one_stays(
 
 
 async def test_no_living_instance_leaves_any_view_while_nats_is_away(tmp_path: Path) -> None:
-    server = await NatsServer.start(tmp_path)
+    server = await NatsServer.start(tmp_path, credential=ours())
     port = int(server.url.rsplit(":", 1)[1])
     owner_bus, watching_bus = (
         await Bus.connect(server.url, server.login),
@@ -165,7 +166,7 @@ async def test_no_living_instance_leaves_any_view_while_nats_is_away(tmp_path: P
     with pytest.raises(TimeoutError):  # longer than any lifetime: nobody may expire meanwhile
         async with asyncio.timeout_at(away):
             await watching.until(lambda view: len(view) < 2)
-    server = await NatsServer.start(tmp_path, port)
+    server = await NatsServer.start(tmp_path, port, credential=ours())
     await watching.until(lambda view: view.keys() == {"gen-b"})
     assert all("gen-b" in view for view in watching.views if len(view) > 0)
     assert watching.views[-2].keys() == {"gen-b", "dies-meanwhile"}
@@ -199,7 +200,7 @@ async def test_events_are_stored_in_order_once(bus: Bus) -> None:
 
 
 async def test_events_published_while_nats_is_killed_are_stored_once(tmp_path: Path) -> None:
-    server = await NatsServer.start(tmp_path)
+    server = await NatsServer.start(tmp_path, credential=ours())
     port = int(server.url.rsplit(":", 1)[1])
     bus = await Bus.connect(server.url, server.login)
     stream = EventStream(bus)
@@ -209,7 +210,7 @@ async def test_events_published_while_nats_is_killed_are_stored_once(tmp_path: P
     await server.wait()
     for index in range(20):
         stream.publish("killed", f"during-{index}", b"during")
-    server = await NatsServer.start(tmp_path, port)
+    server = await NatsServer.start(tmp_path, port, credential=ours())
     stream.publish("killed", "after", b"after")
     assert await stream.flush(20)
     found = await _stored(bus, "killed")
@@ -240,11 +241,11 @@ async def test_a_missing_server_is_named_in_time() -> None:
 async def test_a_taken_port_is_named(nats: NatsServer, tmp_path: Path) -> None:
     port = int(nats.url.rsplit(":", 1)[1])
     with pytest.raises(PortInUse, match=str(port)):
-        await NatsServer.start(tmp_path, port)
+        await NatsServer.start(tmp_path, port, credential=ours())
 
 
 async def test_a_stopped_server_leaves_no_process_and_no_open_port(tmp_path: Path) -> None:
-    server = await NatsServer.start(tmp_path)
+    server = await NatsServer.start(tmp_path, credential=ours())
     assert server.running
     await server.stop()
     assert not server.running

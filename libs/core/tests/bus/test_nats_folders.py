@@ -1,4 +1,4 @@
-"""The stack's own NATS server keeps its files in whatever folder a user has, and takes certificates from there."""
+"""The stack's own NATS server keeps its files in whatever folder a user has, and takes the credential from there."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from flotilla_core.bus import Bus, NatsServer
-from flotilla_core.config.stack import TlsConfig
 from flotilla_core.disk import check_state_directory
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, make_certificates
+from flotilla_testing.credentials import credential
 
 NAMES = (
     "with a space",
@@ -32,7 +31,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 async def test_a_server_starts_in_any_folder(tmp_path: Path, name: str) -> None:
-    server = await NatsServer.start(tmp_path / name / "nats")
+    server = await NatsServer.start(tmp_path / name / "nats", credential=credential(tmp_path / name))
     try:
         bus = await Bus.connect(server.url, server.login)
         await bus.close()
@@ -40,19 +39,6 @@ async def test_a_server_starts_in_any_folder(tmp_path: Path, name: str) -> None:
         await server.stop()
     assert (tmp_path / name / "nats" / "jetstream").is_dir()
     assert [one.name for one in tmp_path.iterdir()] == [name]
-
-
-async def test_certificates_may_lie_in_any_folder(tmp_path: Path) -> None:
-    folder = make_certificates(tmp_path / 'Ü " 日本', ["127.0.0.1"])[0]
-    tls = TlsConfig(
-        certificate_file=folder / CERTIFICATE_FILE, key_file=folder / KEY_FILE, ca_file=folder / CA_FILE
-    )
-    server = await NatsServer.start(tmp_path / "nats", tls=tls)
-    try:
-        bus = await Bus.connect(server.url, server.login)
-        await bus.close()
-    finally:
-        await server.stop()
 
 
 @pytest.mark.parametrize("name", ["new\nline", "tab\there", "bell\a", "delete\x7f"], ids=ascii)

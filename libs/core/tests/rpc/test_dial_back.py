@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,18 +17,17 @@ from flotilla_core.config import BindConfig
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.rpc import dial_back
 from flotilla_core.rpc.dial_back import DialBack
-
-TOKEN = "word" * 16
+from flotilla_testing.credentials import ours, stranger
 
 
 class Answering(operate_pb2_grpc.OperateServiceServicer):
     def __init__(self, instance: str) -> None:
-        self.instance = instance
+        self.own = reg.Registration(kind=reg.SERVICE_KIND_REWARD, name="reward-0", instance_id=instance)
         self.calls = 0
 
     async def Describe(self, request: Any, context: Any) -> operate_pb2.DescribeResponse:
         self.calls += 1
-        return operate_pb2.DescribeResponse(registration=reg.Registration(instance_id=self.instance))
+        return operate_pb2.DescribeResponse(registration=self.own)
 
 
 class Watched:
@@ -59,7 +59,7 @@ def registration(address: str, host: str = "") -> reg.Registration:
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[str, Answering]]:
     answering = Answering("reward-0-a")
-    server = rpc.RpcServer(BindConfig(), token=TOKEN)
+    server = rpc.RpcServer(BindConfig(), credential=ours())
     server.add(
         operate_pb2_grpc.add_OperateServiceServicer_to_server,
         answering,
@@ -79,7 +79,7 @@ async def shown(one: reg.Registration, *, until_ready: bool = False) -> tuple[in
     """Return the state of the registration, and why it is not ready, as soon as there is an answer."""
     watched = Watched()
     watched.show(one)
-    dialling = DialBack("coordinator-a", lambda address: rpc.connect(address, token=TOKEN))
+    dialling = DialBack("coordinator-a", lambda address: rpc.connect(address, credential=ours()))
     async with asyncio.timeout(20), aclosing(dialling.follow(watched.watch())) as views:
         async for snapshot, why in views:
             state = snapshot[one.instance_id].state
@@ -103,9 +103,30 @@ async def test_an_address_without_an_answer_is_named() -> None:
 
 async def test_another_instance_at_the_address_is_named(served: tuple[str, Answering]) -> None:
     address, answering = served
-    answering.instance = "reward-9-z"
+    answering.own.instance_id = "reward-9-z"
     state, why = await shown(registration(address))
     assert state == reg.INSTANCE_STATE_STARTING and "reward-9-z" in why
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [{"kind": reg.SERVICE_KIND_TRAINER}, {"name": "reward-1"}, {"role": "policy"}],
+    ids=lambda claim: next(iter(claim)),
+)
+async def test_a_registration_that_lies_about_its_instance_is_not_admitted(
+    served: tuple[str, Answering], claim: dict[str, Any]
+) -> None:
+    one = registration(served[0])
+    one.MergeFrom(reg.Registration(**claim))
+    state, why = await shown(one)
+    assert state == reg.INSTANCE_STATE_STARTING and "SERVICE_KIND_REWARD reward-0" in why
+
+
+async def test_a_stranger_at_the_address_is_named(tmp_path: Path) -> None:
+    server = rpc.RpcServer(BindConfig(), credential=stranger(tmp_path))
+    state, why = await shown(registration(await server.start()))
+    assert state == reg.INSTANCE_STATE_STARTING and "is foreign" in why
+    await server.stop(0)
 
 
 async def test_the_loopback_of_another_host_is_refused_without_a_call(served: tuple[str, Answering]) -> None:
@@ -117,13 +138,13 @@ async def test_the_loopback_of_another_host_is_refused_without_a_call(served: tu
 
 async def test_one_that_answers_later_is_admitted_later(served: tuple[str, Answering]) -> None:
     address, answering = served
-    answering.instance = "reward-9-z"
+    answering.own.instance_id = "reward-9-z"
     waiting = asyncio.create_task(shown(registration(address), until_ready=True))
     async with asyncio.timeout(20):
         while answering.calls < 2:
             await asyncio.sleep(0.01)
     assert not waiting.done()
-    answering.instance = "reward-0-a"
+    answering.own.instance_id = "reward-0-a"
     assert await waiting == (reg.INSTANCE_STATE_READY, "")
 
 
@@ -131,7 +152,7 @@ async def test_one_that_left_and_came_back_is_not_shown_as_starting(served: tupl
     address, answering = served
     one, watched = registration(address), Watched()
     watched.show(one)
-    dialling = DialBack("coordinator-a", lambda address: rpc.connect(address, token=TOKEN))
+    dialling = DialBack("coordinator-a", lambda address: rpc.connect(address, credential=ours()))
     states: list[int | None] = []
     async with asyncio.timeout(20), aclosing(dialling.follow(watched.watch())) as views:
         async for snapshot, _ in views:
@@ -154,11 +175,11 @@ async def test_what_left_longest_ago_is_forgotten_and_dialled_again(
     monkeypatch.setattr(dial_back, "MOST_REACHED", 2)
     address, answering = served
     watched = Watched()
-    dialling = DialBack("coordinator-a", lambda address: rpc.connect(address, token=TOKEN))
+    dialling = DialBack("coordinator-a", lambda address: rpc.connect(address, credential=ours()))
     async with asyncio.timeout(20), aclosing(dialling.follow(watched.watch())) as views:
         for name in ("a", "b", "c", "c", "b", "a"):
             one = registration(address)
-            one.instance_id = answering.instance = f"reward-0-{name}"
+            one.instance_id = answering.own.instance_id = f"reward-0-{name}"
             watched.show(one)
             async for snapshot, _ in views:
                 if (

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from flotilla_core import rpc
 from flotilla_core.config import BindConfig
-from flotilla_core.config.stack import TlsConfig
 from flotilla_core.errors import InvalidConfig, PortInUse
 from flotilla_core.rpc.interface import (
     PORTS_VARIABLE,
@@ -21,9 +19,7 @@ from flotilla_core.rpc.interface import (
     listener,
     ports_of,
 )
-from flotilla_core.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, make_certificates
-
-TOKEN = "word" * 16
+from flotilla_testing.credentials import ours
 
 
 @pytest.fixture(autouse=True)
@@ -72,19 +68,10 @@ def test_without_a_range_any_port_is_taken() -> None:
     assert list(ports_of(None)) == [0] and list(ports_of("9000-9002")) == [9000, 9001, 9002]
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-async def test_services_take_free_ports_of_the_range_and_then_say_that_it_is_full(
-    encrypted: bool, tmp_path: Path
-) -> None:
+async def test_services_take_free_ports_of_the_range_and_then_say_that_it_is_full() -> None:
     first, last = free_pair()
-    tls = None
-    if encrypted:
-        folder = make_certificates(tmp_path / "certs", ["127.0.0.1"])[0]
-        tls = TlsConfig(
-            certificate_file=folder / CERTIFICATE_FILE, key_file=folder / KEY_FILE, ca_file=folder / CA_FILE
-        )
-    bind = BindConfig(ports=f"{first}-{last}", tls=tls)
-    servers = [rpc.RpcServer(bind, token=TOKEN) for _ in range(3)]
+    bind = BindConfig(ports=f"{first}-{last}")
+    servers = [rpc.RpcServer(bind, credential=ours()) for _ in range(3)]
     try:
         addresses = [await server.start() for server in servers[:2]]
         assert addresses == [f"127.0.0.1:{first}", f"127.0.0.1:{last}"]

@@ -17,8 +17,8 @@ from flotilla_core.config import BindConfig
 from flotilla_core.errors import DeadlineExceeded, Unavailable
 from flotilla_core.rpc import patience
 from flotilla_core.rpc.patience import Patience
+from flotilla_testing.credentials import ours
 
-TOKEN = "word" * 16
 LIMIT_S = 20.0
 IDLE_S = 0.5
 
@@ -50,11 +50,11 @@ class Slow(operate_pb2_grpc.OperateServiceServicer):
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Slow, grpc.aio.Channel]]:
     slow = Slow()
-    server = rpc.RpcServer(BindConfig(), token=TOKEN)
+    server = rpc.RpcServer(BindConfig(), credential=ours())
     server.add(
         operate_pb2_grpc.add_OperateServiceServicer_to_server, slow, "flotilla.common.v1.OperateService"
     )
-    async with rpc.connect(await server.start(), token=TOKEN) as channel:
+    async with rpc.connect(await server.start(), credential=ours()) as channel:
         yield slow, channel
     await server.stop(0)
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -22,6 +23,7 @@ from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.rpc import Load, Replica, ReplicaPool
 from flotilla_core.rpc import pool as replica_pool
 from flotilla_core.subprocess_group import ProcessGroup
+from flotilla_testing.credentials import ours
 
 Pool = ReplicaPool[Any]
 Snapshot = dict[str, reg.Registration]
@@ -32,7 +34,7 @@ from flotilla_core import rpc
 from flotilla_core.config import BindConfig
 
 async def main():
-    server = rpc.RpcServer(BindConfig(), token="secret")
+    server = rpc.RpcServer(BindConfig(), credential=ours())
     address = await server.start()
     server.set_serving(True)
     print(address, flush=True)
@@ -57,16 +59,20 @@ def snapshot(*registrations: reg.Registration) -> Snapshot:
     return {one.instance_id: one for one in registrations}
 
 
+def dial(address: str) -> grpc.aio.Channel:
+    return rpc.connect(address, credential=ours())
+
+
 @pytest.fixture
 async def pool() -> AsyncIterator[Pool]:
-    one: Pool = ReplicaPool(reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect)
+    one: Pool = ReplicaPool(reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, dial)
     yield one
     await one.close()
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[tuple[rpc.RpcServer, str]]:
-    one = rpc.RpcServer(BindConfig(), token="secret")
+    one = rpc.RpcServer(BindConfig(), credential=ours())
     address = await one.start()
     one.set_serving(True)
     yield one, address
@@ -97,7 +103,7 @@ async def test_only_ready_instances_of_the_kind_get_work(pool: Pool) -> None:
             registration("generator-0"),
             registration("generator-1", state=reg.INSTANCE_STATE_STARTING),
             registration("reward-0", kind=reg.SERVICE_KIND_REWARD),
-            registration("generator-2", protocol_version="4.0"),
+            registration("generator-2", protocol_version="5.0"),
         )
     )
     assert names(pool) == {"generator-0"}
@@ -119,7 +125,7 @@ async def test_work_goes_to_the_least_loaded_and_equals_take_turns(pool: Pool) -
 
 
 async def test_work_follows_what_each_replica_carries() -> None:
-    pool: Pool = ReplicaPool(reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect)
+    pool: Pool = ReplicaPool(reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, dial)
     large = registration("large", capacity={"running_samples": 300})
     small = registration("small", capacity={"running_samples": 100})
     await pool.update(snapshot(large, small))
@@ -131,7 +137,7 @@ async def test_work_follows_what_each_replica_carries() -> None:
 @pytest.fixture
 async def bounded() -> AsyncIterator[Pool]:
     """Replicas take one and a quarter of what they run side by side."""
-    one: Pool = ReplicaPool(reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect)
+    one: Pool = ReplicaPool(reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, dial)
     yield one
     await one.close()
 
@@ -326,7 +332,7 @@ async def test_a_long_wait_is_told_while_it_lasts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(replica_pool, "NAME_THE_WAIT_AFTER_S", 0.0)
     told: asyncio.Queue[str] = asyncio.Queue()
     one: Pool = ReplicaPool(
-        reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, rpc.connect, on_wait=told.put_nowait
+        reg.SERVICE_KIND_GENERATOR, health_pb2_grpc.HealthStub, dial, on_wait=told.put_nowait
     )
     wait = asyncio.create_task(one.wait_for(1, 60.0, "a generator"))
     async with asyncio.timeout(5):
@@ -340,8 +346,8 @@ async def test_a_long_wait_is_told_while_it_lasts(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_wait_that_finds_nobody_names_who_was_refused_and_both_protocols(pool: Pool) -> None:
-    await pool.update(snapshot(registration("generator-0", protocol_version="4.0")))
-    refused = r"refused: generator-0-a speaks protocol 4\.0, this build speaks 2\.0"
+    await pool.update(snapshot(registration("generator-0", protocol_version="5.0")))
+    refused = r"refused: generator-0-a speaks protocol 5\.0, this build speaks 3\.0"
     with pytest.raises(Unavailable, match=rf"for a generator: {refused}"):
         await pool.wait_for(1, 0.1, "a generator")
     await pool.update({})

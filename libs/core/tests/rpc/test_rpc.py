@@ -21,10 +21,9 @@ from flotilla.common.v1 import operate_pb2_grpc
 from flotilla.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from flotilla_core import errors, rpc
 from flotilla_core.config import BindConfig
+from flotilla_testing.credentials import ours
 
 SERVICE = "flotilla.common.v1.OperateService"
-
-TOKEN = "secret"
 
 
 class Operate(operate_pb2_grpc.OperateServiceServicer):
@@ -69,9 +68,9 @@ class Operate(operate_pb2_grpc.OperateServiceServicer):
 class Peer:
     """A running server and a client for it."""
 
-    def __init__(self, servicer: Operate, server: rpc.RpcServer, address: str, token: str) -> None:
+    def __init__(self, servicer: Operate, server: rpc.RpcServer, address: str) -> None:
         self.servicer, self.server, self.address = servicer, server, address
-        self.channel = rpc.connect(address, token=token)
+        self.channel = rpc.connect(address, credential=ours())
         self.stub = operate_pb2_grpc.OperateServiceStub(self.channel)
 
     @property
@@ -79,11 +78,11 @@ class Peer:
         return health_pb2_grpc.HealthStub(self.channel)
 
 
-async def start(bind: BindConfig | None = None, token: str = TOKEN) -> Peer:
+async def start(bind: BindConfig | None = None) -> Peer:
     servicer = Operate()
-    server = rpc.RpcServer(bind or BindConfig(), token=token)
+    server = rpc.RpcServer(bind or BindConfig(), credential=ours())
     server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, servicer, SERVICE)
-    return Peer(servicer, server, await server.start(), token)
+    return Peer(servicer, server, await server.start())
 
 
 @pytest.fixture
@@ -315,7 +314,7 @@ async def test_reflection_lists_the_services_and_their_contracts(peer: Peer, ver
 
 async def test_a_busy_port_names_its_holder(peer: Peer) -> None:
     port = int(peer.address.rpartition(":")[2])
-    caught = await failure(rpc.RpcServer(BindConfig(port=port), token=TOKEN).start())
+    caught = await failure(rpc.RpcServer(BindConfig(port=port), credential=ours()).start())
     assert isinstance(caught, errors.PortInUse)
     assert "python" in caught.why
 
@@ -324,43 +323,23 @@ async def test_a_foreign_port_is_reported_as_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        caught = await failure(rpc.RpcServer(BindConfig(port=taken.getsockname()[1]), token=TOKEN).start())
+        caught = await failure(
+            rpc.RpcServer(BindConfig(port=taken.getsockname()[1]), credential=ours()).start()
+        )
     assert isinstance(caught, errors.PortInUse)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-async def test_no_address_is_served_without_a_token(host: str) -> None:
+async def test_no_address_is_served_without_a_credential(host: str) -> None:
     caught = await failure(rpc.RpcServer(BindConfig(host=host)).start())
     assert isinstance(caught, errors.InvalidConfig)
-    assert "bind.token_file" in str(caught)
-
-
-@pytest.mark.parametrize("given", [None, "wrong"])
-async def test_calls_without_the_token_are_refused_but_health_answers(given: str | None) -> None:
-    peer = await start()
-    stranger = rpc.connect(peer.address, token=given)
-    stub = operate_pb2_grpc.OperateServiceStub(stranger)
-    assert isinstance(
-        await failure(rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=5)), errors.Unauthenticated
-    )
-    with pytest.raises(errors.Unauthenticated):
-        await anext(rpc.server_stream(stub.TailLog, pb.TailLogRequest(lines=1), idle_timeout_s=5))
-    health: Any = health_pb2_grpc.HealthStub(stranger)
-    await rpc.unary(health.Check, health_pb2.HealthCheckRequest(), timeout_s=5)
-    await rpc.unary(peer.stub.Check, pb.CheckRequest(), timeout_s=5)
-    assert [
-        r.line
-        async for r in rpc.server_stream(peer.stub.TailLog, pb.TailLogRequest(lines=1), idle_timeout_s=5)
-    ]
-    for channel in (stranger, peer.channel):
-        await channel.close()
-    await peer.server.stop(0)
+    assert "bind.credential_file" in str(caught)
 
 
 async def test_proxies_of_the_environment_are_ignored(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    channel = rpc.connect(peer.address, token=TOKEN)
+    channel = rpc.connect(peer.address, credential=ours())
     stub = operate_pb2_grpc.OperateServiceStub(channel)
     answer = await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=5, attempts=1)
     assert isinstance(answer, pb.CheckResponse)
@@ -395,9 +374,9 @@ async def counting() -> AsyncIterator[Any]:
         return str(total).encode()
 
     service = Counting(answer)
-    server = rpc.RpcServer(BindConfig(), token=TOKEN)
+    server = rpc.RpcServer(BindConfig(), credential=ours())
     server.add(service.add_to, None, "test.Counting")
-    channel = rpc.connect(await server.start(), token=TOKEN)
+    channel = rpc.connect(await server.start(), credential=ours())
     yield channel.stream_unary("/test.Counting/Count")
     await channel.close()
     await server.stop(0)
@@ -446,11 +425,11 @@ async def test_a_caller_that_is_refused_while_it_still_sends_hears_why() -> None
         for _ in range(4):
             yield trainer_pb2.TrainRequest(chunk=trainer_pb2.TrainChunk())
 
-    server = rpc.RpcServer(BindConfig(), token=TOKEN)
+    server = rpc.RpcServer(BindConfig(), credential=ours())
     server.add(
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server, Trainer(), "flotilla.trainer.v1.TrainerService"
     )
-    channel = rpc.connect(await server.start(), token=TOKEN)
+    channel = rpc.connect(await server.start(), credential=ours())
     train = trainer_pb2_grpc.TrainerServiceStub(channel).Train
     for number in range(200):
         with pytest.raises(errors.StaleVersion, match="too late"):

@@ -23,7 +23,8 @@ from flotilla_core.config import BindConfig
 from flotilla_core.errors import DeadlineExceeded, Exhausted
 from flotilla_core.files import make_private_folder
 from flotilla_core.subprocess_group import ProcessGroup
-from flotilla_core.trust import make_token, read_token
+from flotilla_core.trust import Credential
+from flotilla_testing.credentials import credential
 
 # What a service's main.py looks like; its behaviour is chosen by the first argument.
 SERVICE = """
@@ -54,7 +55,9 @@ sys.exit(run_service(reg.SERVICE_KIND_REWARD, Toy))
 
 @pytest.fixture
 async def nats(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    server = await NatsServer.start(tmp_path / "state" / "toys" / "nats")
+    server = await NatsServer.start(
+        tmp_path / "state" / "toys" / "nats", credential=credential(tmp_path / "state" / "toys")
+    )
     yield server
     await server.stop()
 
@@ -65,7 +68,7 @@ def stack_file(tmp_path: Path) -> Path:
     file.write_text(f"name: toys\nstate_dir: {tmp_path}/state\n")
     directory = tmp_path / "state" / "toys"
     make_private_folder(directory)
-    make_token(BindConfig(), directory)
+    credential(directory)
     return file
 
 
@@ -130,14 +133,14 @@ async def test_life_of_a_service_shows_in_registry_and_health(
 ) -> None:
     toy = await Toy.start("serves", tmp_path, stack_file, "--nats", nats.url)
     bus = await Bus.connect(nats.url, nats.login)
-    async with aclosing(Registry(bus, read_token(BindConfig(), toy.directory)).watch()) as views:
+    async with aclosing(Registry(bus).watch()) as views:
         ready = await state_of(views, reg.INSTANCE_STATE_READY)
         assert ready is not None
         assert ready.capacity["slots"] == 4
         assert ready.pid == toy.group.pid
         assert ready.address == await toy.address()
 
-        channel = rpc.connect(ready.address, token=read_token(BindConfig(), toy.directory))
+        channel = rpc.connect(ready.address, credential=Credential.of_stack(BindConfig(), toy.directory))
         operate = OperateServiceStub(channel)
         description = await rpc.unary(operate.Describe, pb.DescribeRequest(), timeout_s=5)
         assert description.registration.instance_id == ready.instance_id
@@ -196,7 +199,7 @@ async def test_a_host_to_advertise_and_a_drain_time_are_given_on_the_command_lin
     toy = await Toy.start("serves", tmp_path, stack_file, *given)
     address = await toy.address()
     assert address.startswith("localhost:")
-    channel = rpc.connect(address, token=read_token(BindConfig(), toy.directory))
+    channel = rpc.connect(address, credential=Credential.of_stack(BindConfig(), toy.directory))
     operate = OperateServiceStub(channel)
     async with asyncio.timeout(20):
         while "ready" not in toy.output:
@@ -225,23 +228,20 @@ async def test_failure_ends_in_one_message_and_exit_code_1(
     assert "stopped by host" in toy.output
 
 
-async def test_a_replica_on_another_host_advertises_its_own_name_and_says_where_its_token_is(
+async def test_a_replica_on_another_host_advertises_its_own_name_and_says_where_its_credential_is(
     tmp_path: Path, nats: NatsServer, stack_file: Path
 ) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("word\n")
-    secret.chmod(0o600)
-    (tmp_path / "state" / "toys" / "token").unlink()
-    stack_file.write_text(f"{stack_file.read_text()}bind: {{token_file: {secret}}}\n")
+    copy = (tmp_path / "state" / "toys" / "credential.pem").rename(tmp_path / "copy.pem")
+    stack_file.write_text(f"{stack_file.read_text()}bind: {{credential_file: {copy}}}\n")
     toy = await Toy.start(
         "serves", tmp_path, stack_file, "--nats", nats.url, "--advertise-host", "reward-7.example"
     )
     bus = await Bus.connect(nats.url, nats.login)
-    async with aclosing(Registry(bus, "word").watch()) as views:
+    async with aclosing(Registry(bus).watch()) as views:
         ready = await state_of(views, reg.INSTANCE_STATE_READY)
     assert ready is not None and ready.address.startswith("reward-7.example:")
     announced = toy.directory / "instances" / "reward-0.json"
-    assert json.loads(announced.read_text())["token_file"] == str(secret)
+    assert json.loads(announced.read_text())["credential_file"] == str(copy)
     await bus.close()
     await toy.group.stop(5)
 

@@ -30,7 +30,8 @@ from flotilla_core.rpc.channel import PART_BYTES
 from flotilla_core.transfer import FILE_SERVICE_NAME, FileServicer, Offers, shared_folder, shares
 from flotilla_core.transfer import files as files_module
 from flotilla_core.transfer.folders import FolderManifest, found_files, stamp_of
-from flotilla_testing.files import TOKEN, files_in
+from flotilla_testing.credentials import ours
+from flotilla_testing.files import files_in
 
 LARGE = os.urandom(3 * PART_BYTES + 17)
 MODEL = {"config.json": b"{}", "model.safetensors": LARGE, "tokenizer.json": b""}
@@ -77,7 +78,7 @@ async def owner(state: Path) -> AsyncIterator[tuple[Any, Faulty]]:
     """A service that offers, under its address."""
     files = files_in(state)
     servicer = Faulty(files.offers)
-    server = rpc.RpcServer(BindConfig(), token=TOKEN)
+    server = rpc.RpcServer(BindConfig(), credential=ours())
     server.add(files_pb2_grpc.add_FileServiceServicer_to_server, servicer, FILE_SERVICE_NAME)
     files.address = await server.start()
     try:
@@ -217,7 +218,7 @@ async def test_nothing_can_be_read_that_was_not_offered(tmp_path: Path, model: P
     (model / "notes.py").write_text("secret")
     async with owner(tmp_path / "owner") as (offering, _):
         reference = await offered(offering, model)
-        async with rpc.connect(offering.address, token=TOKEN) as channel:
+        async with rpc.connect(offering.address, credential=ours()) as channel:
             stub = files_pb2_grpc.FileServiceStub(channel)
 
             async def read(digest: str, name: str, offset: int = 0) -> bytes:

@@ -5,7 +5,10 @@ Invariant: the authority of all stacks of a process is one and made once, becaus
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import shutil
+import tempfile
 import time
 from functools import cache
 from pathlib import Path
@@ -30,6 +33,14 @@ def credential(directory: Path) -> Credential:
     if not (directory / AUTHORITY_FILE).exists():
         write_secret(directory / AUTHORITY_FILE, _authority())
     return make_credential(BindConfig(), directory)
+
+
+@cache
+def ours() -> Credential:
+    """Return the credential of a stack that all tests of a process share."""
+    folder = Path(tempfile.mkdtemp(prefix="flotilla-credential-"))
+    atexit.register(shutil.rmtree, folder)
+    return credential(folder)
 
 
 def role_credential(directory: Path, role: str, name: str = "ana", ends_s: int | None = None) -> Credential:

@@ -98,7 +98,7 @@ class Credential:
 
     def _files(self) -> tuple[Path, Path, Path]:
         """The files of certificate, key and authorities, which may be one."""
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):
             return self.path, self.path, self.path
         certificate, key, authorities = (self.path / name for name in _FOLDER)
         return certificate, key, authorities
@@ -172,17 +172,23 @@ class Credential:
         """Return the content, and the time from which on it is another one."""
         where = f"{self.key} {self.path}"
         certificate, key, authorities = self.files
-        if not certificate.exists():
-            raise self._missing()
+        try:
+            os.stat(certificate)
+        except PermissionError:
+            pass  # As its reader says.
+        except OSError:
+            raise self._missing() from None
         if certificate == key:
             found = blocks(read_secret(self.path, self.key))
         else:
             # One after the other they are what one file would be.
-            found = [
-                *blocks(certificate.read_text()),
-                *blocks(read_secret(key, self.key)),
-                *blocks(authorities.read_text()),
-            ]
+            try:
+                text = "\n".join(
+                    (certificate.read_text(), read_secret(key, self.key), authorities.read_text())
+                )
+            except (OSError, UnicodeError) as error:
+                raise InvalidConfig("the credential cannot be read", where=where, why=str(error)) from None
+            found = blocks(text)
         keys = [place for place, block in enumerate(found) if block.is_key]
         if len(keys) != 1 or not 0 < keys[0] < len(found) - 1:
             raise InvalidConfig(
