@@ -17,9 +17,8 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import (
 )
 from flotilla_cli.main import main
 from flotilla_core.config.stack import BindConfig
-from flotilla_core.files import make_private_folder
 from flotilla_core.rpc import RpcServer
-from flotilla_core.trust import make_token
+from flotilla_testing.credentials import credential
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -43,9 +42,7 @@ def flotilla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., str]]:
     """Starts a coordinator in the background, with other services at its address, and names it to the command."""
     monkeypatch.chdir(tmp_path)
-    folder = Path(".flotilla/local")
-    make_private_folder(folder)
-    token = make_token(BindConfig(), folder)
+    own = credential(Path(".flotilla/local"))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -53,7 +50,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 
     def start(servicer: CoordinatorServiceServicer, *others: tuple[Callable[[Any, Any], None], Any]) -> str:
         async def begin() -> str:
-            server = RpcServer(BindConfig(), token=token)
+            server = RpcServer(BindConfig(), credential=own)
             server.add(
                 add_CoordinatorServiceServicer_to_server,
                 servicer,

@@ -491,9 +491,9 @@ def test_config_validate_refuses_what_no_fleet_is_needed_for(
 
 
 def test_config_validate_looks_for_the_models_of_a_stack(flotilla: Command) -> None:
-    Path("stack.yaml").write_text("model: nowhere/at/all\nbind: {token_file: no-token}\n")
+    Path("stack.yaml").write_text("model: nowhere/at/all\nbind: {credential_file: no-file}\n")
     code, _, err = flotilla("config", "validate", "stack.yaml")
-    assert code == 2 and "model: there is no such folder" in err and "bind.token_file: the file" in err
+    assert code == 2 and "model: there is no such folder" in err and "bind.credential_file" in err
 
 
 @pytest.mark.parametrize(
@@ -503,7 +503,7 @@ def test_config_validate_looks_for_the_models_of_a_stack(flotilla: Command) -> N
         ("model: /nowhere/model\n", "model: there is no such folder"),
         ("model: folder\nteacher: {model: /nowhere/teacher}\n", "teacher.model: there is no such folder"),
         ("model: .\n", "has no config.json"),
-        ("model: folder\nbind: {token_file: no-token}\n", "bind.token_file: the file"),
+        ("model: folder\nbind: {credential_file: no-file}\n", "bind.credential_file"),
         ("model: nobody/nothing\n", "the hub did not give the model"),
         ("", "there is no stack file, which names the model"),
     ],

@@ -1,120 +1,143 @@
-"""`flotilla token` and `flotilla certs`, and a command that is given a token with a role."""
+"""`flotilla token`, what `doctor` says of a credential, and a command that is given one with a role."""
 
 from __future__ import annotations
 
 import json
 import stat
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla.coordinator.v1.coordinator_pb2 import ListRunsResponse
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
-from flotilla_core.config import BindConfig
-from flotilla_core.files import make_private_folder
-from flotilla_core.trust import make_token, read_token
+from flotilla_core.errors import InvalidConfig
+from flotilla_core.trust import Credential, write_secret
+from flotilla_core.trust.certificates import Authority, days_left, names_of, own, text_of
+from flotilla_testing.credentials import credential, expired, role_credential
 
 Command = Callable[..., tuple[int, str, str]]
 DIRECTORY = Path(".flotilla/local")
 
 
 @pytest.fixture
-def secret(flotilla: Command) -> str:
-    make_private_folder(DIRECTORY)
-    return make_token(BindConfig(), DIRECTORY)
+def stack(flotilla: Command) -> Credential:
+    return credential(DIRECTORY)
 
 
-def test_a_token_is_printed_or_written_for_its_owner_alone(flotilla: Command, secret: str) -> None:
-    code, out, _ = flotilla("token", "create", "--role", "read", "--name", "ana")
-    assert code == 0 and out.startswith("flotilla:read:ana:never:") and secret not in out
+def check(flotilla: Command, name: str) -> dict[str, str]:
+    checks = json.loads(flotilla("doctor", "--json")[1])["checks"]
+    return next(one for one in checks if one["check"] == name)
+
+
+def test_a_credential_is_printed_or_written_for_its_owner_alone(flotilla: Command, stack: Credential) -> None:
+    code, out, _ = flotilla("token", "create", "--role", "read", "--name", "ana", "-o", "-")
+    assert code == 0 and out.startswith("# Flotilla credential: role read, ana\n-----BEGIN CERTIFICATE-----")
     code, out, _ = flotilla(
         "token", "create", "--role", "run", "--name", "ci@example", "--expires", "30d", "-o", "t", "--json"
     )
     made = json.loads(out)
     assert (code, made["role"], made["name"], made["file"]) == (0, "run", "ci@example", "t")
-    assert "token" not in made
-    assert Path("t").read_text().startswith(f"flotilla:run:ci@example:{made['expires_at']}:")
+    certificate = own(Credential(Path("t")).read())
+    assert names_of(certificate) == [f"flotilla:run:ci@example:{made['expires_at']}"]
+    assert 29.9 < days_left(certificate) <= 30
     assert stat.S_IMODE(Path("t").stat().st_mode) == 0o600
 
 
+def test_a_credential_with_a_role_never_serves_and_that_of_a_service_has_no_name(
+    flotilla: Command, stack: Credential
+) -> None:
+    assert flotilla("token", "create", "--role", "admin", "--name", "ana", "-o", "ana.pem")[0] == 0
+    with pytest.raises(InvalidConfig, match="for callers"):
+        Credential(Path("ana.pem")).require_service("here")
+    assert flotilla("token", "create", "--role", "service", "-o", "host.pem")[0] == 0
+    Credential(Path("host.pem")).require_service("here")
+    for given in (("--name", "ana"), ("--expires", "1d")):
+        code, _, err = flotilla("token", "create", "--role", "service", "-o", "host.pem", *given)
+        assert code == 2 and "--name" in err
+    code, _, err = flotilla("token", "create", "--role", "run", "-o", "ana.pem")
+    assert code == 2 and "--name" in err
+
+
 @pytest.mark.parametrize("text", ["", "30", "0d", "d", "1y", "-1d"])
-def test_a_length_of_time_that_is_none_is_refused(flotilla: Command, secret: str, text: str) -> None:
-    code, _, err = flotilla("token", "create", "--role", "read", "--name", "ana", f"--expires={text}")
+def test_a_length_of_time_that_is_none_is_refused(flotilla: Command, stack: Credential, text: str) -> None:
+    given = ("--role", "read", "--name", "ana", "-o", "-", f"--expires={text}")
+    code, _, err = flotilla("token", "create", *given)
     assert code == 2 and "30d" in err
 
 
-def test_without_a_stack_there_is_no_token_to_make_others_from(flotilla: Command) -> None:
-    code, _, err = flotilla("token", "create", "--role", "read", "--name", "ana")
-    assert code == 3 and "flotilla up" in err
+def test_where_the_stack_was_not_made_there_is_no_authority_for_people(flotilla: Command) -> None:
+    code, _, err = flotilla("token", "create", "--role", "read", "--name", "ana", "-o", "-")
+    assert code == 5 and "flotilla up" in err
 
 
-def test_rotation_replaces_the_token_and_says_for_how_long_the_old_one_is_good(
-    flotilla: Command, secret: str
+def test_the_first_credential_of_a_stack_that_starts_elsewhere_needs_no_up(flotilla: Command) -> None:
+    assert flotilla("token", "create", "--role", "service", "-o", "pod.pem")[0] == 0
+    assert flotilla("token", "create", "--role", "read", "--name", "ana", "-o", "ana.pem")[0] == 0
+    assert Credential(Path("pod.pem")).read().authorities == Credential(Path("ana.pem")).read().authorities
+
+
+def test_rotation_makes_another_authority_and_says_for_how_long_the_old_one_is_good(
+    flotilla: Command, stack: Credential
 ) -> None:
-    code, out, _ = flotilla("token", "rotate", "--json")
-    assert code == 0 and json.loads(out)["overlap_s"] == 600
-    assert read_token(BindConfig(), DIRECTORY) != secret
+    before = stack.read()
+    code, out, _ = flotilla("token", "rotate", "--overlap", "1d", "--json")
+    assert code == 0 and json.loads(out)["overlap_s"] == 86_400
+    after = stack.read()
+    assert after.key != before.key and before.authorities in after.authorities
+    assert flotilla("token", "rotate", "--overlap", "0s")[0] == 0
+    assert before.authorities not in stack.read().authorities
+
+
+def test_the_credential_that_another_program_writes_is_not_rotated(
+    flotilla: Command, stack: Credential
+) -> None:
+    Path("stack.yaml").write_text(f"bind: {{credential_file: {stack.path}}}\n")
+    for command in (("rotate",), ("create", "--role", "run", "--name", "ana", "-o", "-")):
+        code, _, err = flotilla("token", *command)
+        assert code == 5 and "bind.credential_file" in err
 
 
 class OneRun(CoordinatorServiceServicer):
     async def ListRuns(self, request: object, context: object) -> object:
-        from flotilla.coordinator.v1.coordinator_pb2 import ListRunsResponse
-
         return ListRunsResponse(runs=[run_pb2.Run(run_id="trial-1", state=run_pb2.RUN_STATE_RUNNING)])
 
 
-def test_a_command_takes_the_token_of_a_file_and_says_which_role_is_missing(
+def test_a_command_takes_the_credential_of_a_file_and_says_which_role_is_missing(
     flotilla: Command, serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(OneRun())
-    monkeypatch.setenv("FLOTILLA_TOKEN_FILE", "")
-    assert flotilla("token", "create", "--role", "read", "--name", "ana", "-o", "ana.token")[0] == 0
-    (DIRECTORY / "token").unlink()
-    code, out, err = flotilla("--token-file", "ana.token", "run", "list", "--json")
+    monkeypatch.setenv("FLOTILLA_CREDENTIAL_FILE", "")
+    assert flotilla("token", "create", "--role", "read", "--name", "ana", "-o", "ana.pem")[0] == 0
+    (DIRECTORY / "credential.pem").unlink()
+    code, out, err = flotilla("--credential-file", "ana.pem", "run", "list", "--json")
     assert code == 0, err
     assert [run["run_id"] for run in json.loads(out)["runs"]] == ["trial-1"]
-    code, _, err = flotilla("--token-file", "ana.token", "run", "pause", "trial-1")
+    code, _, err = flotilla("--credential-file", "ana.pem", "run", "pause", "trial-1")
     assert code == 4 and "role run" in err and "role read" in err
 
 
-def test_certificates_are_made_and_the_lines_of_the_stack_file_printed(flotilla: Command) -> None:
-    code, out, err = flotilla("certs", "init", "--hosts", "a,10.0.0.2")
-    assert code == 0, err
-    section = "bind:" + out.partition("bind:")[2]
-    Path("stack.yaml").write_text(f"{section}  host: 0.0.0.0\n")
-    checks = json.loads(flotilla("doctor", "--json")[1])["checks"]
-    found = {check["check"]: check for check in checks}
-    assert found["certificate"]["status"] == found["bind"]["status"] == "passed"
-    assert "10.0.0.2" in flotilla("certs", "init", "--hosts", "10.0.0.2", "--json")[1]
+def test_doctor_and_config_check_the_credential_and_warn_before_it_ends(
+    flotilla: Command, stack: Credential
+) -> None:
+    assert check(flotilla, "credential")["status"] == "passed"
+    authority = Authority.of((DIRECTORY / "authority.pem").read_text())
+    certificate, key = authority.issue(None, datetime.now(UTC) + timedelta(days=13, hours=1))
+    write_secret(Path("ends.pem"), f"{certificate}{key}{text_of(authority.certificate)}")
+    for file, status, words in (
+        (Path("ends.pem"), "warning", "13 more days"),
+        (role_credential(DIRECTORY, "run").path, "failed", "for callers"),
+        (expired(DIRECTORY).path, "failed", "has expired"),
+        (Path("nowhere.pem"), "failed", "nowhere.pem"),
+    ):
+        Path("stack.yaml").write_text(f"model: a/b\nbind: {{credential_file: {file}}}\n")
+        found = check(flotilla, "credential")
+        assert found["status"] == status and words in found["finding"] and found["remedy"]
+        code, _, err = flotilla("config", "validate", "--kind", "stack", "stack.yaml")
+        assert code == (0 if status == "warning" else 2) and words in err
 
 
-def test_doctor_warns_before_a_certificate_ends_and_fails_where_a_file_is_missing(flotilla: Command) -> None:
-    code, out, _ = flotilla("certs", "init", "--hosts", "a", "--days", "13")
-    Path("stack.yaml").write_text("bind:" + out.partition("bind:")[2])
-
-    def certificate() -> dict[str, str]:
-        checks = json.loads(flotilla("doctor", "--json")[1])["checks"]
-        return next(check for check in checks if check["check"] == "certificate")
-
-    found = certificate()
-    assert code == 0 and found["status"] == "warning"
-    assert (
-        "CN=a" in found["finding"] and "13 more days" in found["finding"] and "certs init" in found["remedy"]
-    )
-    Path("certs/a/key.pem").unlink()
-    assert certificate()["status"] == "failed"
-
-
-@pytest.mark.parametrize("hosts", ["", ",", "a b", "../x", "a,-b"])
-def test_a_host_that_is_none_makes_nothing(flotilla: Command, hosts: str) -> None:
-    code, _, err = flotilla("certs", "init", f"--hosts={hosts}")
-    assert code == 2 and "--hosts" in err and not Path("certs").exists()
-
-
-def test_doctor_says_what_travels_unencrypted_unless_the_stack_file_knows(flotilla: Command) -> None:
-    for text, status in (("{host: 0.0.0.0}", "warning"), ("{host: 0.0.0.0, plaintext: true}", "passed")):
-        Path("stack.yaml").write_text(f"bind: {text}\n")
-        checks = json.loads(flotilla("doctor", "--json")[1])["checks"]
-        (bind,) = (check for check in checks if check["check"] == "bind")
-        assert bind["status"] == status
+def test_before_the_first_up_doctor_misses_no_credential(flotilla: Command) -> None:
+    assert "flotilla up" in check(flotilla, "credential")["finding"]

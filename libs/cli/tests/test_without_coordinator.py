@@ -113,7 +113,7 @@ def test_a_run_is_started_followed_and_looked_at(coordinator: OneRun) -> None:
         "replicas list": "OWES TOKENS",
         "logs": "trained",
         "run watch": "held-out accuracy",
-        "token create --role read --name ana": "flotilla:read:ana",
+        "token create --role read --name ana -o -": "role read, ana",
         "config schema run": "learning_rate",
     }
     logs = Path(".flotilla/local/logs")

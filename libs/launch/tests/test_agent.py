@@ -15,10 +15,10 @@ from flotilla_core.addresses import ANY_ADDRESS, dialable, has_ipv6
 from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.errors import FailedPrecondition, Unavailable
 from flotilla_core.files import make_private_folder
-from flotilla_core.trust import make_token
 from flotilla_launch.agent import Agent, read_endpoints
 from flotilla_launch.slurm.job import SlurmNodes
 from flotilla_launch.state import PlacedFile, read_json, write_json
+from flotilla_testing.credentials import credential
 
 MARK = "1a2b"
 
@@ -34,7 +34,7 @@ class Placement:
         )
         self.paths.make()
         make_private_folder(self.paths.nodes)
-        make_token(self.stack.bind, self.paths.directory)
+        credential(self.paths.directory)
         self.paths.stack_file.write_text(dump_yaml(self.stack))
         self.placed = PlacedFile("slurm", MARK, {"generator": 1, "reward": 1}, str(stacks.executables))
         self.placed.write(self.paths.placed_file)
@@ -92,7 +92,7 @@ async def test_nats_listens_where_other_nodes_reach_it(stacks) -> None:
         endpoints = read_endpoints(placement.paths, MARK)
         url = urlsplit(endpoints.nats_url)
         assert url.hostname == dialable("0.0.0.0")
-        assert endpoints.otlp.rpartition(":")[0] == url.hostname
+        assert urlsplit(endpoints.otlp).hostname == url.hostname
         listens = (placement.paths.nats / "nats.conf").read_text().partition("\n")[0]
         assert listens == f'host: "{ANY_ADDRESS[has_ipv6()]}"'
         _, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -159,7 +159,7 @@ async def test_the_agent_of_a_placement_that_is_over_starts_nothing(stacks) -> N
 
 async def test_services_start_anew_when_the_head_has_moved_to_another_host(stacks) -> None:
     placement = Placement(stacks)
-    moved = {"mark": MARK, "nats_url": "nats://192.0.2.9:1", "otlp": "192.0.2.9:2"}
+    moved = {"mark": MARK, "nats_url": "tls://192.0.2.9:1", "otlp": "https://192.0.2.9:2"}
     async with placement.tended("head", "generator-0"):
         await placement.ready("generator-0", "generator-0")
         before = placement.pid("generator-0")
@@ -175,10 +175,10 @@ async def test_a_head_on_another_host_takes_addresses_of_its_own(stacks) -> None
     placement = Placement(stacks)
     write_json(
         placement.paths.endpoints_file,
-        {"mark": MARK, "nats_url": "nats://192.0.2.9:1", "otlp": "192.0.2.9:2"},
+        {"mark": MARK, "nats_url": "tls://192.0.2.9:1", "otlp": "https://192.0.2.9:2"},
     )
     async with placement.tended("head"):
         await placement.ready("head", "nats", "coordinator", "reward-0")
         endpoints = read_endpoints(placement.paths, MARK)
         assert urlsplit(endpoints.nats_url).hostname == dialable("0.0.0.0")
-        assert endpoints.otlp.rpartition(":")[0] == dialable("0.0.0.0")
+        assert urlsplit(endpoints.otlp).hostname == dialable("0.0.0.0")

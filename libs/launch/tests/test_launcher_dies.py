@@ -23,6 +23,7 @@ from flotilla_launch.process_tree import MARK
 from flotilla_launch.records import ProcessRecord
 from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.stack_lock import is_held
+from flotilla_testing.credentials import credential
 from flotilla_testing.tiny_stacks import until
 
 
@@ -89,7 +90,7 @@ async def test_one_that_was_being_started_is_found_by_its_mark_and_replaced(stac
         announce_file=paths.announce_file("reward-0"),
         ready_timeout_s=15,
         restart_budget=0,
-        token=None,
+        credential=credential(paths.directory),
         on_change=lambda: None,
     )
     status = {"name": "reward-0", "state": "PROCESS_STATE_STARTING"}

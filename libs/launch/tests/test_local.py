@@ -26,6 +26,7 @@ from flotilla.launcher.v1.launcher_pb2 import (
 from flotilla_core.config import dump_yaml
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidConfig, InvalidRequest
 from flotilla_core.process_identity import ProcessIdentity
+from flotilla_core.trust import write_secret
 from flotilla_launch import client, local, service_process
 from flotilla_launch.child import under_lease
 from flotilla_launch.client import LauncherClient, find
@@ -34,6 +35,7 @@ from flotilla_launch.placement import Slot
 from flotilla_launch.process_tree import tree_of
 from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.stack_lock import hold_lock
+from flotilla_testing.credentials import credential, role_credential
 from flotilla_testing.tiny_stacks import until
 
 SERVICES = {"nats", "coordinator", "trainer", "generator-0"}
@@ -152,7 +154,13 @@ async def test_nats_whose_record_cannot_be_written_uses_up_its_budget_and_starts
         if full:
             raise OSError("no space left on device")
 
-    nats = NatsProcess(tmp_path, wrapper=under_lease(tmp_path), restart_budget=2, on_change=write)
+    nats = NatsProcess(
+        tmp_path,
+        credential=credential(tmp_path),
+        wrapper=under_lease(tmp_path),
+        restart_budget=2,
+        on_change=write,
+    )
     await nats.start()
     try:
         full = True
@@ -259,6 +267,9 @@ async def test_down_that_takes_too_long_says_what_to_do(stacks, monkeypatch) -> 
 async def test_attached_service_is_listed_and_never_touched(stacks) -> None:
     other = await stacks.up(stacks.config("other"))
     theirs = next(status for status in other.processes if status.name == "generator-0")
+    stacks.paths().make()
+    # Who attaches a service of another stack has its credential, too.
+    write_secret(stacks.paths().credential_file, stacks.paths("other").credential_file.read_text())
     result = await stacks.up(stacks.config(generator={"replicas": 0, "attach": [theirs.address]}))
     listed = next(status for status in result.processes if status.kind == SERVICE_KIND_GENERATOR)
     assert (listed.state, listed.address, listed.pid) == (PROCESS_STATE_ATTACHED, theirs.address, 0)
@@ -332,7 +343,7 @@ async def test_an_unforeseen_error_at_start_fails_the_slot_and_whoever_waits_for
         announce_file=tmp_path / "announce.json",
         ready_timeout_s=15,
         restart_budget=0,
-        token=None,
+        credential=credential(tmp_path),
         on_change=lambda: None,
     )
     service.start()
@@ -393,7 +404,7 @@ def reward(stacks) -> ServiceProcess:
         announce_file=paths.announce_file("reward-0"),
         ready_timeout_s=15,
         restart_budget=0,
-        token=None,
+        credential=credential(paths.directory),
         on_change=lambda: None,
     )
 
@@ -416,7 +427,8 @@ async def test_nobody_else_can_open_what_a_stack_writes(stacks) -> None:
         os.umask(umask)
     directory = stacks.paths().directory
     assert _open_to_others(directory) == []
-    assert (directory / "token").stat().st_mode & 0o777 == 0o600
+    for file in ("authority.pem", "credential.pem"):
+        assert (directory / file).stat().st_mode & 0o777 == 0o600
     await local.down(stacks.paths())
     assert _open_to_others(directory) == []
 
@@ -451,13 +463,33 @@ async def test_what_lies_open_in_a_closed_folder_is_closed_without_a_word(stacks
     assert _open_to_others(paths.directory) == []
 
 
-async def test_a_token_file_that_others_can_read_stops_up_before_anything_starts(stacks, tmp_path) -> None:
-    file = tmp_path / "token"
-    file.write_text("secret")
+async def test_a_credential_that_others_can_read_stops_up_before_anything_starts(stacks, tmp_path) -> None:
+    file = credential(tmp_path).path
     file.chmod(0o644)
     with pytest.raises(InvalidConfig, match=r"0644.*chmod 600"):
-        await stacks.up(stacks.config(bind={"token_file": str(file)}))
+        await stacks.up(stacks.config(bind={"credential_file": str(file)}))
     assert stacks.processes() == set()
+
+
+async def test_the_credential_of_a_person_starts_no_stack(stacks, tmp_path) -> None:
+    file = role_credential(tmp_path, "admin").path
+    with pytest.raises(InvalidConfig, match="for callers"):
+        await stacks.up(stacks.config(bind={"credential_file": str(file)}))
+    assert stacks.processes() == set()
+
+
+async def test_a_stack_of_an_older_release_gets_a_credential_and_says_once_that_its_token_is_of_no_use(
+    stacks,
+) -> None:
+    paths = stacks.paths()
+    paths.make()
+    token = paths.directory / "token"
+    token.write_text("secret\n")
+    said: list[str] = []
+    for _ in range(2):
+        await local.up(stacks.config(), executables=stacks.executables, on_wait=said.append)
+    (line,) = said
+    assert str(token) in line and "token create" in line and "\n" not in line
 
 
 def test_the_launchers_socket_never_lies_in_a_folder_that_somebody_else_linked(

@@ -52,7 +52,7 @@ def sbatch(config: StackConfig) -> str:
 
 def test_a_command_is_complete_once_the_addresses_are_known() -> None:
     row = next(row for row in local(stack()) if row.name == "coordinator")
-    command = row.command_at(Endpoints("nats://10.0.0.1:4222", "10.0.0.1:7000"))
+    command = row.command_at(Endpoints("tls://10.0.0.1:4222", "https://10.0.0.1:7000"))
     assert command[:5] == [
         str(BIN / "flotilla-coordinator"),
         "--name",
@@ -60,7 +60,9 @@ def test_a_command_is_complete_once_the_addresses_are_known() -> None:
         "--stack",
         "/shared/flotilla/chat/stack.yaml",
     ]
-    assert command[5:] == ["--nats", "nats://10.0.0.1:4222", "--otlp", "10.0.0.1:7000", "--port", "7000"]
+    assert command[5:] == [
+        *("--nats", "tls://10.0.0.1:4222", "--otlp", "https://10.0.0.1:7000", "--port", "7000")
+    ]
     assert row.resources.ports == (7000,)
 
 
@@ -355,7 +357,7 @@ def test_the_plan_of_one_host_shows_agents_on_their_hosts_and_its_launcher_start
     config = stack(SPREAD)
     rows = agent_rows(config, directory=config.state_dir / config.name, executables=BIN)
     assert [(row.node, row.name, row.kind) for row in rows] == [("b", "trainer-at-b", "ranks")]
-    command = rows[0].command_at(Endpoints("nats://10.0.0.1:4222", "10.0.0.1:7000"))
+    command = rows[0].command_at(Endpoints("tls://10.0.0.1:4222", "https://10.0.0.1:7000"))
     assert command[:3] == [str(BIN / "flotilla-ranks"), "--name", "trainer-at-b"]
     assert rows[0].environment == {"NCCL_DEBUG": "WARN"}
     here = local(config, "0", "1", "2", "3")

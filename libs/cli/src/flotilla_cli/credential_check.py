@@ -31,7 +31,7 @@ def credential_finding(config: StackConfig) -> Finding:
         return passed(CHECK, "none yet: flotilla up creates it")
     except FlotillaError as error:
         finding = error.finding()
-        finding.code = CHECK
+        finding.code, finding.next_step = CHECK, error.next_step or _ANOTHER_ONE
         return finding
     one = certificates.own(pem)
     left = certificates.days_left(one)

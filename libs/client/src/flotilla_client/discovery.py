@@ -86,7 +86,9 @@ def credential_of_caller(
 ) -> Credential:
     """Return the credential by which this process calls the services of the stack whose files are in `directory`."""
     given = credential_file or os.environ.get(CREDENTIAL_FILE_VARIABLE)
-    return Credential(Path(given)) if given else Credential.of_stack(bind, directory)
+    credential = Credential(Path(given)) if given else Credential.of_stack(bind, directory)
+    credential.current()  # One that cannot be used is told before anybody is called.
+    return credential
 
 
 def _value(path: Path, key: str) -> str:

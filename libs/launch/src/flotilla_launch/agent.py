@@ -170,7 +170,8 @@ class Agent:
         host = self._stack.bind.host
         dialled = dialable(host)
         before = read_endpoints(self._paths, self._mark)
-        if before is not None and before.otlp.rpartition(":")[0] != joined(dialled, 0).rpartition(":")[0]:
+        here = f"https://{joined(dialled, 0)}".removesuffix("0")
+        if before is not None and before.otlp.rstrip("0123456789") != here:
             before = None  # That agent was on another host.
         nats_url = self._stack.nats.url or ""
         if nats_url:
@@ -192,7 +193,7 @@ class Agent:
         otlp = (
             before.otlp
             if before
-            else joined(dialled, self._stack.bind.port or reserve_port(host, self._stack.bind.ports))
+            else f"{here}{self._stack.bind.port or reserve_port(host, self._stack.bind.ports)}"
         )
         endpoints = Endpoints(nats_url, otlp)
         write_json(self._paths.endpoints_file, {"mark": self._mark, **asdict(endpoints)})

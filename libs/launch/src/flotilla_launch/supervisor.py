@@ -254,9 +254,10 @@ class Supervisor:
             self.nats_url = await self._nats.start()
         host = self.stack.bind.host
         dialled = self.stack.bind.advertise_host or (loopback() if host in ANY_ADDRESS else host)
-        self._otlp = self.stack.coordinator.attach or joined(
+        coordinator = self.stack.coordinator.attach or joined(
             dialled, self.stack.bind.port or reserve_port(host, self.stack.bind.ports)
         )
+        self._otlp = f"https://{coordinator}"
         self._record()
         self.write_launcher_file()
 
@@ -266,12 +267,7 @@ class Supervisor:
         assert identity is not None
         socket = str(self.paths.socket())
         LauncherFile(
-            identity.pid,
-            socket,
-            self.nats_url,
-            f"https://{self._otlp}",
-            identity.start_ticks,
-            identity.boot_id,
+            identity.pid, socket, self.nats_url, self._otlp, identity.start_ticks, identity.boot_id
         ).write(self.paths.launcher_file)
 
     async def _start_everything(self) -> None:

@@ -33,7 +33,7 @@ class Endpoints:
 
     nats_url: str
     otlp: str
-    """The coordinator, which also takes spans."""
+    """The coordinator, which also takes spans: https://host:port."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Row:
         """Return the command line once the addresses are known."""
         known = {
             "{nats}": endpoints.nats_url,
-            "{otlp}": f"https://{endpoints.otlp}",
+            "{otlp}": endpoints.otlp,
             "{port}": endpoints.otlp.rpartition(":")[2],
         }
         return [known.get(word, word) for word in self.command]

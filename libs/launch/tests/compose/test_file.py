@@ -44,7 +44,7 @@ def test_a_container_runs_the_command_of_its_row_at_addresses_by_name(tmp_path: 
     assert command[:2] == ["sh", "-c"] and command[4:] == [
         "/opt/flotilla/bin/flotilla-generator",
         *("--name", "generator-1", "--stack", f"{tmp_path}/state/chat/stack.yaml"),
-        *("--nats", "nats://nats:4222", "--otlp", "coordinator:7000", "--port", "7070"),
+        *("--nats", "tls://nats:4222", "--otlp", "https://coordinator:7000", "--port", "7070"),
     ]
     assert services["coordinator"]["command"][-2:] == ["--port", "7000"]
     assert services["nats"]["command"][4] == "/opt/flotilla/bin/nats-server"

@@ -149,8 +149,8 @@ async def test_up_asks_first_and_then_has_helm_install_the_chart_of_this_package
     ]
     values = yaml.safe_load((directory / "values.yaml").read_text())
     assert values["nats"] == {"replicas": 1} and values["stack"]["model"] == "lab/chat"
-    token = (directory / "token").read_text().strip()
-    assert values["auth"]["token"] == token, "the token of the stack, which is on no command line"
+    credential = (directory / "credential.pem").read_text()
+    assert values["auth"]["credential"] == credential, "that of the stack, which is on no command line"
     assert stat.S_IMODE((directory / "values.yaml").stat().st_mode) == 0o600
 
 
@@ -342,7 +342,7 @@ async def test_a_pod_whose_image_cannot_be_pulled_ends_up(
             "refuses these values",
         ),
         (
-            "Error: execution error at (flotilla/templates/configmaps.yaml:2:4): tls.enabled needs tls.existingSecret",
+            "Error: execution error at (flotilla/templates/configmaps.yaml:2:4): no credential: give auth.credential",
             InvalidConfig,
             "refuses these values",
         ),

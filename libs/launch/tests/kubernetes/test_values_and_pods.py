@@ -83,7 +83,7 @@ def test_secrets_are_the_values_unless_a_file_names_them(tmp_path: Path) -> None
     made = values_of(stack_of(), {}, words)["auth"]
     assert made == {
         "existingSecret": "",
-        "token": "t" * 64,
+        "credential": "t" * 64,
         "natsPassword": "n" * 64,
         "natsCoordinatorPassword": "c" * 64,
         "natsRoutePassword": "r" * 64,
@@ -114,7 +114,7 @@ def test_variables_of_a_section_become_those_of_its_pods(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("more", "where"),
     [
-        ("bind: {token_file: /etc/token}\n", "bind.token_file"),
+        ("bind: {credential_file: /etc/credential}\n", "bind.credential_file"),
         ("autoscale: {mode: act}\n", "autoscale.mode"),
         ("placement: colocated\n", "placement"),
         ("trainer: {nproc: 2, hosts: [{name: a, ranks: 1}, {name: b, ranks: 1}]}\n", "trainer.hosts"),

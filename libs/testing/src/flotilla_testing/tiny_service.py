@@ -26,10 +26,12 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 FLOOD_BYTES = 200 << 20
 
 
-async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str) -> None:
+async def serve(name: str, kind: str, directory: Path, port: int, behaviour: str) -> None:
     server, health = grpc.aio.server(), aio.HealthServicer()
     add_HealthServicer_to_server(health, server)
-    address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    pem = (directory / "credential.pem").read_bytes()
+    credentials = grpc.ssl_server_credentials([(pem, pem)], pem, require_client_auth=True)
+    address = f"127.0.0.1:{server.add_secure_port(f'127.0.0.1:{port}', credentials)}"
     await server.start()
     if behaviour == "parent":
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -46,9 +48,9 @@ async def serve(name: str, kind: str, instances: Path, port: int, behaviour: str
         "address": address,
         "instance_id": f"{name}-x",
     }
-    aside = instances / f".{name}"
+    aside = directory / "instances" / f".{name}"
     aside.write_text(json.dumps(announcement))
-    aside.replace(instances / f"{name}.json")
+    aside.replace(directory / "instances" / f"{name}.json")
     stopping = asyncio.Event()
     on_sigterm = (lambda: None) if behaviour == "stubborn" else stopping.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
@@ -76,5 +78,5 @@ def main(kind: str) -> None:
     if behaviour == "die" or (behaviour.startswith("die while ") and Path(behaviour[10:]).exists()):
         sys.stderr.write("loading the model\nRuntimeError: the model folder is empty\nbye\n")
         sys.exit(7)
-    instances = Path(arguments.stack).with_name("instances")
-    asyncio.run(serve(arguments.name, kind, instances, int(arguments.port), behaviour))
+    directory = Path(arguments.stack).parent
+    asyncio.run(serve(arguments.name, kind, directory, int(arguments.port), behaviour))

@@ -144,7 +144,9 @@ def secrets_of(table: Sequence[Row]) -> dict[str, tuple[Row, str]]:
 def render(stack: StackConfig, table: Sequence[Row], project: Project) -> str:
     """Return the Compose file."""
     coordinator = next(row for row in table if row.name == COORDINATOR)
-    endpoints = Endpoints(f"tls://{NATS}:{NATS_PORT}", f"{COORDINATOR}:{coordinator.resources.ports[0]}")
+    endpoints = Endpoints(
+        f"tls://{NATS}:{NATS_PORT}", f"https://{COORDINATOR}:{coordinator.resources.ports[0]}"
+    )
     described = {row.name: _container(row, stack, project, endpoints) for row in table}
     head = (
         f"# The stack {stack.name!r}, written by flotilla up --on compose: change the stack file instead.\n"
