@@ -173,10 +173,10 @@ async def test_a_fence_that_cannot_be_right_is_refused_and_locks_nobody_out(
 ) -> None:
     own = Caller(address, Fence("ledger", 1, "run", 1))
     await own.check()
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = channel.unary_unary(f"/{SERVICE}/Check")
+    async with rpc.connect(address, credential=ours()) as channel:
+        call: Any = channel.unary_unary(f"/{SERVICE}/Check")
         with pytest.raises(grpc.aio.AioRpcError, match="flotilla-fence") as caught:
-            await call(b"", timeout=5, metadata=((FENCE_HEADER, header), ("authorization", "Bearer secret")))
+            await call(b"", timeout=5, metadata=((FENCE_HEADER, header),))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await own.check()
     await own.channel.close()

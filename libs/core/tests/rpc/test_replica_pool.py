@@ -29,12 +29,13 @@ Pool = ReplicaPool[Any]
 Snapshot = dict[str, reg.Registration]
 
 SERVER = """
-import asyncio
+import asyncio, pathlib, sys
 from flotilla_core import rpc
 from flotilla_core.config import BindConfig
+from flotilla_core.trust import Credential
 
 async def main():
-    server = rpc.RpcServer(BindConfig(), credential=ours())
+    server = rpc.RpcServer(BindConfig(), credential=Credential(pathlib.Path(sys.argv[1])))
     address = await server.start()
     server.set_serving(True)
     print(address, flush=True)
@@ -383,7 +384,9 @@ async def test_a_restarted_slot_replaces_the_old_process_at_once(pool: Pool) -> 
 async def test_a_killed_replica_is_noticed_by_the_failing_call(
     pool: Pool, server: tuple[rpc.RpcServer, str]
 ) -> None:
-    group = await ProcessGroup.start([sys.executable, "-c", SERVER], stdout=asyncio.subprocess.PIPE)
+    group = await ProcessGroup.start(
+        [sys.executable, "-c", SERVER, str(ours().path)], stdout=asyncio.subprocess.PIPE
+    )
     assert group.process.stdout is not None
     address = (await asyncio.wait_for(group.process.stdout.readline(), 20)).decode().strip()
     both = snapshot(registration("generator-0", address), registration("generator-1", server[1]))
@@ -428,7 +431,9 @@ async def test_who_left_the_registry_and_does_not_answer_ends_the_calls_that_wai
     pool: Pool, server: tuple[rpc.RpcServer, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flotilla_core.rpc.replica_set.MISSING_TIMEOUT_S", 0.5)
-    group = await ProcessGroup.start([sys.executable, "-c", SERVER], stdout=asyncio.subprocess.PIPE)
+    group = await ProcessGroup.start(
+        [sys.executable, "-c", SERVER, str(ours().path)], stdout=asyncio.subprocess.PIPE
+    )
     try:
         assert group.process.stdout is not None
         address = (await asyncio.wait_for(group.process.stdout.readline(), 20)).decode().strip()

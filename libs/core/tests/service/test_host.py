@@ -18,8 +18,9 @@ from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
 from flotilla_core import rpc
-from flotilla_core.bus import Bus, NatsServer, Registry
+from flotilla_core.bus import Bus, Login, NatsServer, Registry
 from flotilla_core.config import BindConfig
+from flotilla_core.config.stack import NatsConfig
 from flotilla_core.errors import DeadlineExceeded, Exhausted
 from flotilla_core.files import make_private_folder
 from flotilla_core.subprocess_group import ProcessGroup
@@ -236,7 +237,8 @@ async def test_a_replica_on_another_host_advertises_its_own_name_and_says_where_
     toy = await Toy.start(
         "serves", tmp_path, stack_file, "--nats", nats.url, "--advertise-host", "reward-7.example"
     )
-    bus = await Bus.connect(nats.url, nats.login)
+    login = Login.of_stack(NatsConfig(), toy.directory, Credential(copy))
+    bus = await Bus.connect(nats.url, login)
     async with aclosing(Registry(bus).watch()) as views:
         ready = await state_of(views, reg.INSTANCE_STATE_READY)
     assert ready is not None and ready.address.startswith("reward-7.example:")

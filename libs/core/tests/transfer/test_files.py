@@ -30,7 +30,7 @@ from flotilla_core.rpc.channel import PART_BYTES
 from flotilla_core.transfer import FILE_SERVICE_NAME, FileServicer, Offers, shared_folder, shares
 from flotilla_core.transfer import files as files_module
 from flotilla_core.transfer.folders import FolderManifest, found_files, stamp_of
-from flotilla_testing.credentials import ours
+from flotilla_testing.credentials import credential, ours
 from flotilla_testing.files import files_in
 
 LARGE = os.urandom(3 * PART_BYTES + 17)
@@ -182,6 +182,7 @@ async def test_a_fetch_whose_process_was_killed_is_continued_by_the_next_one(
     async with owner(tmp_path / "owner") as (offering, servicer):
         reference = await offered(offering, model)
         servicer.pauses_at = 2
+        credential(tmp_path / "here")
         command = [sys.executable, "-c", FETCH, str(tmp_path / "here"), reference.digest, offering.address]
         process = await asyncio.create_subprocess_exec(*command)
         await asyncio.wait_for(servicer.paused.wait(), 60)
