@@ -35,6 +35,8 @@ def check(flotilla: Command, name: str) -> dict[str, str]:
 def test_a_credential_is_printed_or_written_for_its_owner_alone(flotilla: Command, stack: Credential) -> None:
     code, out, _ = flotilla("token", "create", "--role", "read", "--name", "ana", "-o", "-")
     assert code == 0 and out.startswith("# Flotilla credential: role read, ana\n-----BEGIN CERTIFICATE-----")
+    out = flotilla("token", "create", "--role", "read", "--name", "ana", "-o", "-", "--json")[1]
+    assert json.loads(out)["credential"].startswith("# Flotilla credential: role read, ana\n")
     code, out, _ = flotilla(
         "token", "create", "--role", "run", "--name", "ci@example", "--expires", "30d", "-o", "t", "--json"
     )

@@ -70,17 +70,18 @@ def create(
         make_private_folder(directory)
         make_credential(load_stack(stack).bind, directory)
     text = create_credential(directory, claims)
-    if str(output) == "-":
-        print_line(text.rstrip())
-        return
-    make_folder_of(output)
-    write_secret(output, text)
+    is_printed = str(output) == "-"
+    if not is_printed:
+        make_folder_of(output)
+        write_secret(output, text)
+        use = "bind.credential_file" if claims is None else "--credential-file or FLOTILLA_CREDENTIAL_FILE"
+        say(f"{output}: name it by {use}")
     if as_json:
+        shown = {"credential": text} if is_printed else {"file": str(output)}
         ends_s = None if claims is None else claims.ends_s
-        print_json({"role": role.value, "name": name, "expires_at": ends_s, "file": str(output)})
-        return
-    use = "bind.credential_file" if claims is None else "--credential-file or FLOTILLA_CREDENTIAL_FILE"
-    say(f"{output}: name it by {use}")
+        print_json({"role": role.value, "name": name, "expires_at": ends_s, **shown})
+    elif is_printed:
+        print_line(text.rstrip())
 
 
 @app.command(name="rotate")

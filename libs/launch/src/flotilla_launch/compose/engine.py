@@ -201,10 +201,11 @@ class ComposeEngine:
             if not log.exists():
                 log.unlink(missing_ok=True)
                 log.symlink_to(home / "logs" / log.name)
-            own = [OWN_FILES[SERVICE], self._paths.stack_file.name] if row.name != NATS else []
-            for name in (self._paths.credential_file.name, *own):
-                if (source := self._directory / name).exists():
-                    write_atomically(home / name, source.read_text("utf-8"))
+            files = [Path(self._paths.credential_file.name)]
+            files += [OWN_FILES[SERVICE], Path(self._paths.stack_file.name)] if row.name != NATS else []
+            for file in files:
+                if (source := self._directory / file).exists():
+                    write_atomically(home / file, source.read_text("utf-8"))
         write_atomically(self._compose_file, render(stack, rows, project))
 
     @property
