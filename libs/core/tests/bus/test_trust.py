@@ -24,6 +24,7 @@ from flotilla_core.bus.connection import COORDINATOR, OWN_FILES, SERVICE
 from flotilla_core.bus.server import find_binary
 from flotilla_core.config.stack import NatsConfig, StackConfig
 from flotilla_core.subprocess_group import ProcessGroup
+from flotilla_core.trust import Credential, write_secret
 from flotilla_core.trust.authority import rotate
 from flotilla_testing.credentials import credential, stranger
 
@@ -323,9 +324,19 @@ async def test_our_own_server_asks_for_certificates_and_takes_replaced_ones(tmp_
     async with asyncio.timeout(10):
         while await asyncio.to_thread(certificate_shown, server.url) == before:
             await asyncio.sleep(0.02)
-    # What was trusted before is not any more: who was connected shows what its own file holds then.
-    for _ in range(2):
-        rotate(tmp_path, 0)
+    # What was trusted before ends with the overlap, although its file is not written again then.
+    write_secret(tmp_path / "old.pem", given.path.read_text())
+    rotate(tmp_path, 1)
+    server.read_again()
+    old = Login(tmp_path / "nats" / "coordinator-credentials", Credential(tmp_path / "old.pem"))
+    await (await Bus.connect(server.url, old, timeout_s=5.0)).close()
+    within = given.current()
+    while given.current() is within:
+        await asyncio.sleep(0.05)
+    server.read_again()
+    with pytest.raises(errors.Unavailable):
+        await Bus.connect(server.url, old, timeout_s=2.0)
+    # Who was connected shows what its own file holds now.
     await server.stop()
     server = await NatsServer.start(tmp_path / "nats", port, credential=given)
     async with asyncio.timeout(20):

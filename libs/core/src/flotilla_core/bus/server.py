@@ -36,6 +36,8 @@ _HANDSHAKE_S = 10
 _MAX_PAYLOAD_BYTES = 1 << 20
 _PLAIN = frozenset(range(0x20, 0x7F)) - frozenset(b'"\\')
 _LAST_BYTES = 8 << 10
+_LOG = "nats.log"
+_AUTHORITIES = "authorities.pem"
 
 _KEEP_THE_REGISTRY = (
     "$KV.registry.*",
@@ -67,11 +69,13 @@ _MAY_HEAR = ("_INBOX.>",)
 class NatsServer:
     """A running `nats-server` process with JetStream."""
 
-    def __init__(self, process: ProcessGroup, url: str, log: Path, login: Login) -> None:
+    def __init__(self, process: ProcessGroup, url: str, directory: Path, credential: Credential) -> None:
         self._process = process
         self.url = url
-        self.log = log
-        self.login = login
+        self.log = directory / _LOG
+        self.login = Login(directory / OWN_FILES[COORDINATOR].name, credential)
+        self._directory = directory
+        self._credential = credential
 
     @classmethod
     async def start(
@@ -102,7 +106,8 @@ class NatsServer:
         write_atomically(config, server_config(directory, host, port, passwords, credential))
         for file in OWN_FILES.values():
             (directory / file.name).unlink(missing_ok=True)
-        log = _log(directory)
+        write_authorities(directory, credential)
+        log = directory / _LOG
         with log.open("ab") as output:
             process = await ProcessGroup.start(
                 [binary, "--config", str(config)],
@@ -129,12 +134,12 @@ class NatsServer:
         # The server knows its own port, and not by which address others reach it.
         port = urlsplit(url).port or port
         url = f"tls://{joined(dialled or host, port)}"
-        return cls(process, url, log, _login(directory, credential))
+        return cls(process, url, directory, credential)
 
     @classmethod
     def adopt(cls, directory: Path, pid: int, url: str, credential: Credential) -> NatsServer:
         """Return the server that another process started; raise ProcessLookupError where it is gone."""
-        return cls(ProcessGroup.adopt(pid), url, _log(directory), _login(directory, credential))
+        return cls(ProcessGroup.adopt(pid), url, directory, credential)
 
     @property
     def pid(self) -> int:
@@ -151,7 +156,8 @@ class NatsServer:
         return await self._process.wait()
 
     def read_again(self) -> None:
-        """Have it take the credential that is in its files now; connections stay."""
+        """Have it take the credential as it is now; connections stay."""
+        write_authorities(self._directory, self._credential)
         self._process.signal_leader(signal.SIGHUP)
 
     async def stop(self) -> None:
@@ -173,12 +179,9 @@ def find_binary() -> str:
     return found
 
 
-def _log(directory: Path) -> Path:
-    return directory / "nats.log"
-
-
-def _login(directory: Path, credential: Credential) -> Login:
-    return Login(directory / OWN_FILES[COORDINATOR].name, credential)
+def write_authorities(directory: Path, credential: Credential) -> None:
+    """Write whom it trusts now: nats-server knows no end of an authority but that of its certificate."""
+    write_atomically(directory / _AUTHORITIES, credential.current().authorities.decode())
 
 
 def server_config(
@@ -197,7 +200,7 @@ def server_config(
             *(line for user, password in passwords.items() for line in _user(user, password)),
             "  ]",
             "}",
-            *_encryption(credential),
+            *_encryption(directory, credential),
             "jetstream {",
             f"  store_dir: {_quoted(directory / 'jetstream')}",
             "  sync_interval: always",
@@ -229,13 +232,13 @@ def _user(user: str, password: str) -> list[str]:
     ]
 
 
-def _encryption(credential: Credential) -> list[str]:
-    certificate, key, authorities = credential.files
+def _encryption(directory: Path, credential: Credential) -> list[str]:
+    certificate, key, _ = credential.files
     return [
         "tls {",
         f"  cert_file: {_quoted(certificate)}",
         f"  key_file: {_quoted(key)}",
-        f"  ca_file: {_quoted(authorities)}",
+        f"  ca_file: {_quoted(directory / _AUTHORITIES)}",
         "  verify: true",
         "  handshake_first: true",
         f"  timeout: {_HANDSHAKE_S}",
