@@ -8,15 +8,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
-from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from flotilla_cli.samples import _told_apart
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.evaluation.evaluate import HeldOutAnswer
@@ -182,24 +179,6 @@ def test_wrong_use_of_samples_says_so(
     Path("file").write_text("")
     code, _, err = flotilla("samples", RUN, *arguments)
     assert (code, words in err) == (2, True), err
-
-
-class OlderCoordinator(CoordinatorServiceServicer):
-    """Answers as release 0.1.0 does."""
-
-    async def GetRun(self, request: Any, context: Any) -> pb.GetRunResponse:
-        return pb.GetRunResponse(run=run_pb2.Run(run_id=RUN))
-
-    async def ListSamples(self, request: Any, context: Any) -> pb.ListSamplesResponse:
-        return pb.ListSamplesResponse(samples=[pb.Sample(state=pb.SAMPLE_STATE_DURABLE, response="12")])
-
-
-def test_samples_of_an_older_coordinator_are_told_to_be_incomplete(flotilla: Command, serve: Any) -> None:
-    serve(OlderCoordinator())
-    code, out, err = flotilla("samples", RUN, "--json")
-    (sample,) = json.loads(out)["samples"]
-    assert (code, sample["response"], sample["answer"]) == (0, "12", None)
-    assert "the coordinator is of release 0.1.0" in err
 
 
 @pytest.fixture

@@ -71,13 +71,6 @@ def test_an_evaluation_has_what_was_measured_on_each_set() -> None:
     assert EvaluationResult(Version(0, 1), {"sums": found, "pairs": pairs}).first is found
 
 
-def test_a_coordinator_of_the_first_release_tells_the_accuracy_alone() -> None:
-    old = pb.EvaluatePolicyResponse(policy_version=Version(0, 3).to_proto(), accuracy=0.25)
-    found = EvaluationResult.from_proto(old)
-    assert (found.version, found.first.accuracy) == (Version(0, 3), 0.25)
-    assert np.isnan(found.first.reward_mean) and not found.first.pass_at
-
-
 def test_a_chat_is_a_prompt_and_comes_back_with_its_text_and_tokens() -> None:
     chat = [{"role": "user", "content": "1+1?"}]
     message = Prompt.of(chat).to_proto()

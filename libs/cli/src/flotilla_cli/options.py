@@ -48,7 +48,7 @@ USAGE = 2
 UNREACHABLE = 3
 """A service cannot be reached, is not running, or did not get ready in time."""
 UNAUTHENTICATED = 4
-"""The token is missing, wrong or expired, its role is too low, or a certificate is not good."""
+"""A credential is missing, expired or foreign, or its role is too low."""
 PREFLIGHT = 5
 """The present state does not allow the command: a failed check, a service that died at its start, no free trainer or
 generator, a run that has ended, a full disk."""

@@ -186,10 +186,6 @@ def _sampled(
                 limit=_PAGE,
                 page_token=page_token,
             )
-            if not (page.complete or page_token):
-                say(
-                    "the coordinator is of release 0.1.0: answers, other columns and parts of rewards are missing"
-                )
             found += filter(wanted.takes, map(_sample_json, page.samples))
             page_token = page.next_page_token
             if not page_token or (wanted.stops_early and len(found) >= (wanted.limit or 0)):

@@ -103,7 +103,7 @@ def rotate_authority(
         return
     print_line(
         f"{file}: a new credential. In {overlap} all others of this stack end: make new ones for people and programs, "
-        "and copy this file to the hosts that have the old one (containers and pods: flotilla up)"
+        "and copy this file to the hosts that have the old one (pods: flotilla up; containers: flotilla down, then up)"
     )
 
 

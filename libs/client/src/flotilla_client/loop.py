@@ -102,9 +102,8 @@ class EvaluationResult:
 
     @classmethod
     def from_proto(cls, message: pb.EvaluatePolicyResponse) -> EvaluationResult:
-        """Read it from the wire; a coordinator of release 0.1.0 tells the accuracy alone."""
-        told = message.sets or [pb.HeldOutResult(metrics={"eval/accuracy": message.accuracy})]
-        sets = {one.name: HeldOutResult.from_proto(one) for one in told}
+        """Read it from the wire."""
+        sets = {one.name: HeldOutResult.from_proto(one) for one in message.sets}
         return cls(Version.from_proto(message.policy_version), sets)
 
     @property

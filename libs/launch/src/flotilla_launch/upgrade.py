@@ -18,7 +18,7 @@ from typing import Protocol
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
-from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Unimplemented
+from flotilla_core.errors import DeadlineExceeded, FailedPrecondition
 from flotilla_core.kinds import SCALABLE, SHARED, kind_name
 from flotilla_launch.launcher import KUBERNETES, Launcher, LocalLauncher
 
@@ -69,14 +69,7 @@ class Upgrade:
             self.say(f"{name} gets no more work")
             await self._finished(name)
         self.say(f"starting {name} from {self.executables}")
-        try:
-            process = await self.launcher.restart(name, self.executables, timeout_s=2 * self.ready_timeout_s)
-        except Unimplemented as error:
-            raise FailedPrecondition(
-                "the launcher of this stack cannot replace a replica",
-                why="it is of an earlier release",
-                next_step="let runs end, then flotilla down, and flotilla up from the new release",
-            ) from error
+        process = await self.launcher.restart(name, self.executables, timeout_s=2 * self.ready_timeout_s)
         await self._caught_up(process)
         self.say(f"{name} is replaced")
 
