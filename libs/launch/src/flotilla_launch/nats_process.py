@@ -22,7 +22,7 @@ from flotilla_core.disk import lacks_room
 from flotilla_core.errors import FlotillaError
 from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
-from flotilla_core.trust import Credential
+from flotilla_core.trust import Credential, Pem
 from flotilla_launch.child import RestartBudget, new_mark
 from flotilla_launch.placement import reserve_port
 from flotilla_launch.process_tree import MARK, end_tree
@@ -63,6 +63,8 @@ class NatsProcess:
         self._on_change = on_change
         self._port = port
         self._credential = credential
+        self._told: Pem | None = None
+        """The credential that the server has; None where a launcher before this one told it."""
         self._server: NatsServer | None = None
         self._identity: ProcessIdentity | None = None
         self._mark = ""
@@ -138,6 +140,7 @@ class NatsProcess:
         self._mark = new_mark(self._directory)
         # Written down before it begins: the next launcher finds it by its mark.
         self._on_change()
+        self._told = self._credential.current()
         server = self._server = await NatsServer.start(
             self._directory,
             self._port,
@@ -192,14 +195,17 @@ class NatsProcess:
 
     async def _ended(self, server: NatsServer) -> int:
         """Wait until the server has ended, and have it take a credential that was replaced meanwhile."""
-        known = self._credential.current()
         waiting = asyncio.ensure_future(server.wait())
         try:
             while not (await asyncio.wait({waiting}, timeout=_LOOK_FOR_CREDENTIAL_EVERY_S))[0]:
-                if (newest := self._credential.current()) is not known:
-                    known = newest
-                    log.info("nats-server takes the replaced credential")
-                    server.read_again()
+                if (newest := self._credential.current()) is not self._told:
+                    try:
+                        server.read_again()
+                    except OSError as error:  # A full disk: it is told at the next look.
+                        log.warning("nats-server keeps the credential that it has", why=str(error))
+                    else:
+                        self._told = newest
+                        log.info("nats-server takes the credential as it is now")
             return waiting.result()
         finally:
             waiting.cancel()

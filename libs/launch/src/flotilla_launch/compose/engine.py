@@ -19,7 +19,7 @@ from typing import Any
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1 import launcher_pb2 as pb
 from flotilla_core.bus.connection import OWN_FILES, SERVICE
-from flotilla_core.bus.server import MAY_PUBLISH, server_config
+from flotilla_core.bus.server import MAY_PUBLISH, server_config, write_authorities
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.files import make_private_folder, write_atomically
@@ -185,6 +185,7 @@ class ComposeEngine:
         # Inside the container the folder is that of the stack.
         config = server_config(self._directory / NATS, "0.0.0.0", NATS_PORT, passwords, credential)
         write_atomically(folder / "nats.conf", config)
+        write_authorities(folder, credential)
         for user, password in passwords.items():
             write_atomically(self._directory / OWN_FILES[user], f"{user}:{password}\n")
 
