@@ -28,6 +28,10 @@ class Operate(operate_pb2_grpc.OperateServiceServicer):
     async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:
         return pb.CheckResponse()
 
+    async def Profile(self, request: pb.ProfileRequest, context: Any) -> pb.ProfileResponse:
+        await asyncio.sleep(2)
+        return pb.ProfileResponse(collapsed_stacks="whole")
+
 
 def copy(given: Credential, path: Path) -> Credential:
     write_secret(path, given.path.read_text())
@@ -112,6 +116,16 @@ async def test_an_open_connection_of_the_old_authority_ends_with_its_age(serve: 
                 while True:
                     await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=5, attempts=1)
     await check(address, ours)
+
+
+async def test_a_call_that_runs_ends_on_its_connection(serve: Any, tmp_path: Path) -> None:
+    address = await serve(credential(tmp_path))
+    async with rpc.connect(address, credential=role_credential(tmp_path, "admin")) as channel:
+        stub = operate_pb2_grpc.OperateServiceStub(channel)
+        call = asyncio.create_task(rpc.unary(stub.Profile, pb.ProfileRequest(), timeout_s=10, attempts=1))
+        await asyncio.sleep(0.2)
+        rotate(tmp_path, 0)
+        assert (await call).collapsed_stacks == "whole"
 
 
 async def test_hosts_change_one_after_the_other_within_the_overlap(serve: Any, tmp_path: Path) -> None:

@@ -87,7 +87,9 @@ def connect(
             next_step="start the stack (flotilla up), or name a credential: --credential-file FILE",
         )
     options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
-    channel = RenewedChannel(
-        credential, lambda credentials: grpc.aio.secure_channel(address, credentials, options=options)
+    return RenewedChannel(
+        credential,
+        lambda credentials: grpc.aio.secure_channel(address, credentials, options=options),
+        metadata,
+        partial(explain, address, credential),
     )
-    return TracedChannel(channel, metadata, partial(explain, address, credential))

@@ -149,7 +149,7 @@ class DialBack:
                 await channel.close()
         if _who(answer.registration) != _who(one):
             return (
-                f"at its address {one.address} answers {' '.join(_who(answer.registration))}: set bind.advertise_host "
+                f"at its address {one.address} answers {' '.join(filter(None, _who(answer.registration)))}: set bind.advertise_host "
                 f"on {one.host} to an address of its own"
             )
         return ""

@@ -11,12 +11,13 @@ import asyncio
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
 from flotilla_core.errors import FlotillaError, InvalidConfig, Unavailable
+from flotilla_core.telemetry.grpc import Metadata, TracedChannel
 from flotilla_core.trust import Credential, Pem
 from flotilla_core.trust.roles import SERVER_NAME
 
@@ -68,79 +69,50 @@ def channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(pem.authorities, pem.key, pem.chain)
 
 
-class RenewedChannel(grpc.aio.Channel):
+class RenewedChannel(TracedChannel):
     """A channel over TLS, whose calls go over a new connection once the credential was replaced."""
 
     def __init__(
-        self, credential: Credential, dial: Callable[[grpc.ChannelCredentials], grpc.aio.Channel]
+        self,
+        credential: Credential,
+        dial: Callable[[grpc.ChannelCredentials], grpc.aio.Channel],
+        metadata: Callable[[str], Metadata],
+        explain: Callable[[Any], Awaitable[Any]],
     ) -> None:
         self._credential = credential
         self._dial = dial
         self._shown = credential.current()
-        self._channel = dial(channel_credentials(self._shown))
         self._ending: dict[asyncio.Future[None], grpc.aio.Channel] = {}
+        super().__init__(dial(channel_credentials(self._shown)), metadata, explain)
 
-    def current(self) -> grpc.aio.Channel:
-        """Return the channel of the newest credential."""
+    def _starting(self, kind: str, *given: Any, **options: Any) -> Callable[..., Any]:
+        start, channel = super()._starting(kind, *given, **options), self._channel
+
+        def start_on_the_newest(*arguments: Any, **of_call: Any) -> Any:
+            nonlocal start, channel
+            self._renew()
+            if channel is not self._channel:
+                start, channel = super(RenewedChannel, self)._starting(kind, *given, **options), self._channel
+            return start(*arguments, **of_call)
+
+        return start_on_the_newest
+
+    def _renew(self) -> None:
         newest = self._credential.current()
-        if newest is not self._shown:
-            self._shown = newest
-            replaced, self._channel = self._channel, self._dial(channel_credentials(newest))
-            ending = asyncio.ensure_future(replaced.close(_FINISH_S))
-            self._ending[ending] = replaced
-            ending.add_done_callback(lambda done: self._ending.pop(done, None))
-        return self._channel
-
-    async def __aenter__(self) -> RenewedChannel:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        if newest is self._shown:
+            return
+        self._shown = newest
+        replaced, self._channel = self._channel, self._dial(channel_credentials(newest))
+        ending = asyncio.ensure_future(replaced.close(_FINISH_S))
+        self._ending[ending] = replaced
+        ending.add_done_callback(lambda done: self._ending.pop(done, None))
 
     async def close(self, grace: float | None = None) -> None:
         replaced, self._ending = self._ending, {}
         for ending, channel in replaced.items():
             ending.cancel()
             await channel.close(grace)
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
-
-    def unary_unary(self, *given: Any, **options: Any) -> Any:
-        return _RenewedMethod(self, "unary_unary", given, options)
-
-    def unary_stream(self, *given: Any, **options: Any) -> Any:
-        return _RenewedMethod(self, "unary_stream", given, options)
-
-    def stream_unary(self, *given: Any, **options: Any) -> Any:
-        return _RenewedMethod(self, "stream_unary", given, options)
-
-    def stream_stream(self, *given: Any, **options: Any) -> Any:
-        return _RenewedMethod(self, "stream_stream", given, options)
-
-
-class _RenewedMethod:
-    """One method of a stub, on whatever channel is the current one."""
-
-    def __init__(self, channel: RenewedChannel, kind: str, given: Any, options: Any) -> None:
-        self._channel = channel
-        self._made = (kind, given, options)
-        self._on: grpc.aio.Channel | None = None
-        self._method: Any = None
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        current = self._channel.current()
-        if current is not self._on:
-            kind, given, made = self._made
-            self._method, self._on = getattr(current, kind)(*given, **made), current
-        return self._method(*arguments, **options)
+        await super().close(grace)
 
 
 async def explain(address: str, credential: Credential, error: FlotillaError) -> FlotillaError:

@@ -98,20 +98,20 @@ class TracedChannel(grpc.aio.Channel):
         self._metadata = metadata
         self._explain = explain
 
-    def _traced(self, method: str, start: Callable[..., Any]) -> _TracedMethod:
+    def _traced(self, kind: str, method: str, codecs: Any, options: Any) -> _TracedMethod:
+        start = self._starting(kind, method, *codecs, **options)
         return _TracedMethod(method, start, self._metadata, self._explain)
 
+    def _starting(self, kind: str, *given: Any, **options: Any) -> Callable[..., Any]:
+        """Return what starts a call of one method."""
+        start: Callable[..., Any] = getattr(self._channel, kind)(*given, **options)
+        return start
+
     async def __aenter__(self) -> Self:
-        await self._channel.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        return await self._channel.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self, grace: float | None = None) -> None:
         await self._channel.close(grace)
@@ -127,16 +127,16 @@ class TracedChannel(grpc.aio.Channel):
 
     # Stubs call this for the callable of one method; they know its message types.
     def unary_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
-        return self._traced(method, self._channel.unary_unary(method, *codecs, **options))
+        return self._traced("unary_unary", method, codecs, options)
 
     def unary_stream(self, method: str, *codecs: Any, **options: Any) -> Any:
-        return self._traced(method, self._channel.unary_stream(method, *codecs, **options))
+        return self._traced("unary_stream", method, codecs, options)
 
     def stream_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
-        return self._traced(method, self._channel.stream_unary(method, *codecs, **options))
+        return self._traced("stream_unary", method, codecs, options)
 
     def stream_stream(self, method: str, *codecs: Any, **options: Any) -> Any:
-        return self._traced(method, self._channel.stream_stream(method, *codecs, **options))
+        return self._traced("stream_stream", method, codecs, options)
 
 
 class _TracedMethod:
