@@ -241,6 +241,7 @@ async def test_a_credentials_file_that_cannot_be_used_is_refused_by_name(
         {"credentials_file": "file"},
         {"insecure": True},
         {"ca_file": "file"},
+        {"url": "nats://host:4222", "ca_file": "file"},
     ],
 )
 def test_nats_settings_that_make_no_sense_are_refused(section: dict[str, object]) -> None:

@@ -119,7 +119,7 @@ async def test_a_registration_that_lies_about_its_instance_is_not_admitted(
     one = registration(served[0])
     one.MergeFrom(reg.Registration(**claim))
     state, why = await shown(one)
-    assert state == reg.INSTANCE_STATE_STARTING and "SERVICE_KIND_REWARD reward-0" in why
+    assert state == reg.INSTANCE_STATE_STARTING and "reward-0-a, the reward reward-0:" in why
 
 
 async def test_a_stranger_at_the_address_is_named(tmp_path: Path) -> None:

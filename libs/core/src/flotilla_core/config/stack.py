@@ -119,6 +119,8 @@ class NatsConfig(ConfigModel):
                 "credentials_file, ca_file and insecure are about the server of url, which is not set: the stack's own "
                 "server needs none of them"
             )
+        if self.ca_file and not str(self.url).startswith("tls://"):
+            raise ValueError("ca_file is about a server that encrypts: begin url with tls://")
         if self.url is None and self.replicas > 1:
             raise ValueError(
                 f"replicas is {self.replicas}, but the stack's own server is alone: set url to a cluster of servers"

@@ -23,6 +23,7 @@ from flotilla.common.v1.operate_pb2 import DescribeRequest
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
 from flotilla_core.addresses import host_of, is_loopback
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, InvalidConfig, Unavailable
+from flotilla_core.kinds import kind_name
 from flotilla_core.logger import get_logger
 from flotilla_core.protocol import refusal
 from flotilla_core.rpc.calls import unary
@@ -147,16 +148,19 @@ class DialBack:
         finally:
             with contextlib.suppress(FlotillaError):
                 await channel.close()
-        if _who(answer.registration) != _who(one):
+        if (found := _who(answer.registration)) != _who(one):
             return (
-                f"at its address {one.address} answers {' '.join(filter(None, _who(answer.registration)))}: set bind.advertise_host "
-                f"on {one.host} to an address of its own"
+                f"at its address {one.address} answers {found}: set bind.advertise_host on {one.host} to an address of "
+                "its own"
             )
         return ""
 
 
-def _who(one: reg.Registration) -> tuple[str, ...]:
-    return one.instance_id, reg.ServiceKind.Name(one.kind), one.name, one.role
+def _who(one: reg.Registration) -> str:
+    # A newer release may have kinds that this build does not know.
+    kind = kind_name(one.kind) if one.kind in reg.ServiceKind.values() else f"kind {one.kind}"
+    role = f" of role {one.role}" if one.role else ""
+    return f"{one.instance_id}, the {kind} {one.name}{role}"
 
 
 def _key(one: reg.Registration) -> tuple[str, str]:
