@@ -226,16 +226,20 @@ async def served_by(given: Credential) -> tuple[grpc.aio.Server, str, list[str]]
     return server, f"127.0.0.1:{port}", heard
 
 
-@pytest.mark.parametrize("role", ["admin", "stranger", "expired"])
-async def test_who_listens_in_place_of_a_service_gets_no_call_and_is_named(tmp_path: Path, role: str) -> None:
+@pytest.mark.parametrize("who", ["admin", "named as a service", "stranger", "expired"])
+async def test_who_listens_in_place_of_a_service_gets_no_call_and_is_named(tmp_path: Path, who: str) -> None:
     given, words = {
         "admin": (
             role_credential(tmp_path, "admin"),
             "CN=ana.*that of a holder with a role, who is no service",
         ),
+        "named as a service": (
+            role_credential(tmp_path, "admin", "service.flotilla"),
+            "CN=service.flotilla.*that of a holder with a role",
+        ),
         "stranger": (stranger(tmp_path), "foreign: we trust"),
         "expired": (expired(tmp_path), "has expired: it was good until"),
-    }[role]
+    }[who]
     server, address, heard = await served_by(given)
     with pytest.raises(errors.Unavailable, match=f"shows a certificate that is not good.*{words}"):
         await check(address, credential(tmp_path))

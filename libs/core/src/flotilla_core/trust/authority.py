@@ -48,10 +48,9 @@ def create_credential(directory: Path, claims: Claims | None) -> str:
     vouched, trusted = "", ""
     if (directory / CREDENTIAL_FILE).exists():
         # As long as the stack is in an overlap, its credential says what all trust.
-        _, *rest = blocks(read_secret(directory / CREDENTIAL_FILE, "the stack's credential"))
-        (key,) = [place for place, block in enumerate(rest) if block.is_key]
-        vouched = "".join(block.text for block in rest[:key])
-        trusted = "".join(block.text for block in rest[key + 1 :])
+        _, chain, authorities = Credential(directory / CREDENTIAL_FILE, "the stack's credential").read()
+        vouched = "".join(block.text for block in blocks(chain.decode())[1:])
+        trusted = authorities.decode()
     return _text(authority, claims, vouched, trusted)
 
 

@@ -65,7 +65,7 @@ class Claims:
                 where=method,
                 why=f"it was good until {clock(self.ends_s)}",
                 next_step=f"have the owner of the stack make another one: flotilla token create --role {self.role} "
-                f"--name {self.name}",
+                f"--name {self.name} -o {self.name}.pem",
             )
         needed = ROLES.get(method, ADMIN)
         if LADDER.index(self.role) < LADDER.index(needed):
@@ -73,7 +73,7 @@ class Claims:
                 f"the call needs the role {needed}, and the credential of {self.name} has the role {self.role}",
                 where=method,
                 next_step="ask the owner of the stack, who can do it or make such a credential: flotilla token create "
-                f"--role {needed} --name {self.name}",
+                f"--role {needed} --name {self.name} -o {self.name}.pem",
             )
         if fenced:
             return PermissionDenied(
