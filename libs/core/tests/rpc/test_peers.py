@@ -146,7 +146,7 @@ async def test_a_certificate_of_our_authority_for_something_else_gets_nothing(
             (health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest()),
         ):
             with pytest.raises(errors.Unauthenticated, match="neither a service nor a role"):
-                await rpc.unary(call, request, timeout_s=5)  # type: ignore[arg-type]
+                await rpc.unary(call, request, timeout_s=5)
     assert service.calls == []
 
 
@@ -366,7 +366,7 @@ async def test_spans_reach_the_coordinator_only_by_a_credential_of_its_stack(
 @pytest.mark.parametrize("scheme", ["", "http://"])
 async def test_spans_reach_a_collector_of_the_users_in_the_open(scheme: str) -> None:
     traces, server = Traces(), grpc.aio.server()
-    add_TraceServiceServicer_to_server(traces, server)  # type: ignore[no-untyped-call]
+    add_TraceServiceServicer_to_server(traces, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await exported(f"{scheme}127.0.0.1:{port}", ours())
