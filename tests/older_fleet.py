@@ -21,13 +21,6 @@ from flotilla_launch.placement import reserve_port
 from flotilla_testing.stack import Stack, running_stack, wait_until
 
 STATE = Path(__file__).parent / "contract" / "paused_run" / "state.tar.xz"
-OLDER_KEYS = {
-    "token_file": "token",
-    "token_overlap_s": 600,
-    "plaintext": True,
-    "tls": {"certificate_file": "certificate.pem", "key_file": "key.pem", "ca_file": "ca.pem"},
-}
-"""The section `bind` of a stack file of before a stack had an authority of its own."""
 LAUNCHER_PORT = reserve_port("127.0.0.1")
 
 
@@ -37,7 +30,7 @@ class OlderFleet:
 
     stack: Stack
     refused: str
-    """The answer to the first `up`, whose stack file named what guarded older versions."""
+    """The answer to the first `up`, whose stack file named the secret that guarded older versions."""
     paused: dict[str, Any]
     """The run as this version found it."""
     ended: dict[str, Any]
@@ -55,7 +48,7 @@ def older_fleet(folder: Path) -> Iterator[OlderFleet]:
         "launcher": {"port": LAUNCHER_PORT},
     }
     guarded = folder / "guarded.yaml"
-    guarded.write_text(yaml.safe_dump(described | {"bind": OLDER_KEYS}))
+    guarded.write_text(yaml.safe_dump(described | {"bind": {"token_file": "token"}}))
     refused = Stack(guarded, older / "state" / "sim").flotilla("up")
     assert refused.code != 0
     with running_stack(described, older) as stack:

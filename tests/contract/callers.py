@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
@@ -52,12 +53,12 @@ class Method:
 
 
 def _services() -> dict[str, list[Method]]:
-    """The calls of every service that servers of ours serve, by its full name, but for health."""
+    """The calls of every service that servers of ours serve, by its full name."""
     files = [
         import_module(".".join(("flotilla", *path.relative_to(ROOT).with_suffix("").parts))).DESCRIPTOR
         for path in sorted(ROOT.rglob("*_pb2.py"))
     ]
-    files += [trace_service_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
+    files += [trace_service_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR]
     found = {
         service.full_name: [
             Method(
@@ -226,7 +227,13 @@ async def told_by(url: str, **options: Any) -> tuple[Client | None, list[str]]:
     client = Client()
     try:
         await client.connect(
-            url, allow_reconnect=False, error_cb=note, connect_timeout=5, tls_hostname=SERVER_NAME, **options
+            url,
+            allow_reconnect=False,
+            error_cb=note,
+            connect_timeout=5,
+            tls_hostname=SERVER_NAME,
+            tls_handshake_first=True,
+            **options,
         )
     except (NatsError, OSError) as error:
         return None, [*said, str(error).lower()]

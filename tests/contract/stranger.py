@@ -209,6 +209,7 @@ async def _try_nats(found: Findings, url: str, own: Path) -> None:
                     connect_timeout=CALL_TIMEOUT_S,
                     error_cb=_ignore,
                     tls=_unverified(shown),
+                    tls_handshake_first=True,
                     **login,
                 )
             except (NatsError, OSError, TimeoutError):

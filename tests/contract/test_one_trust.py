@@ -58,9 +58,13 @@ def going_on(stack: Stack, arithmetic: Path, folder: Path) -> Iterator[dict[str,
     """Start a run that goes on, and end it some steps later: it succeeds, and nothing is lost or trained twice."""
     file = small_run(arithmetic, folder / "run.yaml", name="trust", steps=1000)
     run: dict[str, Any] = stack.ok("run", "start", str(file), *MADE_UP_SAMPLES)
-    further_steps(stack, run)
-    yield run
-    further_steps(stack, run)
+    try:
+        further_steps(stack, run)
+        yield run
+        further_steps(stack, run)
+    except BaseException:
+        stack.ok("run", "stop", run["run_id"])  # so that the next test has the trainer
+        raise
     stack.ok("run", "set", run["run_id"], f"steps={len(stack.metrics(run)) + 2}")
     wait_until("the end of the run", lambda: stack.state(run) != "running", WAIT_S)
     assert stack.state(run) == "succeeded"
@@ -83,6 +87,17 @@ def answer(stack: Stack, holder: Credential, name: str = "reward-0") -> grpc.Sta
     return asyncio.run(asked())
 
 
+def opens_nats(stack: Stack, shown: Path) -> bool:
+    async def tried() -> bool:
+        context = context_of(stack.credential, shown)
+        client, _ = await told_by(nats_of(stack), tls=context, **user_of(stack, "credentials"))
+        if client is not None:
+            await client.close()
+        return client is not None
+
+    return asyncio.run(tried())
+
+
 def alone(folder: Path, credential: Path, *arguments: str) -> Outcome:
     """Run the command line where there is nothing of the stack but this file."""
     environment = {**os.environ, "NO_COLOR": "1"}
@@ -102,6 +117,7 @@ def test_a_fleet_works_on_while_its_authority_is_replaced(
         stack.ok("token", "rotate", "--overlap", f"{OVERLAP_S}s")
         replaced = time.monotonic()
         assert [answer(stack, one) for one in holders] == [grpc.StatusCode.OK] * len(holders)
+        assert opens_nats(stack, tmp_path / "copy.pem")
         newer = role_file(stack.directory, "read", tmp_path / "newer.pem")
         assert answer(stack, newer) is grpc.StatusCode.OK
         assert time.monotonic() < replaced + OVERLAP_S, "what was asked was asked within the overlap"
@@ -114,6 +130,7 @@ def test_a_fleet_works_on_while_its_authority_is_replaced(
                     OVERLAP_S + 10,
                 )
         assert answer(stack, newer) is answer(stack, stack.credential) is grpc.StatusCode.OK
+        wait_until("the end of the copy at NATS", lambda: not opens_nats(stack, tmp_path / "copy.pem"))
     services = stack.ok("replicas", "list")["replicas"]
     assert all(one["work"] == "ready" for one in services), services
 

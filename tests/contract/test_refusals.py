@@ -25,7 +25,6 @@ from contract.callers import (
     Attempt,
     Callers,
     Method,
-    Shown,
     address_of,
     at_no_door,
     context_of,
@@ -34,10 +33,8 @@ from contract.callers import (
     role_file,
     told_by,
     user_of,
-    without_a_name,
 )
 from contract.fleet_state import changes, settled, state_of
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from nats.errors import Error as NatsError
 from older_fleet import OlderFleet
 from torch.distributed import DistError, TCPStore
@@ -59,8 +56,8 @@ from flotilla_weights.manifest import Manifest
 
 pytestmark = pytest.mark.timeout(400)
 
-OPERATE = "flotilla.common.v1.OperateService"
-EVERYWHERE = (OPERATE, "flotilla.common.v1.FileService", *REFLECTION)
+OPEN_TO_READERS = ("grpc.health.v1.Health", *REFLECTION)
+EVERYWHERE = ("flotilla.common.v1.OperateService", "flotilla.common.v1.FileService", *OPEN_TO_READERS)
 COLLECTOR = "opentelemetry.proto.collector.trace.v1.TraceService"
 SERVED = {
     "generator-0": ("flotilla.generator.v1.GeneratorService", *EVERYWHERE),
@@ -72,7 +69,7 @@ SERVED = {
         COLLECTOR,
         *EVERYWHERE,
     ),
-    "launcher": ("flotilla.launcher.v1.LauncherService", *REFLECTION),
+    "launcher": ("flotilla.launcher.v1.LauncherService", *OPEN_TO_READERS),
 }
 RANKS = "flotilla.trainer.v1.RankService"
 UNKNOWN_FENCE = rpc.Fence("ledger", 1000, "run", 1)
@@ -175,40 +172,22 @@ def test_who_does_not_belong_is_refused_on_every_call_and_changes_nothing(
         address = address_of(stack, name)
         assert asyncio.run(offences(address, services, stack.credential, callers, fence)) == []
         served |= asyncio.run(reads(address, services, reader, ended["run_id"]))
-    assert {"Check", "GetRun", "WatchRun", "ListSamples", "GetWeightStatus", "ListRewards", "List"} <= served
+    assert {
+        "Check",
+        "Watch",
+        "GetRun",
+        "WatchRun",
+        "ListSamples",
+        "GetWeightStatus",
+        "ListRewards",
+        "List",
+    } <= served
     assert changes(before, state_of(stack)) == []
     minutes = int((time.monotonic() - began) // 60) + 1
     for name in SERVED:
         assert 1 <= refusals_told(stack, name) <= minutes, "one line a peer and minute"
     # No fence was moved either: the fleet serves the next run.
     assert stack.run(run_file, *MADE_UP_SAMPLES)["state"] == "succeeded"
-
-
-def test_even_the_health_of_a_service_is_told_to_none_without_a_good_certificate(
-    stack: Stack, folder: Path
-) -> None:
-    own = stack.credential
-    before = settled(stack)
-
-    async def told(address: str, shown: Shown) -> grpc.StatusCode:
-        async with shown.channel(address, own) as channel:
-            ask = health_pb2_grpc.HealthStub(channel).Check
-            try:
-                await ask(health_pb2.HealthCheckRequest(), timeout=10)
-            except grpc.aio.AioRpcError as refused:
-                return refused.code()
-            return grpc.StatusCode.OK
-
-    reader = role_file(stack.directory, "read", folder / "reader.pem")
-    nameless = without_a_name(stack.directory, folder)
-    for name in SERVED:
-        address = address_of(stack, name)
-        for shown in (Shown("the stack", own.path), Shown("a reader", reader.path)):
-            assert asyncio.run(told(address, shown)) is grpc.StatusCode.OK, (name, shown.who)
-        for shown in at_no_door(stack.directory, folder):
-            assert asyncio.run(told(address, shown)) is grpc.StatusCode.UNAVAILABLE, (name, shown.who)
-        assert asyncio.run(told(address, nameless)) is grpc.StatusCode.UNAUTHENTICATED, name
-    assert changes(before, state_of(stack)) == []
 
 
 async def test_an_agent_of_a_gang_asks_for_a_credential(tmp_path: Path) -> None:
