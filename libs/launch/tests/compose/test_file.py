@@ -50,6 +50,21 @@ def test_a_container_runs_the_command_of_its_row_at_addresses_by_name(tmp_path: 
     assert services["nats"]["command"][4] == "/opt/flotilla/bin/nats-server"
 
 
+def test_every_container_reads_the_credential_that_the_stack_file_names(tmp_path: Path) -> None:
+    place, directory = f"{tmp_path}/credential.pem", tmp_path / "state" / "chat"
+    named = load_text(StackConfig, STACK.format(folder=tmp_path), overrides=[f"bind.credential_file={place}"])
+    stack = contained(named, directory)
+    rows = container_table(stack, Gpus(()), directory)
+    services = yaml.safe_load(render(stack, rows, Project(directory, "m", "5:6")))["services"]
+    mount = {"type": "bind", "source": place, "target": place, "read_only": True}
+    assert all(mount in described["volumes"] for described in services.values()), "that of NATS, too"
+
+
+def test_the_health_check_of_an_image_finds_the_stack_file(tmp_path: Path) -> None:
+    services = rendered(tmp_path)
+    assert services["coordinator"]["environment"]["FLOTILLA_STACK"] == f"{tmp_path}/state/chat/stack.yaml"
+
+
 def test_no_two_containers_write_to_one_folder(tmp_path: Path) -> None:
     services = rendered(tmp_path, f"generator: {{replicas: 2}}\ncompose: {{data: [{tmp_path}/data]}}\n")
     written = [
