@@ -65,7 +65,7 @@ class Login:
         ca_file: Path | None = None,
         insecure: bool = False,
     ) -> None:
-        """With a `credential` the connection is encrypted, and the server shows a certificate of the stack.
+        """`credential` encrypts the connection: the server shows a certificate of the stack, and is shown ours.
 
         With a `ca_file` it is a server of others, which shows one of these authorities for the host of its URL.
         `insecure` says that a server without authentication is accepted.

@@ -82,7 +82,7 @@ class Credential:
         self._known: Pem | None = None
         self._mark: tuple[int, ...] = ()
         self._ends_s = math.inf
-        """When the next certificate of it ends."""
+        """The time at which the next certificate of it ends."""
         self._told_s = -_TELL_EVERY_S
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Who a certificate says that its holder is, and what a person or a program may do that is not the stack itself.
+"""The names in a certificate: who its holder is, and what a person or a program may do that is not the stack itself.
 
 A certificate names its holder in the open: `service.flotilla` as a DNS name is the stack itself, and the URI
 `flotilla:ROLE:NAME:END` a holder with a role.
