@@ -63,12 +63,13 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Make a credential, by the authority of the stack; no service has to be told of it."""
-    directory = _own_directory(load_stack(stack))
+    config = load_stack(stack)
+    directory = _own_directory(config)
     claims = _claims(role, name, expires)
     if claims is None:
         # The first one of a stack that is started elsewhere, for example on Kubernetes.
         make_private_folder(directory)
-        make_credential(load_stack(stack).bind, directory)
+        make_credential(config.bind, directory)
     text = create_credential(directory, claims)
     is_printed = str(output) == "-"
     if not is_printed:
