@@ -15,6 +15,8 @@ from flotilla.launcher.v1.launcher_pb2 import (
     PROCESS_STATE_READY,
 )
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.trust import Credential
+from flotilla_core.trust.authority import rotate
 from flotilla_launch import local
 from flotilla_launch.child import under_lease
 from flotilla_launch.client import LauncherClient, find
@@ -54,6 +56,17 @@ async def test_a_killed_launcher_comes_back_and_looks_after_what_lives(stacks) -
     assert await local.down(stacks.paths())
     assert stacks.processes() == set()
     assert stacks.segments() == set()
+
+
+async def test_an_authority_that_is_replaced_while_no_launcher_is_there_ends_for_nats_too(stacks) -> None:
+    paths = stacks.paths()
+    first = await stacks.up(stacks.config())
+    os.kill(first.launcher.pid, signal.SIGKILL)
+    trusted = Credential(rotate(paths.directory, 0)).read().authorities.decode()
+    assert (paths.nats / "authorities.pem").read_text() != trusted
+    await stacks.next_launcher(first.launcher.pid)
+    await stacks.wait_for("the new one", lambda: (paths.nats / "authorities.pem").read_text() == trusted)
+    await stacks.wait_for("NATS to read it", lambda: "Reloaded: tls" in paths.nats_log.read_text())
 
 
 async def test_a_launcher_killed_before_the_stack_was_up_leaves_nothing(stacks) -> None:
