@@ -50,5 +50,6 @@ async def test_a_killed_coordinator_is_back_in_the_loop_and_nothing_is_lost_or_t
     assert [evaluation["step"] for evaluation in directory.read_evaluations()] == list(range(len(steps) + 1))
     lines = quick.metrics(run)
     assert {line["lineage"] for line in lines} == {0}, "the trainer lived: nothing goes back to a checkpoint"
+    assert all("reward/mean" in line for line in lines)
     said = followed.read_text()
     assert "does not answer" in said and "is back" in said

@@ -48,6 +48,12 @@ def run(db: sqlite3.Connection, reference: str) -> RunRecord:
     return _run_record(rows[0])
 
 
+def last_metrics(db: sqlite3.Connection, run_id: str) -> dict[str, float]:
+    """Return the metrics of the last step, as they were known when it was recorded."""
+    (text,) = db.execute("SELECT last_metrics FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    return dict(json.loads(text))
+
+
 def runs(db: sqlite3.Connection, limit: int) -> list[RunRecord]:
     """Return runs, newest first."""
     rows = db.execute(f"SELECT {_RUN_COLUMNS} FROM runs ORDER BY key DESC LIMIT ?", (limit,))

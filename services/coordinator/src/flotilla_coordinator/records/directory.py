@@ -171,6 +171,11 @@ class RunDirectory:
             values = {name: value for name, value in line.items() if name not in ("time", "lineage")}
             yield step, {name: value for name, value in values.items() if value is not None}
 
+    def last_step(self) -> tuple[int, int]:
+        """Return the lineage and the number of the step whose metrics were written last; its number is -1 before."""
+        lines = _read_lines(self.path / "metrics.jsonl")
+        return max(((int(line.get("lineage", 0)), int(line["step"])) for line in lines), default=(0, -1))
+
     def read_events(self) -> Iterator[dict[str, Any]]:
         """Return all events so far."""
         return _read_lines(self.path / "events.jsonl")
