@@ -59,7 +59,7 @@ class Bench:
             policy=self,
             candidates=self._candidates,
             ready=self._ready,
-            evict=self._evict,
+            evict=self._gone,
             record=lambda report: None,
             verify=self._verify,
             longest_sample_s=LONGEST_SAMPLE_S,
@@ -74,7 +74,10 @@ class Bench:
     def _ready(self) -> list[Any]:
         return list(self.replicas.values())
 
-    def _evict(self, gone: Any, error: FlotillaError) -> None:
+    def _gone(self, gone: Any, error: FlotillaError) -> None:
+        self.evict(gone, error)
+
+    def evict(self, gone: Any, error: FlotillaError) -> None:
         self.evicted.append((gone.instance_id, error))
         self.replicas.pop(gone.name, None)
 
@@ -262,13 +265,13 @@ async def test_a_member_that_stages_but_does_not_commit_costs_itself_alone() -> 
 async def test_no_survivor_means_a_new_epoch_for_those_that_come() -> None:
     bench = Bench("a")
     bench.fail("a", "CommitWeights", Unavailable("it died"))
-    original = bench._evict
+    original = bench.evict
 
     def evict(gone: Any, error: FlotillaError) -> None:
         original(gone, error)
         bench.replicas["a"] = replica("a", life=2)
 
-    bench.sync._evict = evict
+    bench.evict = evict
     report = await bench.sync.publish(V1)
     assert report.epochs == 2 and [who for who, _ in bench.evicted] == ["a-1"]
     assert bench.sync.serving.serves("a-2", V1)
@@ -335,13 +338,13 @@ async def test_a_member_that_cannot_answer_the_live_check_is_evicted_and_not_the
 async def test_a_live_check_that_nobody_answers_is_repeated_with_those_that_come() -> None:
     bench = Bench("a")
     bench.verdicts = [{"a": Unavailable("it died")}]
-    original = bench._evict
+    original = bench.evict
 
     def evict(gone: Any, error: FlotillaError) -> None:
         original(gone, error)
         bench.replicas["a"] = replica("a", life=2)
 
-    bench.sync._evict = evict
+    bench.evict = evict
     await bench.sync.publish(V1)
     await bench.sync.settled()
     assert len(bench.verified) == 2 and bench.sync.serving.serves("a-2", V1)

@@ -31,7 +31,6 @@ from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Frame
-from flotilla_trainer.wire.settings import SessionSettings
 
 LIMIT_S = 10.0
 TOKENS = np.array([3, 4, 5], np.int32)
@@ -46,6 +45,7 @@ class RecordingGang:
 
     def __init__(self) -> None:
         self.commands: list[str] = []
+        self.fields: dict[str, dict[str, Any]] = {}
         self.scoring, self.gate = asyncio.Event(), asyncio.Event()
         self.opening, self.opens = asyncio.Event(), asyncio.Event()
         self.opens.set()
@@ -67,8 +67,9 @@ class RecordingGang:
     def phases(self) -> list[str]:
         return ["rank 0: scoring"]
 
-    async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
+    async def command(self, kind: str, fields: Any = None, *arguments: Any, **options: Any) -> list[Frame]:
         self.commands.append(kind)
+        self.fields[kind] = fields
         if kind == "open_session":
             self.opening.set()
             await self.opens.wait()
@@ -314,7 +315,7 @@ async def test_the_refusals_of_an_ended_session_keep_none_of_the_refused_calls(
 @pytest.mark.parametrize(
     ("correction", "limit"), [({}, 0.016), ({"fail_at": 0.2}, 0.2), ({"fail_at": None}, None)]
 )
-def test_the_limit_that_refuses_an_update_goes_by_the_dtypes_of_the_stack(
+async def test_the_limit_that_refuses_an_update_goes_by_the_dtypes_of_the_stack(
     gang: RecordingGang, tmp_path: Path, correction: dict[str, Any], limit: float | None
 ) -> None:
     stack = StackConfig.model_validate({"model": tmp_path, "generator": {"dtype": "bfloat16"}})
@@ -322,5 +323,6 @@ def test_the_limit_that_refuses_an_update_goes_by_the_dtypes_of_the_stack(
     manager = SessionManager(cast(Gang, gang), plan, stack, Activities(), session_files(tmp_path))
     spec = specification()
     spec.objective.CopyFrom(wire_objective("policy", {"type": "reinforce", "correction": correction}))
-    asked = manager._asked(spec)
-    assert isinstance(asked, SessionSettings) and asked.refuse_above == limit
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    await manager.open(pb.OpenSessionRequest(run_id="a", spec=spec))
+    assert gang.fields["open_session"]["refuse_above"] == limit

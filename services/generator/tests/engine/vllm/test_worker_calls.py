@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,7 +100,8 @@ async def test_a_workers_own_fault_is_no_failure_of_the_group(
         weights.thread.join(LIMIT_S)
         fault = answering.flotilla_status()
     else:
-        fault = answering._flotilla_guarded(fails)
+        monkeypatch.setattr(weights.kv_memory, "give_back", partial(fails, None))
+        fault = answering.flotilla_sleep()
     workers = Workers()
     workers.answering.set()
     workers.error = fault

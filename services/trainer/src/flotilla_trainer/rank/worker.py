@@ -106,7 +106,7 @@ class RankWorker:
             self._link.progress(command.kind)
             caller = context.attach(telemetry.from_carrier(command.fields.pop("carrier")))
             try:
-                fields, arrays = self._done(command)
+                fields, arrays = self.run(command)
             except FlotillaError as error:
                 self._link.refuse(command, error)
             else:
@@ -114,7 +114,7 @@ class RankWorker:
             finally:
                 context.detach(caller)
 
-    def _done(self, command: Frame) -> Answer:
+    def run(self, command: Frame) -> Answer:
         """Run a command; before its answer, a generator that wakes by it has the memory that torch would keep."""
         try:
             return self._commands[command.kind](command)
