@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from flotilla_cli.options import PREFLIGHT, RUN_FAILED, USAGE
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_testing.fault_victims import rank_of
+from flotilla_testing.runs import LEARNS, MADE_UP, QUICK, REWARD, any_reward, example_rows, run_on, written
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12
-# Made-up samples are never right: any number that differs between them gives gradients.
-REWARD = "def reward(prompt, response, answer, info):\n    return float(sum(map(ord, response)) % 7)\n"
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +36,10 @@ def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def run_file(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve small steps with a checkpoint after every third."""
     folder = tmp_path_factory.mktemp("run")
-    reward = folder / "reward.py"
-    reward.write_text(REWARD)
-    run: dict[str, Any] = {
-        "name": "resumed",
-        "steps": STEPS,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": f"{reward}:reward"}],
-        "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
-        # The simulated engine's log-probabilities are not those of any policy.
-        "weights": {"canary": {"prompts": 0}},
-        "algorithm": {"correction": {"warn_at": None, "fail_at": None}},
-        "checkpoint": {"every_steps": 3},
-        "export_final": False,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    learning = {"rewards": any_reward(folder), "optimizer": LEARNS, "algorithm": MADE_UP}
+    checkpoint = {"every_steps": 3}
+    run = run_on(example_rows(arithmetic), "resumed", STEPS, checkpoint=checkpoint, **learning, **QUICK)
+    return written(folder, run)
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from flotilla_client import SyncClient
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, InvalidRequest, NotFinite
 from flotilla_core.version import Version
+from flotilla_testing.runs import LEARNS, MADE_UP, QUICK, any_reward, example_rows, run_on, written
 from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/custom_loop/grpo.py"
-# Made-up samples are never right: any number that differs between them gives gradients.
-REWARD = "def reward(prompt, response, answer, info):\n    return float(sum(map(ord, response)) % 7)\n"
 
 
 @pytest.fixture
@@ -35,24 +33,15 @@ def client(gangs: Stack) -> Iterator[SyncClient]:
 
 @pytest.fixture
 def run_file(arithmetic: Path, tmp_path: Path) -> Path:
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
-    run: dict[str, Any] = {
-        "name": "own",
-        "steps": 3,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {"samples_per_prompt": 4, "sampling": {"max_response_tokens": 6}},
-        "rewards": [{"reward": f"{reward}:reward"}],
-        "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
+    sections = {
+        "rewards": any_reward(tmp_path),
+        "optimizer": LEARNS,
         "evaluation": {"data": str(arithmetic / "data" / "heldout.jsonl"), "max_prompts": 8},
-        # The simulated engine's log-probabilities are not those of any policy.
-        "weights": {"canary": {"prompts": 0}},
-        "algorithm": {"correction": {"warn_at": None, "fail_at": None}},
-        "export_final": False,
+        "algorithm": MADE_UP,
     }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    run = run_on(example_rows(arithmetic), "own", 3, **sections, **QUICK)
+    del run["rollout"]["prompts_per_step"]  # the loop itself says how many it wants
+    return written(tmp_path, run)
 
 
 def ended(gangs: Stack, run_id: str) -> dict[str, Any]:

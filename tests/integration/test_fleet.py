@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flotilla_coordinator.ledger.checker import check
-from flotilla_testing.runs import small_run
+from flotilla_testing.runs import example_rows, run_on, small_run, written
 from flotilla_testing.stack import Stack, running_stack, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,25 +25,15 @@ CANARY = (
 @pytest.fixture(scope="module")
 def finished_run(stack: Stack, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Three GRPO steps with the full canary, shared by the tests that only look at the result."""
-    file = tmp_path_factory.mktemp("run") / "run.yaml"
-    file.write_text(
-        json.dumps(
-            {
-                "name": "three-steps",
-                "steps": 3,
-                "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-                "rollout": {
-                    "prompts_per_step": PROMPTS,
-                    "samples_per_prompt": SAMPLES,
-                    "sampling": {"max_response_tokens": 6},
-                },
-                "rewards": [{"reward": "exact"}],
-                "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant"},
-                "evaluation": {"data": str(arithmetic / "data" / "heldout.jsonl"), "max_prompts": PROMPTS},
-            }
-        )
+    run = run_on(
+        example_rows(arithmetic),
+        "three-steps",
+        3,
+        (PROMPTS, SAMPLES, 6),
+        optimizer={"learning_rate": 1.0e-4, "schedule": "constant"},
+        evaluation={"data": str(arithmetic / "data" / "heldout.jsonl"), "max_prompts": PROMPTS},
     )
-    run = stack.run(file, *CANARY)
+    run = stack.run(written(tmp_path_factory.mktemp("run"), run), *CANARY)
     assert run["state"] == "succeeded", run["reason"]
     return run
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from flotilla_coordinator.ledger.checker import Verdict, check
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_testing.many_syncs import MID_SYNC, Seen, one_in_ten, sync_figures, watch_syncs
+from flotilla_testing.runs import example_rows, run_on, written
 from flotilla_testing.stack import Stack, light_stack, running_stack, wait_until
 
 SYNCS = int(os.environ.get("FLOTILLA_LOAD_SYNCS", "1000"))
@@ -94,26 +94,12 @@ async def _run(
 
 
 def _run_file(arithmetic: Path, folder: Path, more: dict[str, Any]) -> Path:
-    run: dict[str, Any] = {
-        "name": "many-syncs",
-        "steps": 20_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": PROMPTS,
-            "samples_per_prompt": SAMPLES,
-            "max_staleness": 1,
-            "sampling": {"max_response_tokens": 12},
-        },
-        "rewards": [{"reward": "exact"}],
-        # Decay, so that a batch that teaches nothing makes another version, too.
-        "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant", "weight_decay": 0.1},
-        "checkpoint": {"every_steps": 0},
-        "export_final": False,
-        **more,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    # Decay, so that a batch that teaches nothing makes another version, too.
+    optimizer = {"learning_rate": 1.0e-4, "schedule": "constant", "weight_decay": 0.1}
+    sections = {"optimizer": optimizer, "checkpoint": {"every_steps": 0}, "export_final": False, **more}
+    sizes, rollout = (PROMPTS, SAMPLES, 12), {"max_staleness": 1}
+    run = run_on(example_rows(arithmetic), "many-syncs", 20_000, sizes, rollout=rollout, **sections)
+    return written(folder, run)
 
 
 def _report(

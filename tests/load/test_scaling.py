@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
@@ -18,6 +17,7 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_core.rpc import unary
+from flotilla_testing.runs import example_rows, run_on, written
 from flotilla_testing.stack import Stack, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(1800)
@@ -120,21 +120,14 @@ def _rate(ends: list[float], since: float) -> float:
 
 
 def _run_file(arithmetic: Path, folder: Path) -> Path:
-    run: dict[str, Any] = {
-        "name": "scaling",
-        "steps": 20_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": PROMPTS,
-            "samples_per_prompt": SAMPLES,
-            "max_staleness": MAX_STALENESS,
-            "sampling": {"max_response_tokens": 12},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}, "timeout_s": 20},
-        "checkpoint": {"every_steps": 0},
-        "export_final": False,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    run = run_on(
+        example_rows(arithmetic),
+        "scaling",
+        20_000,
+        (PROMPTS, SAMPLES, 12),
+        rollout={"max_staleness": MAX_STALENESS},
+        weights={"canary": {"prompts": 0}, "timeout_s": 20},
+        checkpoint={"every_steps": 0},
+        export_final=False,
+    )
+    return written(folder, run)

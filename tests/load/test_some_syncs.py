@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.many_syncs import watch_syncs
+from flotilla_testing.runs import example_rows, run_on, written
 from flotilla_testing.stack import Stack, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -55,20 +55,6 @@ def _serving(stack: Stack) -> set[str]:
 
 
 def _endless_run(arithmetic: Path, folder: Path) -> Path:
-    run = {
-        "name": "syncs",
-        "steps": 100_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 8,
-            "samples_per_prompt": 4,
-            "max_staleness": 1,
-            "sampling": {"max_response_tokens": 12},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}, "timeout_s": 20},
-        "export_final": False,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    weights = {"canary": {"prompts": 0}, "timeout_s": 20}
+    sections = {"rollout": {"max_staleness": 1}, "weights": weights, "export_final": False}
+    return written(folder, run_on(example_rows(arithmetic), "syncs", 100_000, (8, 4, 12), **sections))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from flotilla_coordinator.ledger.checker import check
+from flotilla_testing.runs import QUICK, example_rows, run_on, written
 
 pytest.importorskip("torch", reason="fleets need the whole environment: make test-storage")
 
@@ -23,23 +23,9 @@ WAIT_S = 180.0
 
 
 def run_file(arithmetic: Path, folder: Path, copy_to: str) -> Path:
-    run = {
-        "name": "copied",
-        "steps": 40,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 2,
-            "samples_per_prompt": 2,
-            "sampling": {"max_response_tokens": 4},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}},
-        "checkpoint": {"every_steps": 2, "keep": 1, "copy_to": copy_to},
-        "export_final": False,
-    }
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(run))
-    return file
+    checkpoint = {"every_steps": 2, "keep": 1, "copy_to": copy_to}
+    run = run_on(example_rows(arithmetic), "copied", 40, (2, 2, 4), checkpoint=checkpoint, **QUICK)
+    return written(folder, run)
 
 
 def whole(copies: Path) -> list[str]:
