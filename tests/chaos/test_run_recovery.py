@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accounts import assert_accounted_for
 
 from flotilla_cli.options import PREFLIGHT, RUN_FAILED, USAGE
-from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_testing.fault_victims import rank_of
@@ -65,12 +65,6 @@ def ended(fleet: Stack, run: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def judged(fleet: Stack, run: dict[str, Any]) -> None:
-    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed, str(verdict)
-    assert verdict.lost == 0 and verdict.trained_twice == 0
-
-
 def places_of(run: dict[str, Any]) -> list[str]:
     """Which samples each step trained, without the name of the run."""
     samples = RunDirectory(Path(run["directory"])).read_samples()
@@ -112,7 +106,7 @@ def test_a_stopped_run_ends_with_a_checkpoint_and_goes_on_from_the_one_that_is_a
     stopped = ended(fleet, run)
     assert stopped["state"] == "stopped"
     assert checkpoints_of(run)[-1] == CheckpointShelf.name_of(stopped["step"])
-    judged(fleet, run)
+    assert_accounted_for(fleet, run["run_id"])
 
     unknown = fleet.flotilla("run", "resume", run["run_id"], "--from", "step-000004")
     assert unknown.code == USAGE and "step-000003" in unknown.err
@@ -121,7 +115,7 @@ def test_a_stopped_run_ends_with_a_checkpoint_and_goes_on_from_the_one_that_is_a
     assert next(line for line in fleet.metrics(run) if line["lineage"] == 1)["step"] == 3
     fleet.ok("run", "stop", run["run_id"])
     assert ended(fleet, run)["state"] == "stopped"
-    judged(fleet, run)
+    assert_accounted_for(fleet, run["run_id"])
     for before, after in repeated_losses(fleet, run):
         assert after == pytest.approx(before, rel=1e-5)
 
@@ -143,7 +137,7 @@ def test_a_run_whose_trainer_is_killed_recovers_by_itself(fleet: Stack, run_file
     finished = ended(fleet, run)
     assert finished["state"] == "succeeded", finished["reason"]
     assert finished["policy_version"] == f"2.{STEPS}"
-    judged(fleet, run)
+    assert_accounted_for(fleet, run["run_id"])
     lineages = {line["step"]: line["lineage"] for line in fleet.metrics(run)}
     assert sorted(lineages) == list(range(STEPS)) and lineages[STEPS - 1] == 2
     assert checkpoints_of(run) == ["step-000009", "step-000012"]
@@ -162,7 +156,7 @@ def test_a_run_whose_coordinator_is_killed_goes_on_with_the_trainer_as_it_is(
     finished = ended(fleet, run)
     assert finished["state"] == "succeeded", finished["reason"]
     assert finished["policy_version"] == f"0.{STEPS}", "no checkpoint was loaded"
-    judged(fleet, run)
+    assert_accounted_for(fleet, run["run_id"])
     assert places_of(run) == places_of(undisturbed)
     losses, first = ([line["loss"] for line in fleet.metrics(one)] for one in (run, undisturbed))
     assert losses == pytest.approx(first, rel=1e-5)
@@ -199,7 +193,7 @@ def test_a_run_goes_on_with_other_ranks_after_everything_was_killed_and_its_newe
     assert resumed.code == 0, resumed.err
     assert resumed.json["policy_version"] == f"1.{STEPS}"
     assert shard.name in resumed.err  # the user who watches the run reads it
-    judged(fleet, run)
+    assert_accounted_for(fleet, run["run_id"])
     assert places_of(run) == places_of(undisturbed)
     pairs = repeated_losses(fleet, run)
     assert len(pairs) >= 5 and any(before != 0 for before, _ in pairs)

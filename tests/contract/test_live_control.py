@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -31,8 +31,7 @@ def endless(
     yield run
     fleet.flotilla("run", "stop", run["run_id"])
     wait_until("the end of the run", lambda: fleet.state(run) in ("stopped", "succeeded"), WAIT_S)
-    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed, str(verdict)
+    assert_accounted_for(fleet, run["run_id"])
 
 
 def more_steps(fleet: Stack, run: dict[str, Any], count: int) -> None:

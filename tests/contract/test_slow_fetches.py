@@ -35,6 +35,7 @@ from flotilla_core.service.operate import OperateServicer
 from flotilla_core.transfer import FILE_SERVICE_NAME, Files, FileServicer, folders, offers, shared_folder
 from flotilla_core.transfer import files as files_module
 from flotilla_testing.files import TOKEN, files_in
+from flotilla_testing.session_specs import gang_facts
 from flotilla_trainer.front import session_manager
 from flotilla_trainer.front.servicer import TrainerServicer
 from flotilla_trainer.front.session_files import SessionFiles
@@ -88,14 +89,7 @@ class InstantGang:
     slow_timeout_s = LIMIT_S
 
     def __init__(self) -> None:
-        self.facts: dict[str, Any] = {
-            "packing_refusal": "",
-            "device": "cpu",
-            "attention_crossover_tokens": 1,
-            "vocabulary": 16,
-            "max_sequence_tokens": 4096,
-            "parameters": 1,
-        }
+        self.facts = gang_facts(max_sequence_tokens=4096)
         self.loaded: list[Path] = []
 
     async def wait_ready(self) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accounts import assert_accounted_for
 
 from flotilla_client import SyncClient
-from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, InvalidRequest, NotFinite
 from flotilla_core.version import Version
@@ -70,8 +70,7 @@ def test_the_example_trains_and_leaves_what_a_run_leaves(gangs: Stack, run_file:
     lines = gangs.metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["grad_norm"] > 0 and line["reward/std"] > 0 for line in lines)
-    verdict = check(gangs.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed, verdict
+    verdict = assert_accounted_for(gangs, run["run_id"])
     assert verdict.trained == verdict.admitted == 3 * 4 * 4
     assert len(list(RunDirectory(directory).read_samples())) == 3 * 4 * 4
 
@@ -119,8 +118,7 @@ def test_the_primitives_act_once_and_say_what_is_wrong(
             client.start_run(run_file)
     run = ended(gangs, run_id)
     assert run["state"] == "succeeded"
-    verdict = check(gangs.directory / "ledger.sqlite", run_id)
-    assert verdict.passed, verdict
+    assert_accounted_for(gangs, run_id)
     with pytest.raises(FailedPrecondition, match="takes no calls"):
         loop.prompts(1)
 
@@ -159,4 +157,4 @@ def test_the_loss_of_the_trainer_ends_the_loop_which_goes_on_from_its_checkpoint
         again.forward_backward(again.sample(again.prompts(2), 2))
         assert again.optim_step().version == Version(1, 2)
     assert ended(gangs, loop.run_id)["state"] == "succeeded"
-    assert check(gangs.directory / "ledger.sqlite", loop.run_id).passed
+    assert_accounted_for(gangs, loop.run_id)

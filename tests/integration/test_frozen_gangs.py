@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.runs import LEARNS, MADE_UP, QUICK, run_on, written
 from flotilla_testing.stack import Stack
 
@@ -55,5 +55,5 @@ def test_a_student_learns_from_the_teacher_of_each_prompt_near_a_reference_witho
     # The student is its teachers' equal at first.
     first, second = (line["teacher/divergence"] for line in gangs.metrics(run))
     assert abs(first) < 1e-6 < second
-    verdict = check(gangs.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed and not verdict.dropped, str(verdict)
+    verdict = assert_accounted_for(gangs, run["run_id"])
+    assert not verdict.dropped, str(verdict)

@@ -46,20 +46,16 @@ def test_generators_come_where_the_trainer_waits_and_go_where_they_do(
         run = run_on(example_rows(arithmetic), name, 1000, (2, 2, tokens), rollout=exactly, **QUICK)
         return fleet.ok("run", "start", str(written(tmp_path, run)))
 
-    def stopped(run: dict[str, Any]) -> None:
-        fleet.ok("run", "stop", run["run_id"])
-        wait_until("the end", lambda: fleet.state(run) == "stopped", WAIT_S)
-
     long = started("long", LONG)
     wait_until("one generator more", lambda: generators(fleet) == ["generator-0", "generator-1"], WAIT_S)
     assert "autoscale: 1 -> 2 generators" in notices(long)
-    stopped(long)
+    fleet.stop_run(long, WAIT_S)
     assert max(step["idle/trainer"] for step in fleet.metrics(long)) > WAITS
 
     short = started("short", SHORT)
     wait_until("one generator fewer", lambda: generators(fleet) == ["generator-0"], WAIT_S)
     assert "autoscale: 2 -> 1 generators" in notices(short)
-    stopped(short)
+    fleet.stop_run(short, WAIT_S)
     assert max(step["idle/generators"] for step in fleet.metrics(short)) > 0.5
 
 

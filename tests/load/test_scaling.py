@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accounts import assert_accounted_for
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_core.rpc import unary
 from flotilla_testing.runs import example_rows, run_on, written
@@ -66,14 +66,10 @@ async def test_throughput_follows_the_number_of_generators_and_no_sample_is_lost
         run = stack.ok("run", "start", str(_run_file(arithmetic, tmp_path)))
         wait_until("the first step", lambda: bool(stack.metrics(run)), LIMIT_S)
         changes = [await _change(stack, run, size) for _ in range(ROUNDS) for size in SIZES]
-        stack.ok("run", "stop", run["run_id"])
-        wait_until(
-            "the end", lambda: stack.ok("run", "show", run["run_id"])["state"] == "stopped", LIMIT_S, 1.0
-        )
-        verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
+        stack.stop_run(run, LIMIT_S)
+        verdict = assert_accounted_for(stack, run["run_id"])
     with capsys.disabled():
         sys.stdout.write("\n  " + "\n  ".join(map(str, [*changes, verdict])) + "\n")
-    assert verdict.passed, str(verdict)
     assert set(verdict.dropped) <= {DropReason.RUN_ENDED}, "nothing else was lost"
     assert max(change.follows_s for change in changes) <= FOLLOWS_WITHIN_S
 

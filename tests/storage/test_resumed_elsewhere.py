@@ -45,8 +45,7 @@ def test_a_run_goes_on_from_its_copy_on_another_host(arithmetic: Path, tmp_path:
         run = stack.ok("run", "start", str(run_file(arithmetic, tmp_path, f"file://{bucket}")))
         copies = bucket / run["run_id"]
         wait_until("a whole copy", lambda: len(whole(copies)) > 0, WAIT_S)
-        stack.ok("run", "stop", run["run_id"])
-        wait_until("the end", lambda: stack.state(run) == "stopped", WAIT_S)
+        stack.stop_run(run, WAIT_S)
         newest = whole(copies)[-1]
         assert (
             newest == sorted(path.name for path in Path(run["directory"], "checkpoints").glob("step-*"))[-1]
