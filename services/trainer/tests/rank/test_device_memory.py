@@ -16,8 +16,8 @@ from flotilla_core.errors import Exhausted
 from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank import device_memory, worker
 from flotilla_trainer.rank.compilation import one_pass
+from flotilla_trainer.rank.cut import RankMesh
 from flotilla_trainer.rank.device_memory import MicroBatchMemory, Taken
-from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.worker import RankWorker

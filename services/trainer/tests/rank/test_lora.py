@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from flotilla_core.config import LoraConfig, OptimizerConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_testing.tiny_qwen3 import tiny_qwen3
+from flotilla_trainer.rank.cut import RankMesh
 from flotilla_trainer.rank.lora import Adapters
-from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_weights.adapters import AdapterNames

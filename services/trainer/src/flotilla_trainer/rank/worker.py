@@ -24,12 +24,11 @@ from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError
 from flotilla_core.telemetry import names
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compilation import Compilation, one_pass
-from flotilla_trainer.rank.cut import gathered
+from flotilla_trainer.rank.cut import RankMesh, gathered
 from flotilla_trainer.rank.device_memory import PROBE_SEQUENCE, MicroBatchMemory
 from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.meeting import Meeting
-from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.model_checks import check_sequence_parallel
 from flotilla_trainer.rank.objective import RankObjective, rank_objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
