@@ -54,8 +54,8 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfi
 from flotilla_core.evaluations import held_out_text
 from flotilla_core.version import Version
 from flotilla_launch import local
-from flotilla_launch.client import find
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.state import find
 
 _MODEL = "model"
 _NAME_LENGTH = 26

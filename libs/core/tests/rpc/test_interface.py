@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from flotilla_core import rpc
+from flotilla_core.addresses import ports_of
 from flotilla_core.config import BindConfig
 from flotilla_core.config.stack import TlsConfig
 from flotilla_core.errors import InvalidConfig, PortInUse
@@ -19,7 +20,6 @@ from flotilla_core.rpc.interface import (
     hand_down,
     interface_address,
     listener,
-    ports_of,
 )
 from flotilla_core.trust.certificates import CA_FILE, CERTIFICATE_FILE, KEY_FILE, make_certificates
 

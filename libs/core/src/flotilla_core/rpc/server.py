@@ -22,14 +22,14 @@ from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from flotilla_core.addresses import ANY_ADDRESS, UNIX, dialable, dialled, is_loopback, joined
+from flotilla_core.addresses import ANY_ADDRESS, UNIX, dialable, dialled, is_loopback, joined, ports_of
 from flotilla_core.errors import FlotillaError, InvalidConfig, PortInUse
 from flotilla_core.logger import get_logger
 from flotilla_core.method_handlers import is_open_to_all, wrapped
 from flotilla_core.rpc.channel import SERVER_OPTIONS
 from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor, abort, read_to_its_end
 from flotilla_core.rpc.fence import FENCE_HEADER
-from flotilla_core.rpc.interface import check_interface, ports_of
+from flotilla_core.rpc.interface import check_interface
 from flotilla_core.telemetry.grpc import TracingInterceptor
 from flotilla_core.trust import HEADER, CallVerifier, Token, check_is_secret
 from flotilla_core.trust.calls import unproven
