@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flotilla.common.v1.finding_pb2 import Finding
-from flotilla_coordinator.ledger import ownership, queries, run_rows, schema, transitions, updates
+from flotilla_coordinator.ledger import (
+    ownership,
+    queries,
+    run_rows,
+    sample_queries,
+    schema,
+    transitions,
+    updates,
+)
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
@@ -228,13 +236,15 @@ class Ledger:
 
     async def admitted_groups(self, run_id: str, first_step: int) -> list[AdmittedGroup]:
         """Return every group that counts for `first_step` or a later one, in the order of admission."""
-        return await self._read(lambda db: queries.admitted_groups(db, run_id, first_step))
+        return await self._read(lambda db: sample_queries.admitted_groups(db, run_id, first_step))
 
     async def outcomes(
         self, run_id: str, first_step: int, end_step: int, *, right_at: float
     ) -> list[GroupOutcome]:
         """Return the outcomes of groups that count for a step from `first_step` to before `end_step`."""
-        return await self._read(lambda db: queries.outcomes(db, run_id, first_step, end_step, right_at))
+        return await self._read(
+            lambda db: sample_queries.outcomes(db, run_id, first_step, end_step, right_at)
+        )
 
     async def samples(
         self,
@@ -246,7 +256,7 @@ class Ledger:
         after: int = 0,
     ) -> list[SampleRecord]:
         """Return samples with their payloads, in the order of admission, after the position `after`."""
-        return await self._read(lambda db: queries.samples(db, run_id, step, state, limit, after))
+        return await self._read(lambda db: sample_queries.samples(db, run_id, step, state, limit, after))
 
     async def save_run(self, run: RunRecord) -> None:
         """Admit a run."""

@@ -20,7 +20,6 @@ from datetime import UTC
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
 import zstandard
 from google.protobuf import json_format
 
@@ -33,6 +32,8 @@ from flotilla_core.log_files import copy_last
 from flotilla_data.samples import read_samples
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 
 OUTCOME = "outcome.json"
