@@ -22,9 +22,10 @@ from flotilla.common.v1 import files_pb2 as files_pb
 from flotilla.common.v1 import files_pb2_grpc, operate_pb2_grpc
 from flotilla.trainer.v1 import session_pb2, trainer_pb2_grpc
 from flotilla_coordinator.trainers import session as sessions
+from flotilla_coordinator.trainers.learners import with_references
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.trainers.session import Gang
-from flotilla_coordinator.trainers.spec import session_spec, with_references
+from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.config.stack import BindConfig
