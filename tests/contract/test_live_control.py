@@ -10,6 +10,7 @@ import pytest
 import yaml
 from accounts import assert_accounted_for
 
+from flotilla_testing.runs import written
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -24,8 +25,7 @@ def endless(
     fleet: Stack, tiny_run: Callable[[str, int], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
     """A run of small steps that goes on until the last test ends it, and accounts for every sample then."""
-    file = tmp_path_factory.mktemp("endless") / "run.yaml"
-    file.write_text(yaml.safe_dump(tiny_run("endless", 100_000)))
+    file = written(tmp_path_factory.mktemp("endless"), tiny_run("endless", 100_000))
     run = fleet.ok("run", "start", str(file))
     wait_until("the first step", lambda: len(fleet.metrics(run)) >= 1, WAIT_S)
     yield run

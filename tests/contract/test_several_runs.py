@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from accounts import assert_accounted_for
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR, SERVICE_KIND_TRAINER
 from flotilla_core.errors import FailedPrecondition
+from flotilla_testing.runs import written
 from flotilla_testing.stack import Stack, accepting_trainer, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -58,8 +58,7 @@ def succeeds(fleet: Stack, run: dict[str, Any]) -> None:
 def test_two_runs_go_on_side_by_side_and_the_last_one_has_the_whole_fleet(
     larger: Stack, tiny_run: Callable[[str, int], dict[str, Any]], tmp_path: Path
 ) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(tiny_run("shared", 100_000)))
+    file = written(tmp_path, tiny_run("shared", 100_000))
     first = started(larger, file)
     wait_until("three members", lambda: members(larger, first) == 3, WAIT_S)
     second = started(larger, file)

@@ -12,7 +12,7 @@ import yaml
 from accounts import assert_accounted_for
 
 from flotilla_testing.coordinator_faults import endless_run, is_new, signal_inside
-from flotilla_testing.runs import small_run
+from flotilla_testing.runs import QUICK, small_run
 from flotilla_testing.stack import Stack, accepting_trainer, running_stack, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -48,9 +48,7 @@ def turns(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def short_run(arithmetic: Path, file: Path) -> Path:
     """Return the file of three steps without a canary and an export: a simulated engine computes no model."""
-    run = yaml.safe_load(small_run(arithmetic, file).read_text())
-    changes = {"weights": {"canary": {"prompts": 0}}, "export_final": False}
-    file.write_text(yaml.safe_dump(run | changes))
+    file.write_text(yaml.safe_dump(yaml.safe_load(small_run(arithmetic, file).read_text()) | QUICK))
     return file
 
 

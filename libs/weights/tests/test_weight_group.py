@@ -58,16 +58,16 @@ def manifest_of(weights: Weights, bucket_bytes: int = 20_000) -> Manifest:
 def group_of(
     sender: Sender, world_size: int, epoch: int = 1, timeout_s: float = 10.0
 ) -> weights_pb2.WeightGroup:
-    group = weights_pb2.WeightGroup(
-        epoch=epoch,
-        backend=weights_pb2.WEIGHT_BACKEND_GLOO,
-        host=sender.host,
-        port=sender.port,
-        secret=sender.secret,
-        world_size=world_size,
-        sender_ranks=[0],
-    )
+    return group_at(sender.port, world_size, timeout_s, sender.secret, epoch)
+
+
+def group_at(
+    port: int, world_size: int, timeout_s: float, secret: bytes = b"", epoch: int = 1
+) -> weights_pb2.WeightGroup:
+    group = weights_pb2.WeightGroup(epoch=epoch, backend=weights_pb2.WEIGHT_BACKEND_GLOO, host="127.0.0.1")
+    group.port, group.secret, group.world_size = port, secret, world_size
     group.timeout.FromNanoseconds(int(timeout_s * 1e9))
+    group.sender_ranks.append(0)
     return group
 
 
@@ -176,11 +176,7 @@ def test_a_receiver_that_nobody_publishes_to_ends_at_the_timeout(pool):
 
 
 def receiver_at(port: int, timeout_s: float) -> Receiver:
-    group = weights_pb2.WeightGroup(
-        epoch=1, backend=weights_pb2.WEIGHT_BACKEND_GLOO, host="127.0.0.1", port=port, world_size=2
-    )
-    group.timeout.FromNanoseconds(int(timeout_s * 1e9))
-    return Receiver(group, 1, manifest_of(model()))
+    return Receiver(group_at(port, 2, timeout_s), 1, manifest_of(model()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -448,10 +444,7 @@ def test_a_sender_killed_mid_broadcast_ends_every_receiver_long_before_the_timeo
     peer = spawn("sender", 60.0)
     try:
         assert peer.stdout
-        port = int(peer.stdout.readline())
-        group = weights_pb2.WeightGroup(epoch=1, backend=1, host="127.0.0.1", port=port, world_size=3)
-        group.secret = SECRET
-        group.timeout.FromSeconds(60)
+        group = group_at(int(peer.stdout.readline()), 3, 60.0, SECRET)
         futures = [start(pool, Receiver(group, rank, PEER_MANIFEST), {}) for rank in (1, 2)]
         assert peer.stdout.readline().strip() == "halfway"
         peer.send_signal(signal.SIGKILL)
