@@ -18,7 +18,7 @@ from qwen3_shape import make_model
 
 from flotilla_core.config import BatchingConfig, OptimizerConfig
 from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
-from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.cut import RankMesh
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.sharded_model import ShardedModel

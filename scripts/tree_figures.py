@@ -1,10 +1,11 @@
 """Figures of the source tree: how many modules there are, how long, how connected, and how their docstrings begin.
 
-    .venv/bin/python scripts/tree_figures.py [TREE] [--fragments]
+    .venv/bin/python scripts/tree_figures.py [TREE] [--fragments] [--commands]
 
 A package is a library or a service; its modules are its sources without generated code and without `__init__` files.
 `tests/contract/test_tree_figures.py` holds the limits. `--fragments` lists the docstrings that are no sentences, and
-those of attributes that open with a fragment. Of the tree as a whole it counts:
+those of attributes that open with a fragment. `--commands` measures commands whose start everybody waits for; the
+machine should have nothing else to do. Of the tree as a whole it counts:
 
 - product: lines of what users run: all sources of `libs` and `services` but generated ones and `libs/testing`.
 - tests: lines of all Python files in folders `tests`, and of `libs/testing`.
@@ -19,7 +20,9 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import resource
 import statistics
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,6 +51,12 @@ ATTRIBUTE_FRAGMENT = re.compile(
 )
 """Beginnings of attribute docstrings that are neither a noun phrase nor a sentence that stands alone."""
 TRIP = Path("docs/trip-of-a-sample.txt")
+COMMANDS = (
+    "--help",
+    "run list",
+    "run plan examples/arithmetic/grpo.yaml",
+    "run plan examples/arithmetic/sft.yaml",
+)
 
 
 class Fragment(NamedTuple):
@@ -276,6 +285,7 @@ def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("tree", nargs="?", type=Path, default=Path(__file__).resolve().parents[1])
     cli.add_argument("--fragments", action="store_true", help="list the docstrings that are no sentences")
+    cli.add_argument("--commands", action="store_true", help="measure commands, in a tree that is installed")
     asked = cli.parse_args()
     modules = read_tree(asked.tree)
     small = small_with_one_importer(modules)
@@ -297,11 +307,26 @@ def main() -> None:
     print("circles of modules:", "; ".join(circles) or "none")
     for name, value in _of_the_tree(asked.tree, modules).items():
         print(f"{name}: {value:,}")
+    for command in COMMANDS if asked.commands else ():
+        print(f"flotilla {command}: {seconds_of(command, asked.tree.resolve()):.2f} s of processor time")
     if asked.fragments:
         for fragment in (
             one for module in modules for one in (*module.fragments, *module.attribute_fragments)
         ):
             print(f"{fragment.place}: {fragment.text}")
+
+
+def seconds_of(command: str, root: Path) -> float:
+    """Return the seconds of processor time of a command with its children, the median of ten times."""
+    taken = []
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [root / ".venv/bin/flotilla", *command.split()], cwd=root, capture_output=True, check=False
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    return statistics.median(taken)
 
 
 def _of_the_tree(root: Path, modules: list[Module]) -> dict[str, int]:

@@ -97,6 +97,7 @@ def main() -> int:
     cli.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True)
     cli.add_argument("--limit", type=float, default=RUN_LIMIT_S, help="seconds after which a run is stopped")
     cli.add_argument("--set", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the stack file")
+    cli.add_argument("--run", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the run files")
     cli.add_argument("--shape", choices=SHAPES, default="0.6b", help="the size of the random model")
     cli.add_argument(
         "--model", type=Path, help="a model to take instead, with a tokenizer that splits digits"
@@ -125,7 +126,7 @@ def main() -> int:
     document = Document(description)
     for assignment in asked.set:
         document.override(assignment)
-    bench = Bench(asked.out, work, sizes, asked.limit)
+    bench = Bench(asked.out, work, sizes, asked.limit, asked.run)
     try:
         started = time.monotonic()
         with running_stack(document.values, work) as stack, watched(asked.out, stack):
@@ -195,11 +196,13 @@ def _as_started(stack: Stack) -> dict[str, Any]:
 class Bench:
     """Runs on one fleet and what they say."""
 
-    def __init__(self, out: Path, folder: Path, work: Work, limit_s: float) -> None:
+    def __init__(self, out: Path, folder: Path, work: Work, limit_s: float, keys: list[str]) -> None:
+        """`keys` are KEY=VALUE of every run file."""
         self._out = out
         self._folder = folder.absolute()
         self._work = work
         self._limit_s = limit_s
+        self._keys = keys
 
     def say(self, **facts: Any) -> None:
         """Print one JSON object and keep it."""
@@ -234,7 +237,10 @@ class Bench:
     ) -> list[dict[str, float]]:
         """Make a run; the figures of the steps that count."""
         file = self._folder / f"run-{name}.yaml"
-        file.write_text(yaml.safe_dump(run_file(name, self._folder, self._work, steps, staleness) | changes))
+        described = Document(run_file(name, self._folder, self._work, steps, staleness) | changes)
+        for assignment in self._keys:
+            described.override(assignment)
+        file.write_text(yaml.safe_dump(described.values))
         self.say(run=name, plan=stack.flotilla("run", "plan", str(file)).out)
         finished = self._ended(stack, file)
         self._keep_timeline(stack, name, finished["run_id"])

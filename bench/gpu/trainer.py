@@ -37,8 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flotilla_core.config import BatchingConfig
 from flotilla_trainer.rank.compilation import Compilation
-from flotilla_trainer.rank.cut import local
-from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.cut import RankMesh, local
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_weights.device_memory import ExportedMemory
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_testing.fault_victims import rank_of
 from flotilla_testing.runs import ppo_run
@@ -40,8 +40,7 @@ def ended(fleet: Stack, run: dict[str, Any]) -> dict[str, Any]:
 
 def judged(fleet: Stack, run: dict[str, Any]) -> None:
     """Nothing lost, nothing trained twice; what was made again was made of the same numbers."""
-    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed, str(verdict)
+    verdict = assert_accounted_for(fleet, run["run_id"])
     assert verdict.trained == (STEPS - 1) * SAMPLES and verdict.dropped == {"critic_only": SAMPLES}
     made: dict[float, dict[str, float]] = {}
     for line in fleet.metrics(run):

@@ -12,9 +12,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from accounts import assert_accounted_for
 
 from flotilla.coordinator.v1.run_pb2 import RUN_STATE_SUCCEEDED
-from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.chaos_run import LIMIT_S, ChaosRun
 from flotilla_testing.extra_generator import NAME, extra_generator
 from flotilla_testing.fault_moments import Moment, reached
@@ -142,7 +142,6 @@ def _ended(run: ChaosRun, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _judged(run: ChaosRun, capsys: pytest.CaptureFixture[str], what: str) -> None:
-    verdict = check(run.stack.directory / "ledger.sqlite", run.run_id)
-    assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
+    verdict = assert_accounted_for(run.stack, run.run_id)
     with capsys.disabled():
         sys.stdout.write(f"\n  {what}: {verdict}")

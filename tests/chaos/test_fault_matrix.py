@@ -34,9 +34,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from accounts import assert_accounted_for
 
 from flotilla.coordinator.v1.run_pb2 import RUN_STATE_SUCCEEDED
-from flotilla_coordinator.ledger.checker import Verdict, check
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_testing.chaos_run import VLLM, ChaosRun, chaos_fleet
 from flotilla_testing.coordinator_faults import is_new
@@ -141,7 +141,7 @@ async def _row(run: ChaosRun, victim: Victim, capsys: pytest.CaptureFixture[str]
         run.wait_until("a fleet that can lose one", lambda: _can_lose_one(run))
         strike = await _struck(run, fault, victim, moment, draw)
         recovered_s = _recovered(run, strike)
-        verdict = _judged(run)
+        verdict = assert_accounted_for(run.stack, run.run_id)
         line = f"{victim:16}{fault:19}{moment:26}{recovered_s:6.1f} s"
         if victim is Victim.GENERATOR:
             line += _issued_again(run, strike)
@@ -149,7 +149,8 @@ async def _row(run: ChaosRun, victim: Victim, capsys: pytest.CaptureFixture[str]
     ended = run.ends_by_itself()
     assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
     seconds = time.monotonic() - began
-    _print(capsys, f"{victim:16}ended by itself after {seconds:.0f} s, seed {SEED}: {_judged(run)}")
+    verdict = assert_accounted_for(run.stack, run.run_id)
+    _print(capsys, f"{victim:16}ended by itself after {seconds:.0f} s, seed {SEED}: {verdict}")
     return strike
 
 
@@ -232,12 +233,6 @@ def _misses_trainer(run: ChaosRun) -> bool:
 
 def _serves(run: ChaosRun, slot: str) -> bool:
     return slot in run.serving()
-
-
-def _judged(run: ChaosRun) -> Verdict:
-    verdict = check(run.stack.directory / "ledger.sqlite", run.run_id)
-    assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
-    return verdict
 
 
 def _issued_again(run: ChaosRun, strike: Strike) -> str:

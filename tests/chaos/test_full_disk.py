@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 from safetensors.torch import load_file
 
-from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_testing.coordinator_faults import endless_run
@@ -30,13 +29,6 @@ MIB = 1 << 20
 """A checkpoint of the example's model has 12 of them and an export 3; samples and ledger a few KiB a step."""
 
 
-def verdict(run: RunOnDisk) -> str:
-    """Nothing was lost, trained twice or trained too late."""
-    found = check(run.fleet.directory / "ledger.sqlite", run.run["run_id"])
-    assert found.passed and found.lost == found.trained_twice == found.stale == 0, str(found)
-    return str(found)
-
-
 def test_a_run_on_a_full_disk_pauses_and_goes_on_by_itself_twenty_times(
     fleet: Stack, disk: SmallDisk, arithmetic: Path, tmp_path: Path
 ) -> None:
@@ -49,13 +41,13 @@ def test_a_run_on_a_full_disk_pauses_and_goes_on_by_itself_twenty_times(
         noticed_s = full.fill()
         text = full.now().reason
         went_on_s = full.free()
+        verdict = assert_accounted_for(fleet, run["run_id"])
         sys.stdout.write(
             f"strike {strike}: after step {full.steps}, paused in {noticed_s:.1f} s, "
-            f"two more steps {went_on_s:.1f} s after space was freed, {verdict(full)}: {text}\n"
+            f"two more steps {went_on_s:.1f} s after space was freed, {verdict}: {text}\n"
         )
-    fleet.ok("run", "stop", run["run_id"])
-    wait_until("the end", lambda: full.now().state == run_pb2.RUN_STATE_STOPPED, LIMIT_S)
-    sys.stdout.write(f"{verdict(full)}\n")
+    fleet.stop_run(run, LIMIT_S)
+    sys.stdout.write(f"{assert_accounted_for(fleet, run['run_id'])}\n")
     steps = [step["step"] for step in fleet.metrics(run)]
     assert steps == list(range(len(steps))), "a step was made twice"
     directory = RunDirectory(Path(run["directory"]))
@@ -113,7 +105,7 @@ def test_weights_that_do_not_fit_wait_for_room_and_are_written_whole(
     disk.free()
     ended = fleet.ok("run", "watch", run.run["run_id"])
     assert ended["state"] == "succeeded", ended["reason"]
-    sys.stdout.write(f"{verdict(run)}\n")
+    sys.stdout.write(f"{assert_accounted_for(run.fleet, run.run['run_id'])}\n")
     directory = Path(ended["directory"])
     if struck == "model":
         exported, made = (

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 
 from flotilla.coordinator.v1.run_pb2 import RUN_STATE_SUCCEEDED
-from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.chaos_run import LIMIT_S, ChaosRun
 from flotilla_testing.fault_victims import rank_of
 from flotilla_testing.stack import Stack, wait_until
@@ -32,8 +32,7 @@ def test_a_gang_whose_fork_server_hangs_comes_back_from_another_one(
         assert not any(process.is_running() for process in (fork_server, *old))
         ended = run.ends_by_itself()
         assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
-        verdict = check(fleet_of_faults.directory / "ledger.sqlite", run.run_id)
-    assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
+        verdict = assert_accounted_for(fleet_of_faults, run.run_id)
     with capsys.disabled():
         sys.stdout.write(
             f"\n  a fork server that hangs: the next lineage after {recovered_s:.1f} s: {verdict}"

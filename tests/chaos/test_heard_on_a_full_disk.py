@@ -8,22 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.coordinator_faults import endless_run
 from flotilla_testing.small_disk import LIMIT_S, STEPS, RunOnDisk, SmallDisk
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(400)
-
-
-def verdict(run: RunOnDisk) -> str:
-    """Nothing was lost, trained twice or trained too late."""
-    found = check(run.fleet.directory / "ledger.sqlite", run.run["run_id"])
-    assert found.passed and found.lost == found.trained_twice == found.stale == 0, str(found)
-    return str(found)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +44,7 @@ def test_a_full_disk_is_told_wherever_a_user_looks_and_the_run_goes_on_by_itself
         doctor.out
     )
     run.free()
-    verdict(run)
+    assert_accounted_for(run.fleet, run.run["run_id"])
     events = (Path(run.run["directory"]) / "events.jsonl").read_text()
     assert "continues by itself when the disk has room" in events and "the disk has room again" in events
 
@@ -71,7 +64,7 @@ def test_a_pause_and_its_end_are_heard_while_the_disk_is_full(
     with fleet.client() as client:
         assert client.resume_run(run.run["run_id"]).phase == "wait for disk space"
     run.free()
-    verdict(run)
+    assert_accounted_for(run.fleet, run.run["run_id"])
 
 
 def test_a_run_that_waits_for_disk_space_outlives_its_coordinator(
@@ -85,7 +78,7 @@ def test_a_run_that_waits_for_disk_space_outlives_its_coordinator(
     steps = [step["step"] for step in fleet.metrics(run.run)]
     # The line of a step that the disk did not take died with the coordinator; no step was made twice.
     assert steps == sorted(set(steps)) and len(steps) > before
-    verdict(run)
+    assert_accounted_for(run.fleet, run.run["run_id"])
 
 
 def test_a_run_stops_when_told_while_the_disk_is_full(run: RunOnDisk, fleet: Stack, disk: SmallDisk) -> None:
@@ -104,4 +97,4 @@ def test_a_run_stops_when_told_while_the_disk_is_full(run: RunOnDisk, fleet: Sta
     recorded = Path(run.run["directory"]) / "outcome.json"
     wait_until("the record of the end", recorded.exists, LIMIT_S)
     assert fleet.ok("run", "show", run_id)["state"] == "stopped"
-    verdict(run)
+    assert_accounted_for(run.fleet, run.run["run_id"])

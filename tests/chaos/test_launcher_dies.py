@@ -16,9 +16,10 @@ from flotilla.launcher.v1.launcher_pb2 import (
 )
 from flotilla_core.errors import FlotillaError, Unavailable
 from flotilla_launch import local
-from flotilla_launch.client import LauncherClient, find, require
+from flotilla_launch.client import LauncherClient, require
 from flotilla_launch.records import Phase, StackRecord
 from flotilla_launch.stack_lock import is_held
+from flotilla_launch.state import find
 from flotilla_testing.tiny_stacks import status_of, until
 
 SHORT_LEASE = "from flotilla_launch import lease\nlease.LEASE_S = 3.0\n"

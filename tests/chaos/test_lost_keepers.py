@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from accounts import assert_accounted_for
 
 from flotilla.coordinator.v1.run_pb2 import RUN_STATE_SUCCEEDED
-from flotilla_coordinator.ledger.checker import check
 from flotilla_launch import shared_memory
 from flotilla_testing.chaos_run import LIMIT_S, ChaosRun, chaos_fleet
 from flotilla_testing.fault_moments import Moment, reached
@@ -52,8 +52,7 @@ async def test_without_launcher_and_guardian_the_fleet_ends_and_up_goes_on(
         run.wait_for_steps(2, steps, "after the next up")
         ended = run.ends_by_itself()
         assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
-        verdict = check(stack.directory / "ledger.sqlite", run.run_id)
-    assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
+        verdict = assert_accounted_for(stack, run.run_id)
     with capsys.disabled():
         sys.stdout.write(f"\n  launcher and guardian: all gone after {gone_s:.1f} s: {verdict}")
 

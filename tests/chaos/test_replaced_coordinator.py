@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR, SERVICE_KIND_TRAINER
-from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_testing.coordinator_faults import endless_run, signal_inside
 from flotilla_testing.stack import Stack, accepting_trainer, light_stack, wait_until
@@ -56,8 +56,7 @@ async def test_a_coordinator_that_slept_while_another_took_its_place_does_no_har
     finally:
         other.terminate()
         other.wait(60)
-    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
+    assert_accounted_for(fleet, run["run_id"])
     steps = [step for step, _ in RunDirectory(Path(run["directory"])).read_metrics()]
     assert steps == list(range(len(steps)))
 
@@ -85,15 +84,11 @@ def test_two_runs_go_on_with_the_services_that_they_had_when_their_coordinator_d
             wait_until("more steps", lambda run=run, steps=steps: len(fleet.metrics(run)) >= steps + 3)
         assert [fleet.holders(kind) for kind in (SERVICE_KIND_TRAINER, SERVICE_KIND_GENERATOR)] == had
         for run in runs:
-            fleet.ok("run", "stop", run["run_id"])
-            wait_until("the end of the run", lambda run=run: fleet.state(run) == "stopped")
+            fleet.stop_run(run, 60.0)
             assert fleet.ok("run", "show", run["run_id"])["policy_version"].startswith("0."), (
                 "a session was lost"
             )
-            verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
-            assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(
-                verdict
-            )
+            assert_accounted_for(fleet, run["run_id"])
         fleet.ok("scale", "generator", "1")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.coordinator_faults import endless_run
 from flotilla_testing.late_replica import JOINER, joins_without_delay
 from flotilla_testing.replica_faults import PHASES, kill_inside, wait_for_work
@@ -25,14 +25,8 @@ def endless(quick: Stack, arithmetic: Path, tmp_path: Path) -> Iterator[dict[str
     run = quick.ok("run", "start", str(endless_run(arithmetic, tmp_path, 0)), "weights.timeout_s=20")
     wait_until("the first steps", lambda: len(quick.metrics(run)) >= 3, WAIT_S)
     yield run
-    quick.ok("run", "stop", run["run_id"])
-    wait_until("the end of the run", lambda: quick.state(run) == "stopped", WAIT_S)
-    assert_nothing_is_lost(quick, run)
-
-
-def assert_nothing_is_lost(stack: Stack, run: dict[str, Any]) -> None:
-    verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+    quick.stop_run(run, WAIT_S)
+    assert_accounted_for(quick, run["run_id"])
 
 
 async def test_a_joiner_delays_no_step_and_one_that_is_killed_at_any_phase_loses_no_sample(
@@ -42,5 +36,5 @@ async def test_a_joiner_delays_no_step_and_one_that_is_killed_at_any_phase_loses
     for phase in PHASES:
         wait_for_work(quick, endless, JOINER)
         await kill_inside(quick, JOINER, phase)
-        assert_nothing_is_lost(quick, endless)
+        assert_accounted_for(quick, endless["run_id"])
     wait_for_work(quick, endless, JOINER)

@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from accounts import assert_accounted_for
 
 from flotilla_cli.options import PREFLIGHT, RUN_FAILED, USAGE
-from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_testing.fault_victims import rank_of
+from flotilla_testing.runs import LEARNS, MADE_UP, QUICK, REWARD, any_reward, example_rows, run_on, written
 from flotilla_testing.stack import Stack, sim_stack, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12
-# Made-up samples are never right: any number that differs between them gives gradients.
-REWARD = "def reward(prompt, response, answer, info):\n    return float(sum(map(ord, response)) % 7)\n"
 
 
 @pytest.fixture(scope="module")
@@ -38,28 +36,10 @@ def fleet(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def run_file(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve small steps with a checkpoint after every third."""
     folder = tmp_path_factory.mktemp("run")
-    reward = folder / "reward.py"
-    reward.write_text(REWARD)
-    run: dict[str, Any] = {
-        "name": "resumed",
-        "steps": STEPS,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": f"{reward}:reward"}],
-        "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
-        # The simulated engine's log-probabilities are not those of any policy.
-        "weights": {"canary": {"prompts": 0}},
-        "algorithm": {"correction": {"warn_at": None, "fail_at": None}},
-        "checkpoint": {"every_steps": 3},
-        "export_final": False,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    learning = {"rewards": any_reward(folder), "optimizer": LEARNS, "algorithm": MADE_UP}
+    checkpoint = {"every_steps": 3}
+    run = run_on(example_rows(arithmetic), "resumed", STEPS, checkpoint=checkpoint, **learning, **QUICK)
+    return written(folder, run)
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +63,6 @@ def ended(fleet: Stack, run: dict[str, Any]) -> dict[str, Any]:
     outcome = fleet.flotilla("run", "watch", run["run_id"], "--json")
     shown: dict[str, Any] = outcome.json
     return shown
-
-
-def judged(fleet: Stack, run: dict[str, Any]) -> None:
-    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed, str(verdict)
-    assert verdict.lost == 0 and verdict.trained_twice == 0
 
 
 def places_of(run: dict[str, Any]) -> list[str]:
@@ -132,7 +106,7 @@ def test_a_stopped_run_ends_with_a_checkpoint_and_goes_on_from_the_one_that_is_a
     stopped = ended(fleet, run)
     assert stopped["state"] == "stopped"
     assert checkpoints_of(run)[-1] == CheckpointShelf.name_of(stopped["step"])
-    judged(fleet, run)
+    assert_accounted_for(fleet, run["run_id"])
 
     unknown = fleet.flotilla("run", "resume", run["run_id"], "--from", "step-000004")
     assert unknown.code == USAGE and "step-000003" in unknown.err
@@ -141,7 +115,7 @@ def test_a_stopped_run_ends_with_a_checkpoint_and_goes_on_from_the_one_that_is_a
     assert next(line for line in fleet.metrics(run) if line["lineage"] == 1)["step"] == 3
     fleet.ok("run", "stop", run["run_id"])
     assert ended(fleet, run)["state"] == "stopped"
-    judged(fleet, run)
+    assert_accounted_for(fleet, run["run_id"])
     for before, after in repeated_losses(fleet, run):
         assert after == pytest.approx(before, rel=1e-5)
 
@@ -163,7 +137,7 @@ def test_a_run_whose_trainer_is_killed_recovers_by_itself(fleet: Stack, run_file
     finished = ended(fleet, run)
     assert finished["state"] == "succeeded", finished["reason"]
     assert finished["policy_version"] == f"2.{STEPS}"
-    judged(fleet, run)
+    assert_accounted_for(fleet, run["run_id"])
     lineages = {line["step"]: line["lineage"] for line in fleet.metrics(run)}
     assert sorted(lineages) == list(range(STEPS)) and lineages[STEPS - 1] == 2
     assert checkpoints_of(run) == ["step-000009", "step-000012"]
@@ -182,7 +156,7 @@ def test_a_run_whose_coordinator_is_killed_goes_on_with_the_trainer_as_it_is(
     finished = ended(fleet, run)
     assert finished["state"] == "succeeded", finished["reason"]
     assert finished["policy_version"] == f"0.{STEPS}", "no checkpoint was loaded"
-    judged(fleet, run)
+    assert_accounted_for(fleet, run["run_id"])
     assert places_of(run) == places_of(undisturbed)
     losses, first = ([line["loss"] for line in fleet.metrics(one)] for one in (run, undisturbed))
     assert losses == pytest.approx(first, rel=1e-5)
@@ -219,7 +193,7 @@ def test_a_run_goes_on_with_other_ranks_after_everything_was_killed_and_its_newe
     assert resumed.code == 0, resumed.err
     assert resumed.json["policy_version"] == f"1.{STEPS}"
     assert shard.name in resumed.err  # the user who watches the run reads it
-    judged(fleet, run)
+    assert_accounted_for(fleet, run["run_id"])
     assert places_of(run) == places_of(undisturbed)
     pairs = repeated_losses(fleet, run)
     assert len(pairs) >= 5 and any(before != 0 for before, _ in pairs)

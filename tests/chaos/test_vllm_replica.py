@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.late_replica import JOINER, joins_without_delay
 from flotilla_testing.replica_faults import kill_inside
 from flotilla_testing.runs import small_run
@@ -33,10 +33,8 @@ async def test_a_replica_of_vllm_joins_a_run_and_loses_no_sample_when_it_is_kill
         struck, done = time.monotonic(), len(stack.metrics(run))
         wait_until("five more steps", lambda: len(stack.metrics(run)) >= done + 5, LIMIT_S)
         went_on_s = time.monotonic() - struck
-        stack.ok("run", "stop", run["run_id"])
-        wait_until("the end of the run", lambda: stack.state(run) == "stopped", LIMIT_S)
-        verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+        stack.stop_run(run, LIMIT_S)
+        verdict = assert_accounted_for(stack, run["run_id"])
     with capsys.disabled():
         sys.stdout.write(
             f"\n  a replica of vLLM, killed mid-sync: five steps in {went_on_s:.1f} s: {verdict}"

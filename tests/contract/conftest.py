@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from older_fleet import OlderFleet, older_fleet
 
+from flotilla_testing.runs import QUICK, example_rows, run_on
 from flotilla_testing.stack import Stack, light_stack
 
 
@@ -70,18 +71,6 @@ def tiny_run(arithmetic: Path) -> Callable[[str, int], dict[str, Any]]:
     """A run of the fewest samples a step, by its name and the number of its steps."""
 
     def described(name: str, steps: int) -> dict[str, Any]:
-        return {
-            "name": name,
-            "steps": steps,
-            "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-            "rollout": {
-                "prompts_per_step": 2,
-                "samples_per_prompt": 2,
-                "sampling": {"max_response_tokens": 6},
-            },
-            "rewards": [{"reward": "exact"}],
-            "weights": {"canary": {"prompts": 0}},
-            "export_final": False,
-        }
+        return run_on(example_rows(arithmetic), name, steps, (2, 2, 6), **QUICK)
 
     return described

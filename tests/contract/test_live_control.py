@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
+from flotilla_testing.runs import written
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -24,15 +25,13 @@ def endless(
     fleet: Stack, tiny_run: Callable[[str, int], dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
     """A run of small steps that goes on until the last test ends it, and accounts for every sample then."""
-    file = tmp_path_factory.mktemp("endless") / "run.yaml"
-    file.write_text(yaml.safe_dump(tiny_run("endless", 100_000)))
+    file = written(tmp_path_factory.mktemp("endless"), tiny_run("endless", 100_000))
     run = fleet.ok("run", "start", str(file))
     wait_until("the first step", lambda: len(fleet.metrics(run)) >= 1, WAIT_S)
     yield run
     fleet.flotilla("run", "stop", run["run_id"])
     wait_until("the end of the run", lambda: fleet.state(run) in ("stopped", "succeeded"), WAIT_S)
-    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed, str(verdict)
+    assert_accounted_for(fleet, run["run_id"])
 
 
 def more_steps(fleet: Stack, run: dict[str, Any], count: int) -> None:

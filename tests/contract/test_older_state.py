@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from accounts import assert_accounted_for
 from older_fleet import OlderFleet
-
-from flotilla_coordinator.ledger.checker import check
 
 STEPS = 10
 CHECKPOINT = 3
@@ -19,8 +18,7 @@ def test_a_run_that_an_older_version_paused_is_resumed(older: OlderFleet) -> Non
     assert (ended["state"], ended["step"]) == ("succeeded", STEPS), ended["reason"]
     # The steps after the checkpoint were made again, under the next lineage.
     assert ended["policy_version"] == f"1.{STEPS}"
-    verdict = check(older.stack.directory / "ledger.sqlite", paused["run_id"])
-    assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+    assert_accounted_for(older.stack, paused["run_id"])
 
 
 def test_what_guarded_an_older_version_is_refused_with_the_way_and_left_as_it_is(older: OlderFleet) -> None:

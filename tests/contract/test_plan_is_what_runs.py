@@ -168,7 +168,7 @@ def _kept_bytes(policy: PolicyModel, tokens: int, own: list[torch.Tensor] | None
 
     row = PackedRow.of([tokens // 2] * 2, torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        policy._hidden(torch.zeros(1, tokens, dtype=torch.long), row)
+        policy.hidden_states(torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens), row)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 

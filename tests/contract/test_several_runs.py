@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from accounts import assert_accounted_for
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR, SERVICE_KIND_TRAINER
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.errors import FailedPrecondition
+from flotilla_testing.runs import written
 from flotilla_testing.stack import Stack, accepting_trainer, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -52,15 +52,13 @@ def succeeds(fleet: Stack, run: dict[str, Any]) -> None:
     with fleet.client() as client:
         client.set_run(run["run_id"], [f"steps={len(fleet.metrics(run)) + 10}"])
     wait_until(f"the end of {run['name']}", lambda: fleet.state(run) == "succeeded", WAIT_S)
-    verdict = check(fleet.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed and verdict.lost == verdict.trained_twice == verdict.stale == 0, str(verdict)
+    assert_accounted_for(fleet, run["run_id"])
 
 
 def test_two_runs_go_on_side_by_side_and_the_last_one_has_the_whole_fleet(
     larger: Stack, tiny_run: Callable[[str, int], dict[str, Any]], tmp_path: Path
 ) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(tiny_run("shared", 100_000)))
+    file = written(tmp_path, tiny_run("shared", 100_000))
     first = started(larger, file)
     wait_until("three members", lambda: members(larger, first) == 3, WAIT_S)
     second = started(larger, file)

@@ -22,9 +22,10 @@ from flotilla.common.v1 import files_pb2 as files_pb
 from flotilla.common.v1 import files_pb2_grpc, operate_pb2_grpc
 from flotilla.trainer.v1 import session_pb2, trainer_pb2_grpc
 from flotilla_coordinator.trainers import session as sessions
+from flotilla_coordinator.trainers.learners import with_references
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.trainers.session import Gang
-from flotilla_coordinator.trainers.spec import session_spec, with_references
+from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_core.config.stack import BindConfig
@@ -36,6 +37,7 @@ from flotilla_core.transfer import FILE_SERVICE_NAME, Files, FileServicer, folde
 from flotilla_core.transfer import files as files_module
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import files_in
+from flotilla_testing.session_specs import gang_facts
 from flotilla_trainer.front import session_manager
 from flotilla_trainer.front.servicer import TrainerServicer
 from flotilla_trainer.front.session_files import SessionFiles
@@ -89,14 +91,7 @@ class InstantGang:
     slow_timeout_s = LIMIT_S
 
     def __init__(self) -> None:
-        self.facts: dict[str, Any] = {
-            "packing_refusal": "",
-            "device": "cpu",
-            "attention_crossover_tokens": 1,
-            "vocabulary": 16,
-            "max_sequence_tokens": 4096,
-            "parameters": 1,
-        }
+        self.facts = gang_facts(max_sequence_tokens=4096)
         self.loaded: list[Path] = []
 
     async def wait_ready(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL_WITH_ONE_IMPORTER = 4
+SMALL_WITH_ONE_IMPORTER = 3
 FRAGMENTS = 0
 LARGEST_SHARE_OF_ATTRIBUTE_FRAGMENTS = 0.05
 CIRCLES_OF_MODULES: list[list[str]] = []

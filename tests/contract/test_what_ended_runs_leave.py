@@ -10,9 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from flotilla_testing.runs import unknown_metrics
+from flotilla_testing.runs import unknown_metrics, written
 from flotilla_testing.stack import Stack, wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -23,9 +22,7 @@ TinyRun = Callable[[str, int], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run_file(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("run") / "run.yaml"
-    file.write_text(yaml.safe_dump(tiny_run("on-disk", STEPS)))
-    return file
+    return written(tmp_path_factory.mktemp("run"), tiny_run("on-disk", STEPS))
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accounts import assert_accounted_for
 from composed import crash
 from docker import DockerClient
 from docker.models.containers import Container
 from engine import TAG
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.runs import small_run
 from flotilla_testing.stack import Stack, wait_until
 
@@ -81,8 +81,7 @@ def test_the_commands_of_a_stack_do_the_same_in_containers(
     wait_until("the end", lambda: stack.state(started) not in ("running", "pending"), WAIT_S)
     assert stack.state(started) == "succeeded"
     assert "canary/mean" in stack.metrics(started)[-1]
-    verdict = check(stack.directory / "ledger.sqlite", started["run_id"])
-    assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+    assert_accounted_for(stack, started["run_id"])
 
     assert stack.ok("down", timeout_s=120)["stopped"]
     assert not containers(docker)

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from flotilla.common.v1 import registration_pb2
+from flotilla_testing.runs import LEARNS, MADE_UP, example_rows, run_on, written
 from flotilla_testing.stack import Stack, running_stack, wait_until
 
 READY_S = 120.0
@@ -164,30 +165,18 @@ def run_file(folder: Path, **algorithm: Any) -> Path:
     shutil.copytree(folder / "arithmetic" / "model", folder / "weights")
     for name, text in (("helper.py", HELPER), ("rewards.py", REWARD), ("advantage.py", ADVANTAGE)):
         (folder / name).write_text(text)
-    run: dict[str, Any] = {
-        "name": "hosts",
-        "steps": 3,
-        "initial_weights": str(folder / "weights"),
-        "data": {"train": str(folder / "arithmetic" / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": f"{folder / 'rewards.py'}:reward"}],
-        "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
-        "algorithm": {
-            "advantage": {"type": f"{folder / 'advantage.py'}:ranked"},
-            # The simulated engine's log-probabilities are not those of any policy.
-            "correction": {"warn_at": None, "fail_at": None},
-            **algorithm,
-        },
-        "weights": {"canary": {"prompts": 0}, "timeout_s": 8.0},
-        "checkpoint": {"every_steps": 1, "keep": 2},
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    run = run_on(
+        example_rows(folder / "arithmetic"),
+        "hosts",
+        3,
+        initial_weights=str(folder / "weights"),
+        rewards=[{"reward": f"{folder / 'rewards.py'}:reward"}],
+        optimizer=LEARNS,
+        algorithm={"advantage": {"type": f"{folder / 'advantage.py'}:ranked"}, **MADE_UP, **algorithm},
+        weights={"canary": {"prompts": 0}, "timeout_s": 8.0},
+        checkpoint={"every_steps": 1, "keep": 2},
+    )
+    return written(folder, run)
 
 
 @contextlib.contextmanager

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from accounts import assert_accounted_for
 from hosts.separate import READY_S, Hosts, run_file, separate_hosts
 
 from flotilla.common.v1 import operate_pb2, operate_pb2_grpc
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core import rpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.tensors import to_tensor
@@ -261,8 +261,7 @@ def test_what_happens_to_an_agent_costs_the_gang_alone_and_the_run_goes_on(hosts
             client.set_run(run["run_id"], [f"steps={client.get_run(run['run_id']).step + 2}"])
         wait_until("the end of the run", lambda: hosts.stack.state(run) != "running", READY_S)
     assert hosts.stack.state(run) == "succeeded"
-    verdict = check(hosts.stack.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed and verdict.lost == 0, str(verdict)
+    assert_accounted_for(hosts.stack, run["run_id"])
     for name in shelf.names():
         Manifest.verified(shelf.folder(name))
         assert len([*(shelf.folder(name) / "shards").iterdir()]) == 2

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 from hosts.separate import READY_S, Hosts, run_file, separate_hosts
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_testing.stack import wait_until
 
@@ -42,8 +42,8 @@ def test_a_run_on_four_hosts_without_a_shared_folder_loses_nothing(hosts: Hosts)
     file = run_file(hosts.stack.directory.parents[1])
     finished = hosts.stack.run(file)
     assert finished["state"] == "succeeded", finished
-    verdict = check(hosts.stack.directory / "ledger.sqlite", finished["run_id"])
-    assert verdict.passed and verdict.lost == 0 and verdict.trained == 3 * 16, str(verdict)
+    verdict = assert_accounted_for(hosts.stack, finished["run_id"])
+    assert verdict.trained == 3 * 16, str(verdict)
 
     # What the trainer wrote is beside the coordinator, whole.
     directory = Path(finished["directory"])
@@ -74,7 +74,6 @@ def test_a_trainer_that_comes_back_on_a_new_host_goes_on_from_the_coordinators_c
         client.set_run(run["run_id"], [f"steps={client.get_run(run['run_id']).step + 2}"])
     wait_until("the end of the run", lambda: hosts.stack.state(run) != "running", READY_S)
     assert hosts.stack.state(run) == "succeeded"
-    verdict = check(hosts.stack.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed and verdict.lost == 0, str(verdict)
+    assert_accounted_for(hosts.stack, run["run_id"])
     fetched = [line for line in hosts.log("another").splitlines() if "fetched" in line]
     assert any("checkpoints/step-" in line for line in fetched), fetched

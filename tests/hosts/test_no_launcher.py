@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.bus import NatsServer
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_launch.placement import reserve_port
@@ -127,5 +127,4 @@ async def test_services_of_the_chart_find_each_other_and_run(
     wait_until("the next coordinator", stack.answers, WAIT_S)
     wait_until("the end of the run", lambda: stack.state(longer) == "succeeded", 2 * WAIT_S)
     assert pods.replicas() == {"flotilla-generator-6f7-c", "flotilla-reward-5d9-b"}
-    verdict = check(stack.directory / "ledger.sqlite", longer["run_id"])
-    assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+    assert_accounted_for(stack, longer["run_id"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 
 from flotilla_cli.options import RUN_FAILED
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_testing.runs import ppo_run
 from flotilla_testing.stack import Stack
@@ -28,8 +28,7 @@ def test_policy_and_critic_learn_side_by_side_and_lie_in_one_checkpoint(
         assert line["critic/explained_variance"] <= 1
     # The head of a critic of a language model says nothing at first, and something after its first update.
     assert first["critic/value_mean"] == 0 != second["critic/value_mean"]
-    verdict = check(gangs.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed, str(verdict)
+    verdict = assert_accounted_for(gangs, run["run_id"])
     assert verdict.trained == 16 and verdict.dropped == {"critic_only": 8}
     assert {"trainer", "critic"} <= {one["name"] for one in gangs.ok("ps")["processes"]}
     assert gangs.flotilla("logs", "critic", "-n", "1").code == 0

@@ -10,21 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
+from accounts import assert_accounted_for
 
 from flotilla_client import SyncClient
-from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.errors import Cancelled, FailedPrecondition, FlotillaError, InvalidRequest, NotFinite
 from flotilla_core.version import Version
+from flotilla_testing.runs import LEARNS, MADE_UP, QUICK, any_reward, example_rows, run_on, written
 from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/custom_loop/grpo.py"
-# Made-up samples are never right: any number that differs between them gives gradients.
-REWARD = "def reward(prompt, response, answer, info):\n    return float(sum(map(ord, response)) % 7)\n"
 
 
 @pytest.fixture
@@ -35,24 +33,15 @@ def client(gangs: Stack) -> Iterator[SyncClient]:
 
 @pytest.fixture
 def run_file(arithmetic: Path, tmp_path: Path) -> Path:
-    reward = tmp_path / "reward.py"
-    reward.write_text(REWARD)
-    run: dict[str, Any] = {
-        "name": "own",
-        "steps": 3,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {"samples_per_prompt": 4, "sampling": {"max_response_tokens": 6}},
-        "rewards": [{"reward": f"{reward}:reward"}],
-        "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
+    sections = {
+        "rewards": any_reward(tmp_path),
+        "optimizer": LEARNS,
         "evaluation": {"data": str(arithmetic / "data" / "heldout.jsonl"), "max_prompts": 8},
-        # The simulated engine's log-probabilities are not those of any policy.
-        "weights": {"canary": {"prompts": 0}},
-        "algorithm": {"correction": {"warn_at": None, "fail_at": None}},
-        "export_final": False,
+        "algorithm": MADE_UP,
     }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    run = run_on(example_rows(arithmetic), "own", 3, **sections, **QUICK)
+    del run["rollout"]["prompts_per_step"]  # the loop itself says how many it wants
+    return written(tmp_path, run)
 
 
 def ended(gangs: Stack, run_id: str) -> dict[str, Any]:
@@ -81,8 +70,7 @@ def test_the_example_trains_and_leaves_what_a_run_leaves(gangs: Stack, run_file:
     lines = gangs.metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["grad_norm"] > 0 and line["reward/std"] > 0 for line in lines)
-    verdict = check(gangs.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed, verdict
+    verdict = assert_accounted_for(gangs, run["run_id"])
     assert verdict.trained == verdict.admitted == 3 * 4 * 4
     assert len(list(RunDirectory(directory).read_samples())) == 3 * 4 * 4
 
@@ -130,8 +118,7 @@ def test_the_primitives_act_once_and_say_what_is_wrong(
             client.start_run(run_file)
     run = ended(gangs, run_id)
     assert run["state"] == "succeeded"
-    verdict = check(gangs.directory / "ledger.sqlite", run_id)
-    assert verdict.passed, verdict
+    assert_accounted_for(gangs, run_id)
     with pytest.raises(FailedPrecondition, match="takes no calls"):
         loop.prompts(1)
 
@@ -170,4 +157,4 @@ def test_the_loss_of_the_trainer_ends_the_loop_which_goes_on_from_its_checkpoint
         again.forward_backward(again.sample(again.prompts(2), 2))
         assert again.optim_step().version == Version(1, 2)
     assert ended(gangs, loop.run_id)["state"] == "succeeded"
-    assert check(gangs.directory / "ledger.sqlite", loop.run_id).passed
+    assert_accounted_for(gangs, loop.run_id)

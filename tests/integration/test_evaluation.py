@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_data.samples import read_samples
+from flotilla_testing.runs import QUICK, run_on, written
 from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(240)
@@ -29,19 +28,15 @@ def run_file(tmp_path: Path) -> Path:
     sums = [{"prompt": f"{a}+11=", "answer": str(a + 11), "level": a % 2} for a in range(10, 40)]
     for name, rows in (("train", sums[:20]), ("easy", sums[20:25]), ("hard", sums[25:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    description: dict[str, Any] = {
-        "name": "evaluated",
-        "seed": 7,
-        "steps": 2,
-        "data": {"train": str(tmp_path / "train.jsonl")},
-        "algorithm": {"type": "grpo", "correction": {"fail_at": None}},
-        "rewards": [{"reward": f"{tmp_path / 'rewards.py'}:graded"}],
-        "rollout": {
-            "prompts_per_step": 2,
-            "samples_per_prompt": 2,
-            "sampling": {"max_response_tokens": 12},
-        },
-        "evaluation": {
+    run = run_on(
+        tmp_path / "train.jsonl",
+        "evaluated",
+        2,
+        (2, 2, 12),
+        seed=7,
+        algorithm={"type": "grpo", "correction": {"fail_at": None}},
+        rewards=[{"reward": f"{tmp_path / 'rewards.py'}:graded"}],
+        evaluation={
             "every_steps": 1,
             "success_at": 0.5,
             "data": [
@@ -53,13 +48,10 @@ def run_file(tmp_path: Path) -> Path:
                 for name, drawn, temperature in SETS
             ],
         },
-        "checkpoint": {"every_steps": 1, "keep": 1, "best_by": "eval/hard/reward_mean"},
-        "weights": {"canary": {"prompts": 0}},
-        "export_final": False,
-    }
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(description))
-    return file
+        checkpoint={"every_steps": 1, "keep": 1, "best_by": "eval/hard/reward_mean"},
+        **QUICK,
+    )
+    return written(tmp_path, run)
 
 
 def test_an_evaluation_without_a_trainer_equals_that_of_the_run(

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
-from flotilla_testing.runs import small_run
+from flotilla_testing.runs import example_rows, run_on, small_run, written
 from flotilla_testing.stack import Stack, running_stack, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,32 +25,21 @@ CANARY = (
 @pytest.fixture(scope="module")
 def finished_run(stack: Stack, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Three GRPO steps with the full canary, shared by the tests that only look at the result."""
-    file = tmp_path_factory.mktemp("run") / "run.yaml"
-    file.write_text(
-        json.dumps(
-            {
-                "name": "three-steps",
-                "steps": 3,
-                "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-                "rollout": {
-                    "prompts_per_step": PROMPTS,
-                    "samples_per_prompt": SAMPLES,
-                    "sampling": {"max_response_tokens": 6},
-                },
-                "rewards": [{"reward": "exact"}],
-                "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant"},
-                "evaluation": {"data": str(arithmetic / "data" / "heldout.jsonl"), "max_prompts": PROMPTS},
-            }
-        )
+    run = run_on(
+        example_rows(arithmetic),
+        "three-steps",
+        3,
+        (PROMPTS, SAMPLES, 6),
+        optimizer={"learning_rate": 1.0e-4, "schedule": "constant"},
+        evaluation={"data": str(arithmetic / "data" / "heldout.jsonl"), "max_prompts": PROMPTS},
     )
-    run = stack.run(file, *CANARY)
+    run = stack.run(written(tmp_path_factory.mktemp("run"), run), *CANARY)
     assert run["state"] == "succeeded", run["reason"]
     return run
 
 
 def test_three_grpo_steps_account_for_every_sample(stack: Stack, finished_run: dict) -> None:
-    verdict = check(stack.directory / "ledger.sqlite", finished_run["run_id"])
-    assert verdict.passed, str(verdict)
+    verdict = assert_accounted_for(stack, finished_run["run_id"])
     assert verdict.trained == 3 * PROMPTS * SAMPLES
 
 
@@ -115,7 +104,7 @@ def test_staleness_one_overlaps_and_stays_within_the_bound(stack: Stack, run_fil
     steps = stack.metrics(run)
     assert next(step["staleness/max"] for step in steps) == 0
     assert max(step["staleness/max"] for step in steps) == 1
-    assert check(stack.directory / "ledger.sqlite", run["run_id"]).passed
+    assert_accounted_for(stack, run["run_id"])
 
 
 def test_killed_coordinator_leaves_a_timeline_and_a_fleet_that_goes_on(
@@ -132,7 +121,7 @@ def test_killed_coordinator_leaves_a_timeline_and_a_fleet_that_goes_on(
 
     wait_until("the coordinator's return", stack.answers, 60)
     assert stack.ok("run", "show", run["run_id"])["state"] == "failed"
-    assert check(stack.directory / "ledger.sqlite", run["run_id"]).passed
+    assert_accounted_for(stack, run["run_id"])
     after = stack.run(run_file)
     assert after["state"] == "succeeded", after["reason"]
 

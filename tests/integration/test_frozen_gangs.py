@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
+from flotilla_testing.runs import LEARNS, MADE_UP, QUICK, run_on, written
 from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(300)
@@ -24,30 +23,18 @@ def run_file(arithmetic: Path, tmp_path: Path) -> Path:
     named = [{**json.loads(row), "domain": name} for row, name in zip(rows, names, strict=False)]
     data = tmp_path / "domains.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in named))
-    run: dict[str, Any] = {
-        "name": "distil",
-        "steps": 2,
-        "data": {"train": str(data), "order": "as_written"},
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 2,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
-        "algorithm": {
-            "type": "distillation",
-            "advantage": {"teachers": {"math": 1, "code": 1}, "teacher_field": "domain"},
-            "kl": {"placement": "loss", "reference": "service"},
-            "teacher": {"top_k": 8, "divergence": "reverse"},
-            # The simulated engine's log-probabilities are not those of any policy: most ratios would be clipped.
-            "correction": {"proximal": "trainer", "warn_at": None, "fail_at": None},
-        },
-        "weights": {"canary": {"prompts": 0}},
-        "export_final": False,
+    algorithm = {
+        "type": "distillation",
+        "advantage": {"teachers": {"math": 1, "code": 1}, "teacher_field": "domain"},
+        "kl": {"placement": "loss", "reference": "service"},
+        "teacher": {"top_k": 8, "divergence": "reverse"},
+        # Most ratios of the simulated engine's log-probabilities would be clipped.
+        "correction": {"proximal": "trainer", **MADE_UP["correction"]},
     }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    run = run_on(data, "distil", 2, (4, 2, 6), optimizer=LEARNS, algorithm=algorithm, **QUICK)
+    run["data"]["order"] = "as_written"
+    del run["rewards"]
+    return written(tmp_path, run)
 
 
 def test_a_student_learns_from_the_teacher_of_each_prompt_near_a_reference_without_a_reward(
@@ -68,5 +55,5 @@ def test_a_student_learns_from_the_teacher_of_each_prompt_near_a_reference_witho
     # The student is its teachers' equal at first.
     first, second = (line["teacher/divergence"] for line in gangs.metrics(run))
     assert abs(first) < 1e-6 < second
-    verdict = check(gangs.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed and not verdict.dropped, str(verdict)
+    verdict = assert_accounted_for(gangs, run["run_id"])
+    assert not verdict.dropped, str(verdict)

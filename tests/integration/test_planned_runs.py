@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.plan import plan_run
 from flotilla_core.config import RunConfig, StackConfig, load
+from flotilla_testing.runs import QUICK, run_on, written
 from flotilla_testing.stack import Stack
 
 pytestmark = pytest.mark.timeout(180)
@@ -47,38 +47,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def description(data: Path, row: tuple[str, int, int, int, int, int, int, int, int]) -> dict[str, Any]:
     algorithm, steps, prompts, samples, response, budget, evaluate, checkpoint, staleness = row
     lora = {"lora": {"rank": 16, "alpha": 32}} if algorithm == "lora" else {}
-    return {
-        "name": "planned",
-        "steps": steps,
-        "data": {"train": str(data / "train.jsonl")},
-        "algorithm": {"type": "grpo" if lora else algorithm, **({} if algorithm == "sft" else MADE_UP)},
+    held_out = str(data / "held-out.jsonl")
+    return run_on(
+        data / "train.jsonl",
+        "planned",
+        steps,
+        (prompts, samples, response),
+        algorithm={"type": "grpo" if lora else algorithm, **({} if algorithm == "sft" else MADE_UP)},
         **lora,
-        "rewards": [{"reward": "exact"}],
-        "rollout": {
-            "prompts_per_step": prompts,
-            "samples_per_prompt": samples,
-            "max_staleness": staleness,
-            "sampling": {"max_response_tokens": response},
-        },
-        "batching": {"tokens_per_microbatch": budget},
-        "evaluation": {
-            "data": str(data / "held-out.jsonl"),
-            "every_steps": evaluate,
-            "max_response_tokens": 2,
-        },
-        "checkpoint": {"every_steps": checkpoint, "keep": 1000},
-        "weights": {"canary": {"prompts": 0}},
-        "optimizer": {"schedule": "constant", "warmup_updates": 0},
-        "export_final": False,
-    }
+        rollout={"max_staleness": staleness},
+        batching={"tokens_per_microbatch": budget},
+        evaluation={"data": held_out, "every_steps": evaluate, "max_response_tokens": 2},
+        checkpoint={"every_steps": checkpoint, "keep": 1000},
+        optimizer={"schedule": "constant", "warmup_updates": 0},
+        **QUICK,
+    )
 
 
 @pytest.mark.parametrize("row", AWKWARD, ids=lambda row: "-".join(map(str, row)))
 def test_a_run_is_what_its_plan_says(
     gangs: Stack, data: Path, tmp_path: Path, row: tuple[str, int, int, int, int, int, int, int, int]
 ) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(description(data, row)))
+    file = written(tmp_path, description(data, row))
     plan = plan_run(load(RunConfig, [file]), load(StackConfig, [gangs.file]))
     assert not plan.errors
     planned = {line.name: line.value for line in plan.lines}
@@ -112,8 +102,7 @@ def test_a_step_draws_no_more_prompts_than_its_plan_says(gangs: Stack, data: Pat
     run["rollout"]["over_issue"] = 0.4
     run["data"]["train"] = [{"path": str(data / f"{name}.jsonl")} for name in ("train", "held-out")]
     run["evaluation"] |= {"samples_per_prompt": 3, "temperature": 1.0}
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(run))
+    file = written(tmp_path, run)
     plan = plan_run(load(RunConfig, [file]), load(StackConfig, [gangs.file]))
     planned = {line.name: line.value for line in plan.lines}
     assert planned["prompts drawn for a step"] == "at most 6"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from flotilla_testing.runs import QUICK, example_rows, run_on, written
 from flotilla_testing.stack import Stack, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -42,37 +42,20 @@ def test_generators_come_where_the_trainer_waits_and_go_where_they_do(
     fleet: Stack, arithmetic: Path, tmp_path: Path
 ) -> None:
     def started(name: str, tokens: int) -> dict[str, Any]:
-        run = {
-            "name": name,
-            "steps": 1000,
-            "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-            "rollout": {
-                "prompts_per_step": 2,
-                "samples_per_prompt": 2,
-                "sampling": {"max_response_tokens": tokens, "min_response_tokens": tokens},
-            },
-            "rewards": [{"reward": "exact"}],
-            "weights": {"canary": {"prompts": 0}},
-            "export_final": False,
-        }
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(run))
-        return fleet.ok("run", "start", str(file))
-
-    def stopped(run: dict[str, Any]) -> None:
-        fleet.ok("run", "stop", run["run_id"])
-        wait_until("the end", lambda: fleet.state(run) == "stopped", WAIT_S)
+        exactly = {"sampling": {"max_response_tokens": tokens, "min_response_tokens": tokens}}
+        run = run_on(example_rows(arithmetic), name, 1000, (2, 2, tokens), rollout=exactly, **QUICK)
+        return fleet.ok("run", "start", str(written(tmp_path, run)))
 
     long = started("long", LONG)
     wait_until("one generator more", lambda: generators(fleet) == ["generator-0", "generator-1"], WAIT_S)
     assert "autoscale: 1 -> 2 generators" in notices(long)
-    stopped(long)
+    fleet.stop_run(long, WAIT_S)
     assert max(step["idle/trainer"] for step in fleet.metrics(long)) > WAITS
 
     short = started("short", SHORT)
     wait_until("one generator fewer", lambda: generators(fleet) == ["generator-0"], WAIT_S)
     assert "autoscale: 2 -> 1 generators" in notices(short)
-    stopped(short)
+    fleet.stop_run(short, WAIT_S)
     assert max(step["idle/generators"] for step in fleet.metrics(short)) > 0.5
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import Verdict, check
+from flotilla_coordinator.ledger.checker import Verdict
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_testing.many_syncs import MID_SYNC, Seen, one_in_ten, sync_figures, watch_syncs
-from flotilla_testing.stack import Stack, light_stack, running_stack, wait_until
+from flotilla_testing.runs import example_rows, run_on, written
+from flotilla_testing.stack import Stack, light_stack, running_stack
 
 SYNCS = int(os.environ.get("FLOTILLA_LOAD_SYNCS", "1000"))
 VLLM_KILLS = int(os.environ.get("FLOTILLA_LOAD_KILLS", "5"))
@@ -86,34 +87,17 @@ async def _run(
     """Sync so often with rollouts going on meanwhile; then stop and judge the ledger."""
     run = stack.ok("run", "start", str(_run_file(arithmetic, folder, more)))
     seen = await watch_syncs(stack, syncs, LIMIT_S, kills)
-    stack.ok("run", "stop", run["run_id"])
-    wait_until("the end of the run", lambda: stack.ok("run", "show", run["run_id"])["state"] == "stopped", 90)
-    verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
-    assert verdict.passed, str(verdict)
-    return run, seen, verdict
+    stack.stop_run(run, 90)
+    return run, seen, assert_accounted_for(stack, run["run_id"])
 
 
 def _run_file(arithmetic: Path, folder: Path, more: dict[str, Any]) -> Path:
-    run: dict[str, Any] = {
-        "name": "many-syncs",
-        "steps": 20_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": PROMPTS,
-            "samples_per_prompt": SAMPLES,
-            "max_staleness": 1,
-            "sampling": {"max_response_tokens": 12},
-        },
-        "rewards": [{"reward": "exact"}],
-        # Decay, so that a batch that teaches nothing makes another version, too.
-        "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant", "weight_decay": 0.1},
-        "checkpoint": {"every_steps": 0},
-        "export_final": False,
-        **more,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    # Decay, so that a batch that teaches nothing makes another version, too.
+    optimizer = {"learning_rate": 1.0e-4, "schedule": "constant", "weight_decay": 0.1}
+    sections = {"optimizer": optimizer, "checkpoint": {"every_steps": 0}, "export_final": False, **more}
+    sizes, rollout = (PROMPTS, SAMPLES, 12), {"max_staleness": 1}
+    run = run_on(example_rows(arithmetic), "many-syncs", 20_000, sizes, rollout=rollout, **sections)
+    return written(folder, run)
 
 
 def _report(

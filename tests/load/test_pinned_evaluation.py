@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
+from flotilla_testing.runs import QUICK, example_rows, run_on, written
 from flotilla_testing.stack import light_stack
 
 pytestmark = pytest.mark.timeout(180)
@@ -18,31 +18,14 @@ EVALUATION_TOKENS = 50
 
 
 def test_training_goes_on_while_one_of_two_generators_is_asked(arithmetic: Path, tmp_path: Path) -> None:
-    run_file = tmp_path / "run.yaml"
-    run_file.write_text(
-        yaml.safe_dump(
-            {
-                "name": "pinned",
-                "steps": STEPS,
-                "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-                "rollout": {
-                    "prompts_per_step": 4,
-                    "samples_per_prompt": 2,
-                    "sampling": {"max_response_tokens": 1},
-                },
-                "rewards": [{"reward": "exact"}],
-                "evaluation": {
-                    "data": str(arithmetic / "data" / "heldout.jsonl"),
-                    "max_prompts": 4,
-                    "max_response_tokens": EVALUATION_TOKENS,
-                    "pinned": True,
-                },
-                "weights": {"canary": {"prompts": 0}},
-                "checkpoint": {"every_steps": 0},
-                "export_final": False,
-            }
-        )
-    )
+    evaluation = {
+        "data": str(arithmetic / "data" / "heldout.jsonl"),
+        "max_prompts": 4,
+        "max_response_tokens": EVALUATION_TOKENS,
+        "pinned": True,
+    }
+    sections = {"evaluation": evaluation, "checkpoint": {"every_steps": 0}, **QUICK}
+    run_file = written(tmp_path, run_on(example_rows(arithmetic), "pinned", STEPS, (4, 2, 1), **sections))
     sim = {"seconds_per_token": SECONDS_PER_TOKEN, "response_tokens": 1000}
     with light_stack(arithmetic / "model", tmp_path, sim=sim, replicas=2) as stack:
         run = stack.run(run_file)

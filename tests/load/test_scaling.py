@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from accounts import assert_accounted_for
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_core.rpc import unary
+from flotilla_testing.runs import example_rows, run_on, written
 from flotilla_testing.stack import Stack, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(1800)
@@ -66,14 +66,10 @@ async def test_throughput_follows_the_number_of_generators_and_no_sample_is_lost
         run = stack.ok("run", "start", str(_run_file(arithmetic, tmp_path)))
         wait_until("the first step", lambda: bool(stack.metrics(run)), LIMIT_S)
         changes = [await _change(stack, run, size) for _ in range(ROUNDS) for size in SIZES]
-        stack.ok("run", "stop", run["run_id"])
-        wait_until(
-            "the end", lambda: stack.ok("run", "show", run["run_id"])["state"] == "stopped", LIMIT_S, 1.0
-        )
-        verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
+        stack.stop_run(run, LIMIT_S)
+        verdict = assert_accounted_for(stack, run["run_id"])
     with capsys.disabled():
         sys.stdout.write("\n  " + "\n  ".join(map(str, [*changes, verdict])) + "\n")
-    assert verdict.passed, str(verdict)
     assert set(verdict.dropped) <= {DropReason.RUN_ENDED}, "nothing else was lost"
     assert max(change.follows_s for change in changes) <= FOLLOWS_WITHIN_S
 
@@ -120,21 +116,14 @@ def _rate(ends: list[float], since: float) -> float:
 
 
 def _run_file(arithmetic: Path, folder: Path) -> Path:
-    run: dict[str, Any] = {
-        "name": "scaling",
-        "steps": 20_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": PROMPTS,
-            "samples_per_prompt": SAMPLES,
-            "max_staleness": MAX_STALENESS,
-            "sampling": {"max_response_tokens": 12},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}, "timeout_s": 20},
-        "checkpoint": {"every_steps": 0},
-        "export_final": False,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    run = run_on(
+        example_rows(arithmetic),
+        "scaling",
+        20_000,
+        (PROMPTS, SAMPLES, 12),
+        rollout={"max_staleness": MAX_STALENESS},
+        weights={"canary": {"prompts": 0}, "timeout_s": 20},
+        checkpoint={"every_steps": 0},
+        export_final=False,
+    )
+    return written(folder, run)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.many_syncs import watch_syncs
+from flotilla_testing.runs import example_rows, run_on, written
 from flotilla_testing.stack import Stack, light_stack, wait_until
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,11 +24,9 @@ async def test_twenty_syncs_with_receivers_that_die_lose_no_sample(arithmetic: P
     with light_stack(arithmetic / "model", tmp_path, replicas=2, sim=sim) as stack:
         run = stack.ok("run", "start", str(_endless_run(arithmetic, tmp_path)))
         seen = await watch_syncs(stack, SYNCS, LIMIT_S, KILLS)
-        stack.ok("run", "stop", run["run_id"])
-        wait_until("the end", lambda: stack.ok("run", "show", run["run_id"])["state"] == "stopped", 60)
-        verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
+        stack.stop_run(run, 60)
+        assert_accounted_for(stack, run["run_id"])
     assert len(seen.kills) == len(KILLS)
-    assert verdict.passed, str(verdict)
 
 
 def test_a_late_joiner_serves_while_the_rollouts_of_the_others_still_run(
@@ -55,20 +53,6 @@ def _serving(stack: Stack) -> set[str]:
 
 
 def _endless_run(arithmetic: Path, folder: Path) -> Path:
-    run = {
-        "name": "syncs",
-        "steps": 100_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 8,
-            "samples_per_prompt": 4,
-            "max_staleness": 1,
-            "sampling": {"max_response_tokens": 12},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}, "timeout_s": 20},
-        "export_final": False,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    weights = {"canary": {"prompts": 0}, "timeout_s": 20}
+    sections = {"rollout": {"max_staleness": 1}, "weights": weights, "export_final": False}
+    return written(folder, run_on(example_rows(arithmetic), "syncs", 100_000, (8, 4, 12), **sections))

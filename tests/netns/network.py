@@ -66,27 +66,27 @@ class Unit:
         self._name = name
         self._command = command
         self._environment = environment
-        self._stopping = threading.Event()
+        self.stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._keep, name=f"unit {name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the command in order, and start it no more."""
-        self._stopping.set()
+        self.stopping.set()
         process = self._process
         if process is not None and process.poll() is None:
             process.terminate()
         self._thread.join(60)
 
     def _keep(self) -> None:
-        while not self._stopping.is_set():
+        while not self.stopping.is_set():
             with self._host.log(self._name).open("ab") as log:
                 self._process = self._host.popen(self._command, self._environment, log)
-                if self._stopping.is_set():
+                if self.stopping.is_set():
                     self._process.terminate()
                 self._process.wait()
-            self._stopping.wait(RESTART_S)
+            self.stopping.wait(RESTART_S)
 
 
 class Host:
@@ -293,7 +293,7 @@ class Network:
         """End what runs on the hosts, and remove them."""
         for host in self.hosts.values():
             for unit in host.units.values():
-                unit._stopping.set()
+                unit.stopping.set()
         for host in self.hosts.values():
             if host.units:
                 host.kill()

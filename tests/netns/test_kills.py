@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 from netns.network import HOSTS, Network, network, why_not
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.runs import REWARD, live_checks, small_run
 from flotilla_testing.stack import BOOTED_WITHIN_S, wait_until
 
@@ -104,8 +104,7 @@ def test_ten_kills_of_whole_hosts_cost_nothing(
         wait("a last step that is still ahead", run.told_its_end, ANSWERS_WITHIN_S)
         wait("the end of the run", lambda: run.state not in ("", "running"), ENDS_WITHIN_S)
         assert run.state == "succeeded", made.hosts["one"].log("launcher").read_text()[-4000:]
-        verdict = check(made.stack.directory / "ledger.sqlite", run.run["run_id"])
-        assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+        verdict = assert_accounted_for(made.stack, run.run["run_id"])
         found = live_checks(run.metrics[struck + 1 :])
         assert len(found) > 1, "each version is compared, also after the last kill"
     tell(capsys, f"canary after the last kill: {len(found)} checks, differences up to {max(found):.1e}")

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 from netns.network import PORTS, SERVICES, Network, network, why_not
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.trust import write_secret
 from flotilla_core.trust.authority import AUTHORITY_FILE
 from flotilla_core.trust.certificates import Authority, text_of
@@ -88,8 +88,7 @@ def test_doctor_passes_on_each_host_and_a_run_loses_nothing(three_hosts: Network
     assert ended.code == 0, ended.err
     finished = ended.json
     assert finished["state"] == "succeeded", finished
-    verdict = check(three_hosts.stack.directory / "ledger.sqlite", finished["run_id"])
-    assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+    assert_accounted_for(three_hosts.stack, finished["run_id"])
     ports = range(*map(int, PORTS.split("-")))
     for name, process in three_hosts.ps().items():
         assert int(process["address"].rpartition(":")[2]) in ports, f"{name}: {process['address']}"

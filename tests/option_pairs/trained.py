@@ -13,13 +13,13 @@ from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.batch.update_batch import UpdateBatch
-from flotilla_trainer.front.prepared_update import score_squares
+from flotilla_trainer.front.updates import score_squares
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.objective.value import ValueUpdate
 from flotilla_trainer.rank.objective import Objective, rank_objective
-from flotilla_trainer.rank.update_metrics import metrics_of_steps, objective_metrics
+from flotilla_trainer.rank.update import metrics_of_steps, objective_metrics
 from flotilla_trainer.wire.objective import ObjectiveSettings
 from option_pairs.made import Made
 from option_pairs.scenes import SCENES, Drawn, chosen, part_of, read_batch, scores

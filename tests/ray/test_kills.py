@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.chaos_run import ChaosRun
 from flotilla_testing.placed_stacks import READY_S, assert_files_are_gone, described
@@ -98,8 +98,7 @@ def test_ten_kills_of_whole_machines_cost_nothing(arithmetic: Path, tmp_path: Pa
             ends(run)
             assert state(run) == "succeeded"
             assert {"head", "trainer"} <= hit, f"seed {seed} hit only {sorted(hit)}"
-            verdict = check(stack.directory / "ledger.sqlite", run.run_id)
-            assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
+            verdict = assert_accounted_for(stack, run.run_id)
             logger.warning(str(verdict))
             assert stack.ok("down")["stopped"]
             cluster.assert_nothing_is_left(stack)

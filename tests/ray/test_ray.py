@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_testing.chaos_run import ChaosRun
 from flotilla_testing.placed_stacks import (
     AGENT,
@@ -107,8 +107,7 @@ def test_a_killed_machine_moves_its_replica_and_the_run_loses_nothing(
                 wait_until("the replica in the run again", lambda: len(run.serving()) == 2, MOVED_S)
                 ended = run.ends_by_itself()
             assert set(states(stack).values()) == {"ready"}
-            verdict = check(stack.directory / "ledger.sqlite", ended.run_id)
-            assert verdict.passed, str(verdict)
+            verdict = assert_accounted_for(stack, ended.run_id)
             assert verdict.trained == 16 * ended.step
             assert '"event": "ready"' in stack.flotilla("logs", "generator-1").out
             assert "tending" in stack.flotilla("logs", "launcher-generator-1").out
@@ -155,8 +154,7 @@ def test_a_trainer_on_two_machines_loses_one_and_an_agent_and_the_run_loses_noth
                 assert cluster.machine(stack, "trainer") == front, "what was not lost stays where it is"
                 ended = run.ends_by_itself()
             wait_until("all services ready", lambda: set(states(stack).values()) == {"ready"})
-            verdict = check(stack.directory / "ledger.sqlite", ended.run_id)
-            assert verdict.passed and verdict.lost == 0, str(verdict)
+            verdict = assert_accounted_for(stack, ended.run_id)
             assert verdict.trained == 16 * ended.step
             assert '"event": "ready"' in stack.flotilla("logs", AGENT).out
 
@@ -184,8 +182,7 @@ def test_the_arithmetic_example_runs_to_its_end_on_two_machines(arithmetic: Path
             assert cluster.machine(stack, "trainer") != cluster.machine(stack, "generator-0")
             run = stack.run(small_run(arithmetic, tmp_path / "run.yaml"), timeout_s=400)
             assert run["state"] == "succeeded"
-            verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
-            assert verdict.passed, str(verdict)
+            assert_accounted_for(stack, run["run_id"])
 
 
 def test_actors_are_found_by_other_shells_and_come_back_where_they_were_killed(

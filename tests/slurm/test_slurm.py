@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from accounts import assert_accounted_for
 from slurm.cluster import Cluster, reason_to_skip, running_cluster
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.state import read_json
 from flotilla_testing.chaos_run import ChaosRun
@@ -97,8 +97,7 @@ def test_a_cancelled_component_of_a_generator_costs_a_replica_and_not_the_run(
             assert set(states(stack).values()) == {"ready"}
             wait_until("the new replica in the run", lambda: len(run.serving()) == 2, 60.0)
             ended = run.ends_by_itself()
-        verdict = check(stack.directory / "ledger.sqlite", ended.run_id)
-        assert verdict.passed, str(verdict)
+        verdict = assert_accounted_for(stack, ended.run_id)
         assert verdict.trained == 16 * ended.step
         assert '"event": "ready"' in stack.flotilla("logs", "generator-1").out
         assert "tending" in stack.flotilla("logs", "launcher-head").out
@@ -138,8 +137,7 @@ def test_a_trainer_on_two_nodes_loses_an_agent_and_its_component_and_the_run_los
             goes_on_after("its component was cancelled", run, 2)
             ended = run.ends_by_itself()
         assert set(states(stack).values()) == {"ready"}
-        verdict = check(stack.directory / "ledger.sqlite", ended.run_id)
-        assert verdict.passed and verdict.lost == 0, str(verdict)
+        verdict = assert_accounted_for(stack, ended.run_id)
         assert verdict.trained == 16 * ended.step
         assert '"event": "ready"' in stack.flotilla("logs", AGENT).out
 
@@ -161,8 +159,7 @@ def test_a_lost_node_ends_the_job_and_the_run_is_resumed_on_the_nodes_that_are_l
             stack.ok("run", "resume", run.run_id)
             goes_on_after("a node was lost", run, 1)
             ended = run.ends_by_itself()
-        verdict = check(stack.directory / "ledger.sqlite", ended.run_id)
-        assert verdict.passed and verdict.lost == 0, str(verdict)
+        verdict = assert_accounted_for(stack, ended.run_id)
         assert verdict.trained == 16 * ended.step
 
 
@@ -180,8 +177,7 @@ def test_the_arithmetic_example_runs_to_its_end_on_two_nodes(arithmetic: Path, t
         assert_runs_its_plan(stack, "slurm")
         run = stack.run(small_run(arithmetic, tmp_path / "run.yaml"), timeout_s=400)
         assert run["state"] == "succeeded"
-        verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
-        assert verdict.passed, str(verdict)
+        assert_accounted_for(stack, run["run_id"])
         timeline = tmp_path / "timeline.json"
         stack.ok("timeline", run["run_id"], "-o", str(timeline))
         assert {"generator-0", "trainer", "coordinator"} <= set(

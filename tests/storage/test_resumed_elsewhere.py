@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from flotilla_coordinator.ledger.checker import check
+from flotilla_testing.runs import QUICK, example_rows, run_on, written
 
 pytest.importorskip("torch", reason="fleets need the whole environment: make test-storage")
 
@@ -23,23 +23,9 @@ WAIT_S = 180.0
 
 
 def run_file(arithmetic: Path, folder: Path, copy_to: str) -> Path:
-    run = {
-        "name": "copied",
-        "steps": 40,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 2,
-            "samples_per_prompt": 2,
-            "sampling": {"max_response_tokens": 4},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}},
-        "checkpoint": {"every_steps": 2, "keep": 1, "copy_to": copy_to},
-        "export_final": False,
-    }
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(run))
-    return file
+    checkpoint = {"every_steps": 2, "keep": 1, "copy_to": copy_to}
+    run = run_on(example_rows(arithmetic), "copied", 40, (2, 2, 4), checkpoint=checkpoint, **QUICK)
+    return written(folder, run)
 
 
 def whole(copies: Path) -> list[str]:
@@ -59,8 +45,7 @@ def test_a_run_goes_on_from_its_copy_on_another_host(arithmetic: Path, tmp_path:
         run = stack.ok("run", "start", str(run_file(arithmetic, tmp_path, f"file://{bucket}")))
         copies = bucket / run["run_id"]
         wait_until("a whole copy", lambda: len(whole(copies)) > 0, WAIT_S)
-        stack.ok("run", "stop", run["run_id"])
-        wait_until("the end", lambda: stack.state(run) == "stopped", WAIT_S)
+        stack.stop_run(run, WAIT_S)
         newest = whole(copies)[-1]
         assert (
             newest == sorted(path.name for path in Path(run["directory"], "checkpoints").glob("step-*"))[-1]

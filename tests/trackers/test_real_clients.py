@@ -23,7 +23,8 @@ import zstandard
 from flotilla_coordinator.records import directory as records
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.config import RunConfig, load_text
-from flotilla_trackers.follow import TrackerProcess, tracker_errors
+from flotilla_trackers.environment import tracker_errors
+from flotilla_trackers.follow import TrackerProcess
 
 pytestmark = pytest.mark.timeout(300)
 

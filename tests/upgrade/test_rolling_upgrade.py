@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accounts import assert_accounted_for
 
-from flotilla_coordinator.ledger.checker import check
 from flotilla_core.protocol import PROTOCOL_VERSION, major_of
 from flotilla_testing.extra_generator import NAME as EXTRA
 from flotilla_testing.extra_generator import extra_generator
@@ -95,11 +95,8 @@ def running(stack: Stack) -> Iterator[dict[str, Any]]:
         wait_until("two steps", lambda: len(stack.metrics(run)) > 2, WAIT_S)
         yield run
     finally:
-        stack.ok("run", "stop", run["run_id"])
-        wait_until("the end", lambda: stack.state(run) == "stopped", WAIT_S)
-    verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
-    sys.stdout.write(f"\n{verdict}\n")
-    assert verdict.passed and verdict.lost == verdict.trained_twice == 0
+        stack.stop_run(run, WAIT_S)
+    sys.stdout.write(f"\n{assert_accounted_for(stack, run['run_id'])}\n")
     assert [text for text in notices(run) if "waiting for" in text] == []
 
 

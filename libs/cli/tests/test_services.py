@@ -25,8 +25,8 @@ from flotilla_cli.processes import (
 )
 from flotilla_cli.replicas import replica_json
 from flotilla_core.errors import NotFound
-from flotilla_launch import client as launcher_client
 from flotilla_launch import launcher as launchers
+from flotilla_launch import state as launcher_state
 from flotilla_launch.client import LauncherClient
 from flotilla_testing.session_specs import as_struct
 
@@ -187,7 +187,7 @@ def test_drain_ends_no_service_that_a_launcher_would_start_again(
     async def list_processes(self: LauncherClient) -> ListResponse:
         return ListResponse(processes=[process])
 
-    for module, name in ((launcher_client, "find"), (launchers, "require")):
+    for module, name in ((launcher_state, "find"), (launchers, "require")):
         monkeypatch.setattr(module, name, lambda paths: SimpleNamespace(socket="/nowhere"))
     monkeypatch.setattr(LauncherClient, "state", list_processes)
     ended, _, err = flotilla("drain", "reward-7")

@@ -47,6 +47,6 @@ def test_the_fleet_of_an_evaluation_has_no_trainer_to_sleep_for(
     stack = StackConfig.model_validate(
         {"model": model, "placement": "colocated", "state_dir": tmp_path / "state", "generator": generator}
     )
-    fleet = evaluate._fleet(stack, evaluate.Subject(model, "run", Version(0, 1), ""))
+    fleet = evaluate.fleet_for(stack, evaluate.Subject(model, "run", Version(0, 1), ""))
     assert load_text(StackConfig, dump_yaml(fleet)) == fleet, "as the launcher reads it"
     assert not fleet.generator.sleep_while_training

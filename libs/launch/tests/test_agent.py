@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from urllib.parse import urlsplit
@@ -16,8 +18,10 @@ from flotilla_core.config import StackConfig, dump_yaml
 from flotilla_core.errors import FailedPrecondition, Unavailable
 from flotilla_core.files import make_private_folder
 from flotilla_launch.agent import Agent, read_endpoints
+from flotilla_launch.child import Child
 from flotilla_launch.slurm.job import SlurmNodes
 from flotilla_launch.state import PlacedFile, read_json, write_json
+from flotilla_launch.table import NATS
 from flotilla_testing.credentials import credential
 
 MARK = "1a2b"
@@ -115,13 +119,13 @@ async def test_replicas_of_a_node_come_and_go(stacks) -> None:
 async def test_a_placement_that_cannot_be_read_for_a_moment_ends_no_node(stacks) -> None:
     placement = Placement(stacks)
     agent = placement.agent("head")
-    rows = agent._wanted()
+    rows = agent.wanted()
     placement.paths.placed_file.write_text("{")
-    assert rows and agent._wanted() == rows
+    assert rows and agent.wanted() == rows
     with pytest.raises(Unavailable, match="cannot be read"):
         placement.agent("head")
     placement.paths.placed_file.unlink()
-    assert agent._wanted() == []
+    assert agent.wanted() == []
 
 
 async def test_an_agent_whose_services_are_given_up_ends_with_1(stacks) -> None:
@@ -134,16 +138,19 @@ async def test_an_agent_whose_services_are_given_up_ends_with_1(stacks) -> None:
         assert "the model folder is empty" in told["error"]
 
 
-async def test_an_agent_that_was_signalled_leaves_its_services_the_signal_that_they_have(stacks) -> None:
+async def test_an_agent_that_was_signalled_leaves_its_services_the_signal_that_they_have(
+    stacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slurm signals every process of a step: a second signal from the agent would cut their draining short."""
     placement = Placement(stacks)
     agent = placement.agent("head")
     running = asyncio.create_task(agent.run())
     await placement.ready("head", "nats", "coordinator", "reward-0")
-    signalled: list[str] = []
-    for service in agent._services.values():
-        service.child.signal = lambda _, name=service.slot.name: signalled.append(name)
-        service.child._group.process.terminate()
+    signalled: list[Child] = []
+    monkeypatch.setattr(Child, "signal", lambda child, _: signalled.append(child))
+    for process in read_json(placement.paths.node_file("head"))["processes"]:
+        if process["name"] != NATS:
+            os.kill(int(process["pid"]), signal.SIGTERM)
     agent.end()
     assert await asyncio.wait_for(running, 30) == 0
     assert signalled == []

@@ -19,12 +19,13 @@ from flotilla_core.trust import Credential
 from flotilla_core.trust.authority import rotate
 from flotilla_launch import local
 from flotilla_launch.child import under_lease
-from flotilla_launch.client import LauncherClient, find
+from flotilla_launch.client import LauncherClient
 from flotilla_launch.placement import Slot
 from flotilla_launch.process_tree import MARK
 from flotilla_launch.records import ProcessRecord
 from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.stack_lock import is_held
+from flotilla_launch.state import find
 from flotilla_testing.credentials import credential
 from flotilla_testing.tiny_stacks import until
 

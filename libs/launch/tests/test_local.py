@@ -29,12 +29,13 @@ from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust import write_secret
 from flotilla_launch import client, local, service_process
 from flotilla_launch.child import under_lease
-from flotilla_launch.client import LauncherClient, find
+from flotilla_launch.client import LauncherClient
 from flotilla_launch.nats_process import NatsProcess
 from flotilla_launch.placement import Slot
 from flotilla_launch.process_tree import tree_of
 from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.stack_lock import hold_lock
+from flotilla_launch.state import find
 from flotilla_testing.credentials import credential, role_credential
 from flotilla_testing.tiny_stacks import until
 

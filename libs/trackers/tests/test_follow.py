@@ -13,7 +13,8 @@ from flotilla_core.config import RunConfig, WandbConfig, dump_yaml
 from flotilla_core.errors import InvalidConfig
 from flotilla_testing.tracked_run import RunFiles
 from flotilla_trackers import follow
-from flotilla_trackers.follow import Trackers, environment_of, tracker_errors
+from flotilla_trackers.environment import environment_of, tracker_errors
+from flotilla_trackers.follow import Trackers
 
 RUN = {"name": "run", "steps": 3, "data": {"train": "x.jsonl"}, "rewards": [{"reward": "exact"}]}
 SECRET = "0123456789abcdef"

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import structlog
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore
 
 from flotilla_weights import rendezvous
+from flotilla_weights.process_group import GLOO, connected_group
 from flotilla_weights.rendezvous import new_secret, open_store, reach_store
 from flotilla_weights.store import EpochStore, Question, StoreError, Verb
 
@@ -94,7 +95,7 @@ def test_what_is_known_is_not_asked_for_again(opened: tuple[EpochStore, int], mo
     for number in range(100):
         own.set(f"key/{number}", str(number))
     member.wait(["key/99"])
-    monkeypatch.setattr(member, "_desk", type("Copy", (), {"values": member._desk.values}))
+    monkeypatch.setattr(member, "desk", type("Copy", (), {"values": member.desk.values}))
     assert [member.get(f"key/{number}") for number in range(100)] == [b"%d" % n for n in range(100)]
     assert member.check([f"key/{number}" for number in range(100)])
 
@@ -124,8 +125,8 @@ def test_another_secret_is_refused_and_no_key_is_read_or_written(opened: tuple[E
 STRANGERS = {
     "a web browser": b"GET / HTTP/1.1\r\n\r\n",
     "a TCPStore of torch": b"\x00\x3c\x85\xf7\x08\x00\x00\x00",
-    "a greeting without a proof": rendezvous._GREETING + bytes(16) + (16).to_bytes(4, "big") + bytes(16),
-    "a frame without end": rendezvous._GREETING + bytes(16) + b"\xff\xff\xff\xff" + bytes(64),
+    "a greeting without a proof": rendezvous.GREETING + bytes(16) + (16).to_bytes(4, "big") + bytes(16),
+    "a frame without end": rendezvous.GREETING + bytes(16) + b"\xff\xff\xff\xff" + bytes(64),
     "noise": os.urandom(4096),
 }
 
@@ -150,7 +151,7 @@ def test_the_silent_cost_no_thread_and_are_sent_away_in_time(
     before = set(threading.enumerate())
     silent = [socket.create_connection((HOST, port)) for _ in range(50)]
     slow = socket.create_connection((HOST, port))
-    slow.sendall(rendezvous._GREETING)
+    slow.sendall(rendezvous.GREETING)
     member = reached(port)
     member.set("a", "1")
     # The member's own thread ends when it has dialled, a little before or after this line.
@@ -175,16 +176,19 @@ def test_more_strangers_than_fit_cost_the_oldest_and_no_member(
         one.close()
 
 
-def recorded(port: int, target: int) -> list[bytes]:
-    """Pass one connection on to `target`; what the member said, as it was sent."""
+def carried(target: int, spoil: threading.Event) -> tuple[int, list[bytes]]:
+    """Return a port from which one connection is carried to `target`, and what the member says, as it was sent.
+
+    Once `spoil` is set, something else arrives.
+    """
     said: list[bytes] = []
-    listener = socket.create_server((HOST, port))
+    listener = socket.create_server((HOST, 0))
 
     def pump(source: socket.socket, sink: socket.socket, keep: list[bytes]) -> None:
         try:
             while part := source.recv(1 << 16):
                 keep.append(part)
-                sink.sendall(part)
+                sink.sendall(part[:-1] + bytes([part[-1] ^ spoil.is_set()]))
         except OSError:
             pass
 
@@ -195,14 +199,12 @@ def recorded(port: int, target: int) -> list[bytes]:
             pump(near, far, said)
 
     threading.Thread(target=carry, daemon=True).start()
-    return said
+    return listener.getsockname()[1], said
 
 
 def test_what_was_heard_on_the_way_opens_nothing_and_holds_no_key(opened: tuple[EpochStore, int]) -> None:
     own, port = opened
-    with socket.create_server((HOST, 0)) as free:
-        between = free.getsockname()[1]
-    said = recorded(between, port)
+    between, said = carried(port, threading.Event())
     member = reached(between)
     member.set("address", "10.1.2.3")
     heard = b"".join(said)
@@ -237,9 +239,9 @@ def test_the_store_ends_with_its_owner_and_members_learn_of_it() -> None:
 
 def test_an_error_of_one_member_costs_no_other(opened: tuple[EpochStore, int]) -> None:
     _, port = opened
-    one, other = reached(port), reached(port)
-    desk: Any = one._desk
-    desk._out._count += 1
+    spoil = threading.Event()
+    one, other = reached(carried(port, spoil)[0]), reached(port)
+    spoil.set()
     with pytest.raises(StoreError):
         one.num_keys()
     other.set("a", "1")
@@ -252,14 +254,13 @@ def test_many_members_form_a_group_of_gloo_by_few_questions(opened: tuple[EpochS
 
     def joined(rank: int) -> Any:
         store = own if rank == 0 else reached(port)
-        desk: Any = store._desk
+        desk: Any = store.desk
         ask = desk.ask
         desk.ask = lambda question: asked.append(question) or ask(question)
-        gloo: Any = ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=60)
-        options._devices = [gloo.create_device(hostname=HOST)]
-        return gloo(PrefixStore("lane", store), rank, MEMBERS, options), store
+        lane = PrefixStore("lane", store)
+        return connected_group(
+            GLOO, lane, rank, MEMBERS, peer_host=HOST, device=torch.device("cpu"), timeout_s=60.0
+        ), store
 
     with ThreadPoolExecutor(MEMBERS) as pool:
         groups = list(pool.map(joined, range(MEMBERS)))

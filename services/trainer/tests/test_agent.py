@@ -101,7 +101,7 @@ class Pair:
             self.stack, "trainer", "trainer-x", folder / "model", folder / "a" / "logs"
         )
         self.front, self.files = files_in(folder / "a"), files_in(folder / "b")
-        there = GangPlan.of_stack(
+        self.there = GangPlan.of_stack(
             self.stack,
             "trainer",
             "agent-x",
@@ -112,7 +112,7 @@ class Pair:
         )
         host = cast(Host, SimpleNamespace(files=self.files))
         fork_server = cast(RankForkServer, EchoForkServer())
-        self.agent = RankServicer(there, fork_server, host, folder / "b" / "parts")
+        self.agent = RankServicer(self.there, fork_server, host, folder / "b" / "parts")
         self.servers: list[rpc.RpcServer] = []
         self.address = ""
 
@@ -361,5 +361,5 @@ async def test_a_call_that_names_no_owner_is_refused(pair: Pair) -> None:
 
 def test_ranks_are_numbered_along_the_hosts(pair: Pair) -> None:
     assert pair.plan.places == {"": range(1), "b": range(1, 3)}
-    assert pair.agent._plan.ranks_here == range(1, 3)
+    assert pair.there.ranks_here == range(1, 3)
     assert "GLOO_SOCKET_IFNAME" not in pair.plan.environment()

@@ -61,6 +61,7 @@ def make_model(folder: Path, seed: int, **changes: Any) -> Path:
 class Trainer:
     """The front, its gang and a client."""
 
+    plan: GangPlan
     gang: Gang
     manager: SessionManager
     activities: Activities
@@ -284,7 +285,7 @@ async def running_trainer(
         await gang.start()
         channel = rpc.connect(address, credential=trusted)
         stack_of_exits.push_async_callback(channel.close)
-        yield Trainer(gang, manager, activities, TrainerServiceStub(channel), model, lost)
+        yield Trainer(plan, gang, manager, activities, TrainerServiceStub(channel), model, lost)
 
 
 @pytest.fixture(scope="session")

@@ -203,12 +203,15 @@ async def test_a_run_that_lost_its_ranks_to_memory_gets_half_the_tokens_and_not_
     await pair.open()
     asked = pair.manager.session(pair.run_id).ranks.budget
     for budget in (asked // 2, None):
-        log, victim = pair.gang._ranks[1].process.log, pair.gang.pids()[1]
+        pair.lost.clear()
+        victim = pair.gang.pids()[1]
         await stop_rank(victim)
-        write_last_line(Path(log), "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.45 GiB.")
+        write_last_line(
+            pair.plan.log_path(1), "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.45 GiB."
+        )
         os.kill(victim, signal.SIGKILL)
         async with asyncio.timeout(10):
-            while pair.manager._session is not None:
+            while not pair.lost:
                 await asyncio.sleep(0.01)
         pair.runs -= 1  # the same run opens its session again
         if budget is None:

@@ -120,6 +120,14 @@ async def with_moved_adapters(trainer: Any, groups: Groups, **changes: Any) -> N
         await trainer.train(step, groups)
 
 
+async def assert_new_adapters_change_nothing(trainer: Any, groups: Groups) -> None:
+    await trainer.open("sft")
+    base = await ranks_logprobs(trainer, groups)
+    await trainer.open("sft", lora=LORA)
+    for ours, theirs in zip(await ranks_logprobs(trainer, groups), base, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("packing", ["off", "on"])
 async def test_gradients_of_the_adapters_equal_the_formula_on_any_ranks(
     trainer: Any, groups_of: MakeGroups, packing: int
@@ -154,12 +162,7 @@ async def test_gradients_of_the_adapters_equal_the_formula_on_any_ranks(
 
 
 async def test_adapters_that_begin_change_no_number_of_the_base(trainer: Any, groups_of: MakeGroups) -> None:
-    groups = groups_of(SIZES, seed=3)
-    await trainer.open("sft")
-    base = await ranks_logprobs(trainer, groups)
-    await trainer.open("sft", lora=LORA)
-    for ours, theirs in zip(await ranks_logprobs(trainer, groups), base, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    await assert_new_adapters_change_nothing(trainer, groups_of(SIZES, seed=3))
 
 
 async def test_a_session_of_all_weights_after_one_of_adapters_trains_all_weights(
@@ -308,12 +311,7 @@ async def test_adapters_of_another_model_are_refused_by_a_tensor_s_name_and_chan
         save_file(changed, path)
         with pytest.raises(Mismatch, match=rf"lora_A\.weight {what}"):
             await trainer.open("sft", lora=lora(adapter=str(folder)))
-    groups = groups_of(SIZES, seed=3)
-    await trainer.open("sft")
-    base = await ranks_logprobs(trainer, groups)
-    await trainer.open("sft", lora=LORA)
-    for ours, theirs in zip(await ranks_logprobs(trainer, groups), base, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    await assert_new_adapters_change_nothing(trainer, groups_of(SIZES, seed=3))
 
 
 async def test_the_reference_is_the_model_without_its_adapters(

@@ -124,6 +124,14 @@ async def test_optimal_token_baselines_come_from_the_policys_distribution_at_eac
     assert_equal(gradients, wanted)
 
 
+def with_reference(
+    trainer: Any, now: Path, groups: Groups, **more: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """What is expected of the policy in `now` with the first one as its reference."""
+    bonus = {"reference": plain_model(trainer.model), "kl": 0.3, "entropy": 0.2, **more}
+    return expected(plain_model(now), groups, lambda rows: torch.cat(rows).mean(), **bonus)
+
+
 async def test_the_reference_stays_where_the_session_began_and_entropy_earns_a_bonus(
     trainer: Any, groups_of: MakeGroups, policy_of: Policy, tmp_path: Path
 ) -> None:
@@ -137,14 +145,7 @@ async def test_the_reference_stays_where_the_session_began_and_entropy_earns_a_b
     now = await trainer.export(tmp_path / "now", 1)
 
     loss, gradients, metrics = await on_ranks(trainer, groups)
-    wanted_loss, wanted = expected(
-        plain_model(now),
-        groups,
-        lambda rows: torch.cat(rows).mean(),
-        reference=plain_model(trainer.model),
-        kl=0.3,
-        entropy=0.2,
-    )
+    wanted_loss, wanted = with_reference(trainer, now, groups)
     assert loss == pytest.approx(wanted_loss, rel=TOLERANCE, abs=TOLERANCE)
     assert_equal(gradients, wanted)
     # Scoring with the reference left the policy as it was.
@@ -178,15 +179,7 @@ async def test_the_divergence_over_the_vocabulary_equals_plain_torch_in_any_chun
     assert first.metrics["kl/mean"] == pytest.approx(0, abs=1e-6)
     now = await trainer.export(tmp_path / "now", 1)
     loss, gradients, metrics = await on_ranks(trainer, groups)
-    wanted_loss, wanted = expected(
-        plain_model(now),
-        groups,
-        lambda rows: torch.cat(rows).mean(),
-        reference=plain_model(trainer.model),
-        kl=0.3,
-        entropy=0.2,
-        full=True,
-    )
+    wanted_loss, wanted = with_reference(trainer, now, groups, full=True)
     assert metrics["kl/mean"] > 1e-3
     assert loss == pytest.approx(wanted_loss, rel=TOLERANCE, abs=TOLERANCE)
     assert_equal(gradients, wanted)

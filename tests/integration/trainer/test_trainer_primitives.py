@@ -58,6 +58,17 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         torch.testing.assert_close(got[name], tensor, atol=TOLERANCE, rtol=0)
 
 
+async def at_once(
+    trainer: Any, groups: list[pb.TrainGroup], folder: Path, *objective: Any
+) -> tuple[pb.UpdateResult, dict[str, torch.Tensor]]:
+    """One update on all groups, and the weights after it; then the session begins anew."""
+    await trainer.open(*objective, **STEP)
+    update = await trainer.train(0, groups)
+    weights = await weights_of(trainer, folder, 1)
+    await trainer.open(*objective, **STEP)
+    return update, weights
+
+
 KL = {"placement": "loss", "estimator": "k3", "coefficient": 0.3}
 AGGREGATIONS = [
     ("token_mean", KL),
@@ -73,11 +84,7 @@ async def test_several_calls_and_a_step_are_one_update_on_all_groups(
 ) -> None:
     groups = groups_of(SIZES)
     objective = policy_of(aggregation={"type": kind}, kl=kl, entropy_coefficient=0.01)
-    await trainer.open(objective, **STEP)
-    update = await trainer.train(0, groups)
-    expected = await weights_of(trainer, tmp_path / "train", 1)
-
-    await trainer.open(objective, **STEP)
+    update, expected = await at_once(trainer, groups, tmp_path / "train", objective)
     start = await weights_of(trainer, tmp_path / "start", 0)
     for part in (groups[:1], groups[1:3], groups[3:]):
         await forward_backward(trainer, part)
@@ -100,11 +107,7 @@ async def test_calls_whose_samples_weigh_little_are_one_update_on_all_groups(
         sample.reward = 0.01 * (1 + number % 5)
     weights = {"by_reward": "pow", "power": 2.0}
     objective = policy_of(aggregation={"type": kind}, sample_weights=weights)
-    await trainer.open(objective, **STEP)
-    update = await trainer.train(0, groups)
-    expected = await weights_of(trainer, tmp_path / "train", 1)
-
-    await trainer.open(objective, **STEP)
+    update, expected = await at_once(trainer, groups, tmp_path / "train", objective)
     for part in (groups[:1], groups[1:]):
         await forward_backward(trainer, part)
     step = await optim_step(trainer)
@@ -117,11 +120,7 @@ async def test_a_repeated_call_or_step_counts_once(
     trainer: Any, groups_of: MakeGroups, tmp_path: Path
 ) -> None:
     groups = groups_of(SIZES)
-    await trainer.open(**STEP)
-    await trainer.train(0, groups)
-    expected = await weights_of(trainer, tmp_path / "train", 1)
-
-    await trainer.open(**STEP)
+    _, expected = await at_once(trainer, groups, tmp_path / "train")
     first = await forward_backward(trainer, groups[:2], request_id="a")
     assert await forward_backward(trainer, groups[:2], request_id="a") == first
     await forward_backward(trainer, groups[2:], request_id="b")
@@ -147,10 +146,7 @@ async def test_train_and_gradients_take_turns_and_closing_drops_them(
         await optim_step(trainer, rate=-1.0)
     assert (await optim_step(trainer, rate=0.5)).metrics["learning_rate"] == 0.5
 
-    await trainer.open(**STEP)
-    await trainer.train(0, groups)
-    expected = await weights_of(trainer, tmp_path / "clean", 1)
-    await trainer.open(**STEP)
+    _, expected = await at_once(trainer, groups, tmp_path / "clean")
     await forward_backward(trainer, groups_of(SIZES, seed=9))
     await trainer.open(**STEP)
     await trainer.train(0, groups)
@@ -198,11 +194,8 @@ async def test_calls_whose_losses_are_sums_add_up_to_the_sum(
     trainer: Any, groups_of: MakeGroups, policy_of: Callable[..., Any], tmp_path: Path
 ) -> None:
     groups = groups_of(SIZES)
-    sums = {"type": "token_sum"}
-    await trainer.open(policy_of(aggregation=sums), **STEP)
-    await trainer.train(0, groups)
-    expected = await weights_of(trainer, tmp_path / "sum", 1)
-    await trainer.open(policy_of(aggregation=sums), **STEP)
+    objective = policy_of(aggregation={"type": "token_sum"})
+    _, expected = await at_once(trainer, groups, tmp_path / "sum", objective)
     for part in (groups[:2], groups[2:]):
         await forward_backward(trainer, part)
     await optim_step(trainer)
@@ -217,11 +210,7 @@ async def test_a_wrong_call_changes_nothing_and_a_broken_loss_drops_what_waited(
     tmp_path: Path,
 ) -> None:
     groups = groups_of(SIZES)
-    await trainer.open(**STEP)
-    await trainer.train(0, groups)
-    expected = await weights_of(trainer, tmp_path / "train", 1)
-
-    await trainer.open(**STEP)
+    _, expected = await at_once(trainer, groups, tmp_path / "train")
     await forward_backward(trainer, groups[:2])
     for wrong in (function_of("nonsense"), function_of("ppo", clip=1), function_of("sft", share=1)):
         with pytest.raises(InvalidRequest):

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from flotilla_cli.stack import stack_paths
-from flotilla_core.config import ConfigModel, RunConfig, completions
-from flotilla_core.config.run import LIVE_KEYS
+from flotilla_core import config
+from flotilla_core.config import ConfigModel, completions
 from flotilla_core.errors import FlotillaError
 
 RUNS_TO_OFFER = 50
@@ -40,7 +40,7 @@ def complete_run(context: typer.Context, incomplete: str) -> list[tuple[str, str
 
 def complete_setting(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return the settings of a run, and the files, that begin with `incomplete`."""
-    return settings_that_begin(RunConfig, context, incomplete)
+    return settings_that_begin(config.RunConfig, context, incomplete)
 
 
 def settings_that_begin(
@@ -74,10 +74,11 @@ def _values_after_key(
 
 def complete_live_setting(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return the settings of an active run that begin with `incomplete`."""
-    values = _values_after_key(RunConfig, context.params.get("changes") or [], incomplete)
+    values = _values_after_key(config.RunConfig, context.params.get("changes") or [], incomplete)
     if values is not None:
         return values
-    return [one for key in LIVE_KEYS for one in completions(RunConfig, key) if key.startswith(incomplete)]
+    keys = [key for key in config.LIVE_KEYS if key.startswith(incomplete)]
+    return [one for key in keys for one in completions(config.RunConfig, key)]
 
 
 RunId = Annotated[

@@ -54,8 +54,8 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfi
 from flotilla_core.evaluations import held_out_text
 from flotilla_core.version import Version
 from flotilla_launch import local
-from flotilla_launch.client import find
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.state import find
 
 _MODEL = "model"
 _NAME_LENGTH = 26
@@ -109,7 +109,7 @@ def evaluate(
     make_example(stack_file(stack))
     subject = _subject(target, checkpoint, stack)
     config = _config(subject, arguments or [], data or [], reward or [])
-    fleet = _fleet(load_stack(stack), subject)
+    fleet = fleet_for(load_stack(stack), subject)
     found = wait(_evaluated(subject, config, fleet), interrupted="interrupted: the fleet is stopped again")
     lines = [answer.record(subject.version.step, subject.version) for answer in found.answers]
     if output is not None:
@@ -213,7 +213,7 @@ def _nothing_to_evaluate_with(why: str) -> FlotillaError:
     )
 
 
-def _fleet(stack: StackConfig, subject: Subject) -> StackConfig:
+def fleet_for(stack: StackConfig, subject: Subject) -> StackConfig:
     """Return the stack of the evaluation: generators and rewards as in the user's, and none of its trainers."""
     name = f"{stack.name[:_NAME_LENGTH]}-eval"
     if find(StackPaths.of(stack.state_dir, name)) is not None:

@@ -39,7 +39,6 @@ from flotilla_core.errors import FlotillaError, InvalidRequest
 from flotilla_core.gangs import model_of, roles_of, started, with_model
 from flotilla_core.kinds import KINDS, Kind
 from flotilla_core.model_folder import model_folder
-from flotilla_launch.client import is_up
 from flotilla_launch.kubernetes.engine import KubernetesEngine
 from flotilla_launch.launcher import (
     KUBERNETES,
@@ -54,7 +53,7 @@ from flotilla_launch.launcher import (
 )
 from flotilla_launch.local import executables_directory
 from flotilla_launch.paths import StackPaths
-from flotilla_launch.state import PlacedFile
+from flotilla_launch.state import PlacedFile, is_up
 from flotilla_launch.upgrade import Upgrade, kind_of, upgradable
 
 PLAN_COLUMNS = ("NODE", "SERVICE", "KIND", "CPUS", "GPUS", "MEMORY", "PORTS")

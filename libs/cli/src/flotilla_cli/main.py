@@ -6,6 +6,7 @@ completion of its words are quick.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -216,6 +217,8 @@ def load_commands() -> Any:
 
 def main() -> None:
     """Run one command."""
+    # What a command loads stays until its end: to look for garbage in it as often as Python does is lost time.
+    gc.set_threshold(50_000)
     speak_utf8()
     keep_private()
     try:

@@ -45,7 +45,8 @@ from flotilla_cli.stack import (
     stack_file,
 )
 from flotilla_cli.watch import print_comparison, print_plan, remarks, run_json, stay_with
-from flotilla_core.config import RunConfig, load, load_text, read_values
+from flotilla_core import config
+from flotilla_core.config import load, load_text, read_values
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.json_text import json_lines
 
@@ -316,7 +317,8 @@ def track(
     run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
     """Send the trackers of an ended run what they have not taken; also while the stack is down."""
-    from flotilla_trackers.follow import TrackerProcess, tracker_errors
+    from flotilla_trackers.environment import tracker_errors
+    from flotilla_trackers.follow import TrackerProcess
 
     answer = ask(lambda client: client.get_run_and_config(run), stack, coordinator)
     found = answer.run
@@ -326,12 +328,12 @@ def track(
             why="its coordinator gives its trackers what is there",
             next_step=f"wait for its end: flotilla run watch {found.run_id}",
         )
-    config = load_text(RunConfig, answer.config_yaml, source=f"run {found.run_id}")
-    if errors := tracker_errors(config):
+    of_run = load_text(config.RunConfig, answer.config_yaml, source=f"run {found.run_id}")
+    if errors := tracker_errors(of_run):
         raise InvalidConfig("the trackers cannot be used", where=f"run {found.run_id}", why="; ".join(errors))
     processes = [
-        TrackerProcess(found.run_id, Path(found.directory), config, section, section.type)
-        for section in config.trackers
+        TrackerProcess(found.run_id, Path(found.directory), of_run, section, section.type)
+        for section in of_run.trackers
     ]
 
     async def send() -> None:
@@ -374,10 +376,8 @@ def set_(
 
 def _checked(arguments: list[str]) -> tuple[list[Path], list[str]]:
     """Return files and overrides; errors in them are reported even without a coordinator."""
-    from flotilla_client import resolve_run
-
     files, overrides = split_arguments(arguments)
-    resolve_run(files, overrides)
+    load(config.RunConfig, files, overrides)
     return files, overrides
 
 
@@ -387,6 +387,6 @@ def plan_run(files: Sequence[Path], overrides: Sequence[str], stack: str | None)
     from flotilla_coordinator.plan.placement import placed
 
     make_example(stack_file(stack))
-    config = load_stack_with_model(stack)
+    fleet = load_stack_with_model(stack)
     say("no fleet is running: calculated from the stack file")
-    return planned(load(RunConfig, files, overrides, resolve_paths=True), placed(config))
+    return planned(load(config.RunConfig, files, overrides, resolve_paths=True), placed(fleet))

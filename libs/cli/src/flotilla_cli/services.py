@@ -23,9 +23,9 @@ from flotilla_core import rpc
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FlotillaError, NotFound, Unavailable
 from flotilla_core.trust import Credential
-from flotilla_launch.client import is_up
 from flotilla_launch.launcher import launcher_of
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.state import is_up
 
 if TYPE_CHECKING:
     import grpc.aio

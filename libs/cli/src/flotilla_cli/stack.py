@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import flotilla_client
 from flotilla_cli.options import wait
 from flotilla_cli.output import say
 from flotilla_core import rpc
@@ -22,6 +23,7 @@ from flotilla_core.config.model import is_url
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
 from flotilla_core.gangs import model_of, roles_of
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.state import is_up
 
 if TYPE_CHECKING:
     from flotilla_client import Client
@@ -78,12 +80,9 @@ def stack_paths(given: str | None) -> StackPaths:
 
 def client_of(given: str | None, coordinator: str | None) -> Client:
     """Return a client of the stack's coordinator, or of the one that was named."""
-    from flotilla_client import Client
-    from flotilla_client.discovery import find_coordinator
-
     stack = load_stack(given)
-    found = find_coordinator(stack.name, stack.state_dir, coordinator, bind=stack.bind)
-    return Client(found.address, credential=found.credential)
+    found = flotilla_client.find_coordinator(stack.name, stack.state_dir, coordinator, bind=stack.bind)
+    return flotilla_client.Client(found.address, credential=found.credential)
 
 
 def call(
@@ -118,8 +117,6 @@ def ask_or_else(
     coordinator: str | None,
 ) -> Result:
     """Return the coordinator's answer; where no fleet runs, call `otherwise` with the stack's files."""
-    from flotilla_launch.client import is_up
-
     try:
         return call(question, stack, coordinator)
     except Unavailable:

@@ -38,11 +38,11 @@ from flotilla_core.roles import POLICY, section_of
 from flotilla_core.rpc.interface import check_interface
 from flotilla_core.transfer.object_store import ObjectFolder
 from flotilla_core.trust import Credential
-from flotilla_launch.client import find, is_up
 from flotilla_launch.guardian import starts_launcher_again, why_it_ended
 from flotilla_launch.health import is_serving
 from flotilla_launch.launcher import launcher_of
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.state import find, is_up
 
 _LEAST_BYTES = 32 << 20
 """The space for ledger, samples, spans and logs of a short run."""

@@ -16,13 +16,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flotilla_client.client import Client, resolve_run
-from flotilla_client.discovery import find_coordinator
-from flotilla_client.synchronous import SyncClient, connect
-
 if TYPE_CHECKING:
+    from flotilla_client.client import Client, resolve_run
+    from flotilla_client.discovery import find_coordinator
     from flotilla_client.groups import Group, Prompt, Sample
     from flotilla_client.loop import EvaluationResult, HeldOutResult, Loop, StepResult
+    from flotilla_client.synchronous import SyncClient, connect
     from flotilla_client.synchronous_loop import SyncLoop
 
 __all__ = [
@@ -41,7 +40,8 @@ __all__ = [
     "resolve_run",
 ]
 
-_OF_LOOPS = {
+_MODULES = {
+    "Client": "client",
     "EvaluationResult": "loop",
     "Group": "groups",
     "HeldOutResult": "loop",
@@ -49,12 +49,16 @@ _OF_LOOPS = {
     "Prompt": "groups",
     "Sample": "groups",
     "StepResult": "loop",
+    "SyncClient": "synchronous",
     "SyncLoop": "synchronous_loop",
+    "connect": "synchronous",
+    "find_coordinator": "discovery",
+    "resolve_run": "client",
 }
-"""Names that need numpy, which a client that only starts and watches runs should not wait for."""
+"""The module of each name, loaded when it is asked for: not everybody should wait for numpy and gRPC."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_LOOPS:
-        return getattr(import_module(f"flotilla_client.{_OF_LOOPS[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"flotilla_client.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

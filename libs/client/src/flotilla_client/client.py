@@ -18,8 +18,7 @@ from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla.coordinator.v1.run_pb2 import Plan, Run, RunEvent
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_client.discovery import find_coordinator
-from flotilla_core import rpc
-from flotilla_core.config import RunConfig, dump_yaml, load
+from flotilla_core import config, rpc
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import Unavailable
 from flotilla_core.ids import new_request_id
@@ -224,4 +223,4 @@ RunFiles = str | Path | Iterable[str | Path]
 def resolve_run(files: RunFiles, overrides: Sequence[str] = ()) -> str:
     """One run configuration, as YAML: files merged left to right, overrides applied, paths absolute."""
     paths = [files] if isinstance(files, str | Path) else list(files)
-    return dump_yaml(load(RunConfig, paths, overrides, resolve_paths=True))
+    return config.dump_yaml(config.load(config.RunConfig, paths, overrides, resolve_paths=True))

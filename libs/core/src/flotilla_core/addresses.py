@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -108,6 +109,14 @@ def dialable(host: str) -> str:
         with suppress(OSError):
             return towards(_OUTWARD[family])
     return socket.gethostname()
+
+
+def ports_of(text: str | None) -> Sequence[int]:
+    """Return the ports of a range such as 9000-9099; without one, 0 alone, which stands for any free port."""
+    if not text:
+        return (0,)
+    first, last = map(int, text.split("-"))
+    return range(first, last + 1)
 
 
 def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:

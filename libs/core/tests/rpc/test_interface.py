@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from flotilla_core import rpc
+from flotilla_core.addresses import ports_of
 from flotilla_core.config import BindConfig
 from flotilla_core.errors import InvalidConfig, PortInUse
 from flotilla_core.rpc.interface import (
@@ -17,7 +18,6 @@ from flotilla_core.rpc.interface import (
     hand_down,
     interface_address,
     listener,
-    ports_of,
 )
 from flotilla_testing.credentials import ours
 

@@ -77,7 +77,7 @@ class Agent:
         self._executables = executables
         self._place = place
         self._rows: list[Row] = []
-        self._rows = self._wanted()
+        self._rows = self.wanted()
         self._credential = Credential.of_stack(stack.bind, paths.directory)
         self._services: dict[str, ServiceProcess] = {}
         self._nats: NatsProcess | None = None
@@ -110,7 +110,7 @@ class Agent:
     def _is_head(self) -> bool:
         return any(row.slot.kind == ServiceKind.SERVICE_KIND_COORDINATOR for row in self._rows)
 
-    def _wanted(self) -> list[Row]:
+    def wanted(self) -> list[Row]:
         """Return the rows of this node; none where the node or the whole placement is over.
 
         A shared file system may fail for a moment, which ends nothing.
@@ -219,7 +219,7 @@ class Agent:
                     next_step="see flotilla logs launcher-head; is the state directory on a file system that all "
                     "nodes share?",
                 )
-            if not self._wanted():
+            if not self.wanted():
                 self._ending.set()
             await asyncio.sleep(_LOOK_EVERY_S)
         return endpoints
@@ -227,7 +227,7 @@ class Agent:
     async def _kept_up(self) -> bool:
         """Follow what is wanted until the end; return whether that was asked for."""
         while not self._ending.is_set():
-            wanted = self._wanted()
+            wanted = self.wanted()
             if not wanted:
                 log.info("the node is not wanted any more", node=self._node)
                 return True

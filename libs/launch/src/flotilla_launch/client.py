@@ -17,7 +17,7 @@ from flotilla_core.ids import new_request_id
 from flotilla_core.trust import Credential
 from flotilla_launch.guardian import starts_launcher_again, why_it_ended
 from flotilla_launch.paths import StackPaths
-from flotilla_launch.state import LauncherFile, PlacedFile
+from flotilla_launch.state import LauncherFile, find
 
 if TYPE_CHECKING:
     # A class of the typed stubs only.
@@ -74,17 +74,6 @@ class LauncherClient:
         """Return the replica when it was started again from these commands, and is READY."""
         request = pb.RestartRequest(request_id=new_request_id(), name=name, executables=str(executables))
         return (await rpc.unary(self._stub.Restart, request, timeout_s=timeout_s, attempts=1)).process
-
-
-def find(paths: StackPaths) -> LauncherFile | None:
-    """Return the supervisor of the stack, if one lives."""
-    file = LauncherFile.read(paths.launcher_file)
-    return file if file is not None and file.identity.alive() else None
-
-
-def is_up(paths: StackPaths) -> bool:
-    """Return whether some launcher has the stack."""
-    return PlacedFile.read(paths.placed_file) is not None or find(paths) is not None
 
 
 def require(paths: StackPaths) -> LauncherFile:

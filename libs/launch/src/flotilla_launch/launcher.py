@@ -16,7 +16,7 @@ from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.trust import Credential
 from flotilla_launch import local
-from flotilla_launch.client import LauncherClient, is_up, require
+from flotilla_launch.client import LauncherClient, require
 from flotilla_launch.cluster import Cluster
 from flotilla_launch.compose.engine import ComposeEngine
 from flotilla_launch.gpus import Gpus
@@ -26,7 +26,7 @@ from flotilla_launch.paths import StackPaths
 from flotilla_launch.placed_stack import Engine, PlacedStack, Say
 from flotilla_launch.ray.scheduler import RayScheduler
 from flotilla_launch.slurm.scheduler import SlurmScheduler
-from flotilla_launch.state import PlacedFile
+from flotilla_launch.state import PlacedFile, is_up
 from flotilla_launch.table import Placed, Row, ThisHost, agent_rows, table_of
 
 LOCAL, COMPOSE, KUBERNETES, ATTACHED = "local", "compose", "kubernetes", "attached"

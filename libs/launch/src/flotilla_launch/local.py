@@ -24,14 +24,14 @@ from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, FlotillaE
 from flotilla_core.files import write_atomically
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_launch.cleanup import CLEANUP_LIMIT_S, clean_up
-from flotilla_launch.client import LauncherClient, find
+from flotilla_launch.client import LauncherClient
 from flotilla_launch.guardian import end_guardian, starts_launcher_again
 from flotilla_launch.logs import failure_excerpt
 from flotilla_launch.own_credential import own_credential
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.report import read_report
 from flotilla_launch.stack_lock import hold_lock
-from flotilla_launch.state import LauncherFile
+from flotilla_launch.state import LauncherFile, find
 
 _PROGRESS_EVERY_S = 0.5
 _CLAIM_POLL_S = 0.05

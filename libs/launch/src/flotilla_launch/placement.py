@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
-from flotilla_core.addresses import is_free
+from flotilla_core.addresses import is_free, ports_of
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import Exhausted, FailedPrecondition, InvalidConfig, InvalidRequest
 from flotilla_core.gangs import gang_of, ranks_beside, roles_of, slots_of_role, spread_gangs
 from flotilla_core.kinds import KINDS, OF_GANGS, SCALABLE, Kind, kind_name, kind_of
-from flotilla_core.rpc.interface import ports_of
 from flotilla_launch.environment import shown
 
 

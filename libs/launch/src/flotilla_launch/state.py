@@ -17,6 +17,7 @@ from flotilla_core.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
     from flotilla_core.config import StackConfig
+    from flotilla_launch.paths import StackPaths
 
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR)
 """The error numbers of a shared file system that does not answer, or whose file was just replaced."""
@@ -104,6 +105,17 @@ class PlacedFile:
             for kind, number in self.replicas.items()
         }
         return stack.model_copy(update=changes)
+
+
+def find(paths: StackPaths) -> LauncherFile | None:
+    """Return the supervisor of the stack, if one lives."""
+    file = LauncherFile.read(paths.launcher_file)
+    return file if file is not None and file.identity.alive() else None
+
+
+def is_up(paths: StackPaths) -> bool:
+    """Return whether some launcher has the stack."""
+    return PlacedFile.read(paths.placed_file) is not None or find(paths) is not None
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

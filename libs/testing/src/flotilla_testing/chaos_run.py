@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import FlotillaError
 from flotilla_core.version import Version
 from flotilla_testing.fault_victims import lives
-from flotilla_testing.runs import REWARD
+from flotilla_testing.runs import LEARNS, MADE_UP, any_reward, example_rows, run_on, written
 from flotilla_testing.stack import BOOTED_WITHIN_S, Stack, running_stack, wait_until
 
 LAST_STEPS = 3
@@ -170,28 +168,19 @@ class ChaosRun:
 
 
 def _run_file(arithmetic: Path, folder: Path, engine: Engine) -> Path:
-    reward = folder / "reward.py"
-    reward.write_text(REWARD)
-    run: dict[str, Any] = {
-        "name": "chaos",
-        "steps": 100_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "max_staleness": 1,
-            "sample_timeout_s": engine.sample_timeout_s,
-            "sampling": {"max_response_tokens": 8},
-        },
-        "rewards": [{"reward": f"{reward}:reward"}],
-        "optimizer": {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3},
-        "weights": {"timeout_s": engine.sync_timeout_s},
-        "checkpoint": {"every_steps": 1},
-        "export_final": False,
-    }
-    if engine is SIM:  # Its log-probabilities are not those of any policy.
-        run["algorithm"] = {"correction": {"warn_at": None, "fail_at": None}}
+    run = run_on(
+        example_rows(arithmetic),
+        "chaos",
+        100_000,
+        (4, 4, 8),
+        rollout={"max_staleness": 1, "sample_timeout_s": engine.sample_timeout_s},
+        rewards=any_reward(folder),
+        optimizer=LEARNS,
+        weights={"timeout_s": engine.sync_timeout_s},
+        checkpoint={"every_steps": 1},
+        export_final=False,
+    )
+    if engine is SIM:
+        run["algorithm"] = MADE_UP
         run["weights"]["canary"] = {"prompts": 0}
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    return written(folder, run)

@@ -10,14 +10,13 @@ import asyncio
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
-import yaml
 
 from flotilla.coordinator.v1 import coordinator_pb2
 from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from flotilla_core.rpc import unary
+from flotilla_testing.runs import QUICK, example_rows, run_on, written
 from flotilla_testing.stack import Stack
 
 LOOK_EVERY_S = 0.005
@@ -45,26 +44,14 @@ def is_new(stack: Stack, pid: int) -> bool:
 
 def endless_run(arithmetic: Path, folder: Path, max_staleness: int) -> Path:
     """Return the file of a run that evaluates and saves after every step."""
-    run: dict[str, Any] = {
-        "name": "restarted",
-        "steps": 100_000,
-        "data": {"train": str(arithmetic / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 4,
-            "max_staleness": max_staleness,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": "exact"}],
-        "evaluation": {
-            "data": str(arithmetic / "data" / "heldout.jsonl"),
-            "max_prompts": 4,
-            "every_steps": 1,
-        },
-        "weights": {"canary": {"prompts": 0}},
-        "checkpoint": {"every_steps": 1},
-        "export_final": False,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    held_out = str(arithmetic / "data" / "heldout.jsonl")
+    run = run_on(
+        example_rows(arithmetic),
+        "restarted",
+        100_000,
+        rollout={"max_staleness": max_staleness},
+        evaluation={"data": held_out, "max_prompts": 4, "every_steps": 1},
+        checkpoint={"every_steps": 1},
+        **QUICK,
+    )
+    return written(folder, run)

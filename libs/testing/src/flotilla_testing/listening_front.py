@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 
@@ -14,6 +15,12 @@ class ListeningFront:
         self.error: Exception | None = None
 
     def progress(self, phase: str) -> None:
+        pass
+
+    def moved(self) -> None:
+        pass
+
+    def urgent(self, kind: str, act: Callable[..., None]) -> None:
         pass
 
     def answer(self, command: object, fields: dict[str, Any]) -> None:

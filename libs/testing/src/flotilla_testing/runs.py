@@ -18,55 +18,68 @@ from flotilla_testing.stack import Stack
 REWARD = "def reward(prompt, response, answer, info):\n    return float(sum(map(ord, response)) % 7)\n"
 
 
+LEARNS = {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3}
+"""An optimizer that moves the weights with every sample."""
+MADE_UP = {"correction": {"warn_at": None, "fail_at": None}}
+"""The simulated engine's log-probabilities are not those of any policy."""
+QUICK: dict[str, Any] = {"weights": {"canary": {"prompts": 0}}, "export_final": False}
+
+
+def run_on(
+    data: Path, name: str, steps: int, sizes: tuple[int, int, int] = (4, 4, 6), **sections: Any
+) -> dict[str, Any]:
+    """Return a run on the rows of `data`, with more sections; those of `rollout` are added to its sizes.
+
+    The sizes are prompts of a step, samples of a prompt, and most tokens of a response.
+    """
+    prompts, samples, tokens = sizes
+    rollout = {
+        "prompts_per_step": prompts,
+        "samples_per_prompt": samples,
+        "sampling": {"max_response_tokens": tokens},
+        **sections.pop("rollout", {}),
+    }
+    run = {"name": name, "steps": steps, "data": {"train": str(data)}, "rollout": rollout}
+    return {**run, "rewards": [{"reward": "exact"}], **sections}
+
+
+def written(folder: Path, run: dict[str, Any]) -> Path:
+    """Return the file of a run in this folder."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def any_reward(folder: Path) -> list[dict[str, str]]:
+    """Write a reward by which all samples differ; return the section that names it."""
+    path = folder / "reward.py"
+    path.write_text(REWARD)
+    return [{"reward": f"{path}:reward"}]
+
+
+def example_rows(example: Path) -> Path:
+    """Return the prompts that the arithmetic example makes in this folder."""
+    return example / "data" / "rl.jsonl"
+
+
 def small_run(
     example: Path, file: Path, *, name: str = "short", steps: int = 3, reward: str = "exact"
 ) -> Path:
     """Written to `file`; `example` holds the folder `data` that the arithmetic example makes."""
-    run: dict[str, Any] = {
-        "name": name,
-        "steps": steps,
-        "data": {"train": str(example / "data" / "rl.jsonl")},
-        "rollout": {
-            "prompts_per_step": 16,
-            "samples_per_prompt": 4,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": reward}],
-        "optimizer": {"learning_rate": 1.0e-4, "schedule": "constant"},
-    }
+    optimizer = {"learning_rate": 1.0e-4, "schedule": "constant"}
+    run = run_on(
+        example_rows(example), name, steps, (16, 4, 6), rewards=[{"reward": reward}], optimizer=optimizer
+    )
     file.write_text(yaml.safe_dump(run))
     return file
 
 
 def ppo_run(data: Path, folder: Path) -> Path:
     """Return the file of a run of three steps of eight samples; only the critic learns in the first, each is kept."""
-    reward = folder / "reward.py"
-    reward.write_text(REWARD)
-    optimizer = {"learning_rate": 1.0e-3, "schedule": "constant", "epsilon": 1.0e-3}
-    run: dict[str, Any] = {
-        "name": "ppo",
-        "steps": 3,
-        "data": {"train": str(data)},
-        "rollout": {
-            "prompts_per_step": 4,
-            "samples_per_prompt": 2,
-            "sampling": {"max_response_tokens": 6},
-        },
-        "rewards": [{"reward": f"{reward}:reward"}],
-        "optimizer": optimizer,
-        "algorithm": {
-            "type": "ppo",
-            "critic": {"optimizer": optimizer, "warmup_steps": 1},
-            # The simulated engine's log-probabilities are not those of any policy.
-            "correction": {"warn_at": None, "fail_at": None},
-        },
-        "weights": {"canary": {"prompts": 0}},
-        "checkpoint": {"every_steps": 1, "keep": 2},
-        "export_final": False,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    algorithm = {"type": "ppo", "critic": {"optimizer": LEARNS, "warmup_steps": 1}, **MADE_UP}
+    learning = {"optimizer": LEARNS, "algorithm": algorithm, "rewards": any_reward(folder)}
+    checkpoint = {"every_steps": 1, "keep": 2}
+    return written(folder, run_on(data, "ppo", 3, (4, 2, 6), checkpoint=checkpoint, **learning, **QUICK))
 
 
 def endless_run(
@@ -77,25 +90,11 @@ def endless_run(
     with data.open("w") as file:
         for a, b in itertools.product(range(100), range(100)):
             file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
-    run: dict[str, Any] = {
-        "name": "endless",
-        "steps": 20_000,
-        "data": {"train": str(data)},
-        # One sample has no group to be compared with.
-        "algorithm": {"advantage": {"baseline": "group" if samples > 1 else "batch"}},
-        "rollout": {
-            "prompts_per_step": prompts,
-            "samples_per_prompt": samples,
-            "max_staleness": max_staleness,
-            "sampling": {"max_response_tokens": longest_response},
-        },
-        "rewards": [{"reward": "exact"}],
-        "weights": {"canary": {"prompts": 0}},
-        "export_final": False,
-    }
-    path = stack.directory / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
+    # One sample has no group to be compared with.
+    algorithm = {"advantage": {"baseline": "group" if samples > 1 else "batch"}}
+    sizes, rollout = (prompts, samples, longest_response), {"max_staleness": max_staleness}
+    run = run_on(data, "endless", 20_000, sizes, rollout=rollout, algorithm=algorithm, **QUICK)
+    return written(stack.directory, run)
 
 
 def live_checks(steps: Iterable[dict[str, float]]) -> set[float]:

@@ -31,3 +31,15 @@ def wire_objective(
 def called(name: str, **parameters: Any) -> session_pb2.Function:
     """The loss of a call."""
     return session_pb2.Function(name=name, parameters=as_struct(parameters))
+
+
+def gang_facts(*, max_sequence_tokens: int = 12) -> dict[str, Any]:
+    """Return what a gang of a tiny model on CPUs says of it when it is ready."""
+    return {
+        "packing_refusal": "",
+        "device": "cpu",
+        "attention_crossover_tokens": 1,
+        "vocabulary": 16,
+        "max_sequence_tokens": max_sequence_tokens,
+        "parameters": 1,
+    }

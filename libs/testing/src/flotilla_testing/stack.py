@@ -93,6 +93,11 @@ class Stack:
             state = client.get_run(run["run_id"]).state
         return run_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
 
+    def stop_run(self, run: dict[str, Any], limit_s: float) -> None:
+        """Stop a run, and wait for its end."""
+        self.ok("run", "stop", run["run_id"])
+        wait_until("the end of the run", lambda: self.state(run) == "stopped", limit_s)
+
     def holders(self, kind: ServiceKind.ValueType) -> dict[str, str]:
         """Return the run that has each service of a kind; empty where none has it."""
         with self.client() as client:

@@ -21,10 +21,10 @@ from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_core.config import StackConfig
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_launch import local
-from flotilla_launch.client import LauncherClient, find
+from flotilla_launch.client import LauncherClient
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.records import StackRecord
-from flotilla_launch.state import LauncherFile, read_json
+from flotilla_launch.state import LauncherFile, find, read_json
 
 
 class StackUnderTest:

@@ -39,7 +39,7 @@ PROOF_S = 5.0
 """The longest time that a connection may stay without a proof."""
 MOST_UNPROVEN = 1024
 _SECRET_BYTES = 32
-_GREETING = b"flotilla weights 1\n"
+GREETING = b"flotilla weights 1\n"
 _NONCE = 16
 _LENGTH = struct.Struct(">I")
 _PROOF_BYTES = 256
@@ -149,7 +149,7 @@ class _Member:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             own = os.urandom(_NONCE)
             try:
-                connection.sendall(_GREETING + own)
+                connection.sendall(GREETING + own)
                 desk = cls(connection, timeout_s, secret, own + _received(connection, _NONCE))
                 desk.ask(Question(Verb.COUNT))
             except (ConnectionError, StoreError) as error:
@@ -196,7 +196,7 @@ class _Caller:
         self.peer = peer
         self.since = time.monotonic()
         self.proven = False
-        self.arriving = bytearray(len(_GREETING) + _NONCE)
+        self.arriving = bytearray(len(GREETING) + _NONCE)
         """Room for what comes next: the greeting, then the length of a frame, the frame, and so on."""
         self.arrived = 0
         self.in_frame = False
@@ -339,14 +339,14 @@ class _Server:
 
     def _greet(self, caller: _Caller, greeting: bytes | None) -> None:
         """Answer the greeting, once it is whole."""
-        if not _GREETING.startswith(caller.arriving[: min(caller.arrived, len(_GREETING))]):
+        if not GREETING.startswith(caller.arriving[: min(caller.arrived, len(GREETING))]):
             raise ValueError("it is no member")
         if greeting is None:
             return
         connection, own = caller.connection, os.urandom(_NONCE)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        nonces = greeting[len(_GREETING) :] + own
+        nonces = greeting[len(GREETING) :] + own
         caller.seals = _Seal(self._secret, _MEMBER, nonces), _Seal(self._secret, _SENDER, nonces)
         caller.expect(_LENGTH.size, in_frame=False)
         self._send(caller, own)

@@ -180,31 +180,31 @@ class EpochStore(Store):
 
     def __init__(self, desk: Desk, timeout_s: float) -> None:
         super().__init__()
-        self._desk = desk
+        self.desk = desk
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._desk.ask(Question(Verb.SET, (key,), _bytes(value)))
+        self.desk.ask(Question(Verb.SET, (key,), _bytes(value)))
 
     def get(self, key: str) -> bytes:
         """Return the value, for which it waits."""
-        while (value := self._desk.values.get(key)) is None:
-            read = self._desk.ask(Question(Verb.READ, (key,)))
+        while (value := self.desk.values.get(key)) is None:
+            read = self.desk.ask(Question(Verb.READ, (key,)))
             if read.yes:
                 return read.value
             self.wait([key])
         return value
 
     def add(self, key: str, value: int) -> int:
-        return int(self._desk.ask(Question(Verb.ADD, (key,), number=value)).value)
+        return int(self.desk.ask(Question(Verb.ADD, (key,), number=value)).value)
 
     def check(self, keys: list[str]) -> bool:
         return self.wait_a_while(keys, 0.0)
 
     def wait_a_while(self, keys: Sequence[str], limit_s: float) -> bool:
         """Wait until all of them exist, for so long at most; return whether they do."""
-        unknown = tuple(key for key in keys if key not in self._desk.values)
-        return not unknown or self._desk.ask(Question(Verb.WAIT, unknown, limit_s=limit_s)).yes
+        unknown = tuple(key for key in keys if key not in self.desk.values)
+        return not unknown or self.desk.ask(Question(Verb.WAIT, unknown, limit_s=limit_s)).yes
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
@@ -216,13 +216,13 @@ class EpochStore(Store):
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         swap = packed([_bytes(expected_value), _bytes(desired_value)])
-        return self._desk.ask(Question(Verb.SWAP, (key,), swap)).value
+        return self.desk.ask(Question(Verb.SWAP, (key,), swap)).value
 
     def delete_key(self, key: str) -> bool:
-        return self._desk.ask(Question(Verb.REMOVE, (key,))).yes
+        return self.desk.ask(Question(Verb.REMOVE, (key,))).yes
 
     def num_keys(self) -> int:
-        return int(self._desk.ask(Question(Verb.COUNT)).value)
+        return int(self.desk.ask(Question(Verb.COUNT)).value)
 
     def clone(self) -> EpochStore:
         """Return itself: any thread may ask it."""

@@ -34,10 +34,13 @@ RELEASED = {
         "fcbba4eef96e65aa",
         "bfbfcbc939eb93d5",
         "ae5a7f6dd35a55ec",
+        "9ff2ec2f2db77e97",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }
 """The beginnings of the digests of what was released: one that users have does not change."""
+REASON_IN_PARTS = 10
+"""The first schema that holds the reason of an end in parts."""
 
 
 def digests(scripts: tuple[str, ...]) -> list[str]:
@@ -55,7 +58,7 @@ def old_ledger(path: Path, number: int) -> None:
     db.execute("CREATE TABLE migrations (number INTEGER PRIMARY KEY, applied_at REAL NOT NULL)")
     for done, script in enumerate(ledger_schema.MIGRATIONS[:number], start=1):
         db.executescript(f"{script} INSERT INTO migrations VALUES ({done}, {time.time()});")
-    reason = "the trainer died" if number < len(ledger_schema.MIGRATIONS) else '{"what": "the trainer died"}'
+    reason = "the trainer died" if number < REASON_IN_PARTS else '{"what": "the trainer died"}'
     db.executescript(
         f"""
         INSERT INTO runs (key, run_id, name, state, config_yaml, directory, created_at, reason, step, version_step,
@@ -88,6 +91,7 @@ async def test_a_run_of_an_old_ledger_is_judged_and_goes_on(tmp_path: Path, numb
     ledger = Ledger.open(path)
     assert check(path, RUN).passed
     assert before == await ledger.get_run(RUN) and before.reason == Finding(what="the trainer died")
+    assert await ledger.last_metrics(RUN) == {}
     voided = await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
     assert [update.update_id for update in voided] == [f"{RUN}/0.1"]
     fence = await ledger.begin(RUN, 1)

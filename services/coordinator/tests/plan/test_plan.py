@@ -119,6 +119,11 @@ def test_supervised_training_needs_answers_and_no_generators(
     of_generators = "memory of a generator worker"
     assert of_generators not in {line.name for line in (*planned.lines, *plan(run, idle).lines)}
     assert of_generators in {line.name for line in plan(run, stack, **SUPERVISED).lines}
+    direct = stack.model_copy(
+        update={"generator": stack.generator.model_copy(update={"apply_weights": "direct"})}
+    )
+    kept = {line.name: line.explanation for line in plan(run, direct, **SUPERVISED).lines}[of_generators]
+    assert kept.startswith("live float32 weights, which new ones overwrite"), kept
     first = next(line for line in planned.lines if line.name == "first row")
     assert (first.value, first.explanation) == (
         "row 1 of 40: 3 of 8 tokens are learned",

@@ -21,8 +21,7 @@ def said(figure: Any) -> list[Bbox]:
     canvas.draw()
     texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
     legends = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None]
-    title = [figure._suptitle] if figure._suptitle is not None else []
-    drawn = [*title, *legends, *(text for text in texts if text.get_text() and text not in title)]
+    drawn = [*legends, *(text for text in texts if text.get_text())]
     return [artist.get_window_extent(canvas.get_renderer()) for artist in drawn]
 
 

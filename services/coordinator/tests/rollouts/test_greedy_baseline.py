@@ -60,9 +60,9 @@ class Task:
             yield RolloutSample(sample_id, tokens, logprobs, "7", (TokenSpan(request.min_version, 0, 1),))
 
     async def score(self, items: list[Any]) -> dict[str, Outcome]:
-        return {item.sample_id: self._outcome(item.sample_id) for item in items}
+        return {item.sample_id: self.outcome(item.sample_id) for item in items}
 
-    def _outcome(self, sample_id: str) -> Outcome:
+    def outcome(self, sample_id: str) -> Outcome:
         if sample_id == self.failing:
             return Outcome(None, "division by zero")
         name = sample_id.rpartition("/")[2]
@@ -203,9 +203,9 @@ async def test_a_lost_greedy_reward_drops_its_group_for_that_reason(
     ledger: Ledger, timed_out: bool, reason: str
 ) -> None:
     class OneFails(Task):
-        def _outcome(self, sample_id: str) -> Outcome:
+        def outcome(self, sample_id: str) -> Outcome:
             failed = Outcome(None, "too slow", timed_out=timed_out)
-            return failed if sample_id == f"{RUN}/0/1/greedy" else super()._outcome(sample_id)
+            return failed if sample_id == f"{RUN}/0/1/greedy" else super().outcome(sample_id)
 
     rollouts = source(ledger, OneFails())
     batch = await batch_of(rollouts)

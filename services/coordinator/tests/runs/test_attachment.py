@@ -156,11 +156,15 @@ async def test_sessions_that_stand_beside_the_ledger_are_taken_over_in_their_lin
     assert [metrics["loss"] for _, metrics in run.directory.read_metrics()] == [1.0]
 
 
-async def test_what_the_last_step_did_not_come_to_is_made_up(run: Run) -> None:
-    run.directory.write_metrics(1, {"loss": 1.0}, lineage=1)
+@pytest.mark.parametrize(("every", "owes"), [(3, True), (2, True), (4, False)], ids=["now", "late", "later"])
+async def test_an_evaluation_that_the_coordinator_did_not_come_to_is_made_up(
+    run: Run, every: int, owes: bool
+) -> None:
+    """That of an earlier step went on beside the steps, on a generator of its own."""
+    run.evaluation_every = every
+    run.directory.write_evaluation(0, "1.0", 0.5)
     await run.begin()
-    assert run.attached and run.owes_evaluation
-    assert dict(run.directory.read_metrics())[2] == {"loss": 0.5}, "those of the update are known still"
+    assert run.attached and run.owes_evaluation is owes
 
 
 async def test_an_update_that_the_ledger_does_not_know_is_recorded_first_of_all(run: Run) -> None:

@@ -456,7 +456,7 @@ async def test_a_sample_of_several_turns_is_recorded_with_all_of_them(
 ) -> None:
     loop = bench.loop()
     group = await sample(loop)
-    monkeypatch.setattr(loop.sampling._tokenizer, "decode", lambda tokens: " ".join(map(str, tokens)))
+    monkeypatch.setattr(TOKENIZER, "decode", lambda tokens: " ".join(map(str, tokens)))
     asked = gradients(group)
     asked.groups[0].samples[0].token_ids.CopyFrom(to_tensor(np.array([4, 5, 9, 9, 6], np.int32)))
     asked.groups[0].samples[1].token_ids.CopyFrom(to_tensor(np.array([4, 5], np.int32)))

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.ledger import queries
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.ledger.schema import connect_read_only
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import executor, status
 from flotilla_coordinator.runs.active import RunHandle
@@ -104,11 +107,14 @@ class Directory(RunDirectory):
     """A run directory whose reports may fail."""
 
     broken: Exception | None = None
+    state_before: RunState | None = None
+    """The state in the ledger when the outcome is written."""
 
-    def finish(self, run: run_pb2.Run) -> str:
+    def finish(self, run: run_pb2.Run) -> None:
+        with closing(connect_read_only(self.path / "ledger.sqlite")) as db:
+            self.state_before = queries.run(db, RUN).state
         if self.broken is not None:
             raise self.broken
-        return ""
 
 
 @dataclass
@@ -181,7 +187,11 @@ async def test_a_run_that_went_through_has_succeeded(start: Start) -> None:
     async def loop(run: Any, start_point: StartPoint) -> None:
         await asyncio.sleep(0)
 
-    assert (await start(loop).end()).state == RunState.SUCCEEDED
+    bench = start(loop)
+    assert (await bench.end()).state == RunState.SUCCEEDED
+    assert bench.directory.state_before == RunState.RUNNING, (
+        "a coordinator that dies in between leaves it to the next"
+    )
 
 
 async def test_a_tracker_that_hangs_holds_up_neither_a_run_nor_its_end(

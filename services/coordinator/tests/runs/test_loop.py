@@ -95,7 +95,7 @@ class Loop:
             checkpoints=SimpleNamespace(  # type: ignore[arg-type]
                 due=lambda _: False, writing=False, copying=False, wanted=False, full=None, take_metrics=dict
             ),
-            ledger=SimpleNamespace(backlog=0),  # type: ignore[arg-type]
+            ledger=SimpleNamespace(backlog=0, lost=False),  # type: ignore[arg-type]
             directory=SimpleNamespace(write_metrics=self._write_metrics),  # type: ignore[arg-type]
             status=RunStatus(run_pb2.Run(run_id="run"), EventLog(lambda event: None)),
             activities=Activities(),
@@ -136,6 +136,7 @@ class Loop:
     async def _record(self, step: int, version: Version, batch: Any, updates: Any) -> None:
         await self.may_record.wait()
         self.done.append(f"recorded {step}")
+        self.run.steps_recorded = step + 1
 
     def _write_metrics(self, step: int, metrics: dict[str, float], lineage: int) -> None:
         self.metrics.append(dict(metrics))
@@ -266,6 +267,38 @@ async def test_an_update_is_recorded_also_where_its_version_cannot_be_sent() -> 
         with pytest.raises(RankFailed, match="rank 0 was killed"):
             await running
     assert "recorded 0" in loop.done
+    assert loop.run.steps_done == loop.run.status.run.step == 1 and "time/train_s" in loop.metrics[0]
+
+
+async def test_a_step_that_is_stopped_after_its_record_has_its_metrics() -> None:
+    loop, saving = Loop(), asyncio.Event()
+
+    async def save(_progress: Any) -> None:
+        saving.set()
+        await asyncio.Event().wait()
+
+    loop.run.checkpoints.due = lambda steps_done: steps_done == 2  # type: ignore[method-assign]
+    loop.run.checkpoints.save = save  # type: ignore[method-assign, assignment]
+    running = loop.begin()
+    async with asyncio.timeout(LIMIT_S):
+        await saving.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert len(loop.metrics) == loop.run.steps_done == loop.run.status.run.step == 2
+    assert "time/checkpoint_s" in loop.metrics[1]
+
+
+async def test_a_step_that_is_stopped_before_its_record_has_no_metrics() -> None:
+    loop = Loop()
+    loop.may_record.clear()
+    running = loop.begin()
+    await loop.until("trained 0")
+    running.cancel()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert loop.metrics == [] and loop.run.steps_done == 0
 
 
 async def test_generators_sleep_during_updates_alone_where_the_stack_says_so() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from google.protobuf import json_format
 
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.fleet.fleet import Fleet
-from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.ledger.records import DropReason, RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.runs import start
 from flotilla_coordinator.runs.registry import LIST_LIMIT, Runs
@@ -191,12 +193,66 @@ async def test_a_user_who_resumes_a_run_lets_it_be_taken_over_again(bench: Bench
     assert (await taken_over(bench)).state == run_pb2.RUN_STATE_FAILED
 
 
-async def test_deaths_with_a_step_in_between_never_count(bench: Bench) -> None:
+@pytest.mark.parametrize("has_samples", [True, False])
+async def test_deaths_with_a_step_in_between_never_count(bench: Bench, has_samples: bool) -> None:
     await bench.left(RunState.RUNNING)
+    done: dict[str, Any] = {"result": Version(4, 2), "step": 2, "cursor": None}
     for _ in range(4):
         assert (await taken_over(bench)).state != run_pb2.RUN_STATE_FAILED
         # Made again after a fall-back: the number of steps is the one that it was.
-        await bench.ledger.passed_by(RUN, [], "uniform", result=Version(4, 2), step=2, cursor=None)
+        if has_samples:
+            await bench.ledger.passed_by(RUN, [], DropReason.UNIFORM, **done)
+        else:
+            await bench.ledger.went_on(RUN, **done)
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONFIG + "resume: by_user\n"], ids=["goes on", "is closed"])
+async def test_a_step_of_a_killed_coordinator_has_its_metrics(bench: Bench, config: str) -> None:
+    await bench.left(RunState.RUNNING, config)
+    bench.directory.write_metrics(1, {"reward/mean": 0.25}, lineage=4)
+    known = {"reward/mean": 0.5, "loss": math.nan, "canary/mean": 1e-7}
+    await bench.ledger.went_on(RUN, result=Version(4, 3), step=3, cursor=None, metrics=known)
+    run = await taken_over(bench)
+    assert (run.step, run.metrics["reward/mean"]) == (3, 0.5)
+    await taken_over(bench)
+    told = [json.loads(line) for line in (bench.directory.path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["lineage"], line["reward/mean"]) for line in told] == [
+        (1, 4, 0.25),
+        (2, 4, 0.5),
+    ]
+    assert told[-1]["canary/mean"] == 1e-7 and told[-1]["loss"] is None
+
+
+async def test_metrics_of_steps_that_a_fall_back_undid_stand_for_none_of_a_killed_coordinator(
+    bench: Bench,
+) -> None:
+    await bench.left(RunState.RUNNING)
+    for step in range(1, 4):
+        bench.directory.write_metrics(step, {"reward/mean": 0.25}, lineage=4)
+    await bench.ledger.went_on(RUN, result=Version(4, 4), step=4, cursor=None, metrics={"reward/mean": 0.25})
+    await bench.ledger.fall_back(RUN, Version(5, 2), step=2, cursor=None)
+    await taken_over(bench)
+    assert dict(bench.directory.read_metrics()).keys() == {1, 2, 3}, "until they are made again"
+    await bench.ledger.went_on(RUN, result=Version(5, 3), step=3, cursor=None, metrics={"reward/mean": 0.5})
+    await taken_over(bench)
+    assert dict(bench.directory.read_metrics()) == {1: {"reward/mean": 0.25}, 2: {"reward/mean": 0.5}}
+
+
+async def test_who_watches_a_run_is_told_of_a_step_that_a_killed_coordinator_did_not_end(
+    bench: Bench,
+) -> None:
+    await bench.left(RunState.RUNNING)
+    await bench.ledger.went_on(RUN, result=Version(4, 3), step=3, cursor=None, metrics={"reward/mean": 0.5})
+    await taken_over(bench)
+    steps = [event["step"] for event in bench.directory.read_events() if "step" in event]
+    assert steps == [{"step": "3", "metrics": {"reward/mean": 0.5}}]
+
+
+async def test_a_run_whose_directory_is_gone_keeps_no_other_run_from_going_on(bench: Bench) -> None:
+    await bench.left(RunState.RUNNING, CONFIG + "resume: by_user")
+    await bench.ledger.went_on(RUN, result=Version(4, 3), step=3, cursor=None, metrics={"reward/mean": 0.5})
+    bench.directory.path.rmdir()
+    assert (await taken_over(bench)).state == run_pb2.RUN_STATE_FAILED
 
 
 async def test_a_paused_run_is_taken_over_however_often(bench: Bench) -> None:
@@ -229,6 +285,19 @@ async def test_a_stored_run_that_asks_for_too_much_is_refused_with_the_key(bench
     assert "rollout.prompts_per_step" in run.reason and "less than or equal to 100000" in run.reason
     with pytest.raises(InvalidConfig, match=r"rollout\.prompts_per_step"):
         await bench.runs.resume(RUN, "", "r1")
+
+
+async def test_a_run_that_had_ended_when_its_coordinator_died_ends_as_it_did(bench: Bench) -> None:
+    """The outcome is written before the ledger has the end."""
+    await bench.left(RunState.RUNNING)
+    outcome = run_pb2.Run(
+        run_id=RUN, state=run_pb2.RUN_STATE_SUCCEEDED, step=3, directory=str(bench.directory.path)
+    )
+    bench.directory.finish(outcome)
+    assert (await taken_over(bench)).state == run_pb2.RUN_STATE_SUCCEEDED and bench.launched == []
+    record = await bench.ledger.get_run(RUN)
+    assert (record.state, record.step) == (RunState.SUCCEEDED, 3)
+    assert (bench.directory.path / "logs").is_dir(), "what was left of the end is made up"
 
 
 async def test_nothing_is_answered_before_it_is_known_which_runs_go_on(bench: Bench) -> None:

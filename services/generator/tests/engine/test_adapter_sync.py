@@ -43,6 +43,14 @@ class StrictSim(SimEngine):
         return replace(super().info, required_tensors=SHAPES)
 
 
+class Session(WeightSession):
+    """A session whose engine can be looked at."""
+
+    def __init__(self, engine: SimEngine) -> None:
+        super().__init__(engine)
+        self.engine = engine
+
+
 def random(shapes: dict[str, tuple[int, ...]], seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -70,7 +78,7 @@ def summed(weights: Tensors, changed: Tensors) -> Tensors:
 class Group:
     """The trainer's end of one epoch with its replicas."""
 
-    def __init__(self, epoch: int, sessions: list[WeightSession], manifest: Manifest, run_id: str) -> None:
+    def __init__(self, epoch: int, sessions: list[Session], manifest: Manifest, run_id: str) -> None:
         self._epoch = epoch
         self._sessions = sessions
         self._manifest = manifest
@@ -125,21 +133,21 @@ class Group:
 
 
 @pytest.fixture
-def sessions(tmp_path: Path) -> list[WeightSession]:
+def sessions(tmp_path: Path) -> list[Session]:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "max_position_embeddings": 128}))
     config = GeneratorConfig(engine="sim", sim=SimConfig())
-    return [WeightSession(StrictSim(config, Checkpoint.read(tmp_path))) for _ in range(2)]
+    return [Session(StrictSim(config, Checkpoint.read(tmp_path))) for _ in range(2)]
 
 
-def assert_holds(session: WeightSession, expected: Tensors) -> None:
-    live = session._engine.weights
+def assert_holds(session: Session, expected: Tensors) -> None:
+    live = session.engine.weights
     assert live.keys() == expected.keys()
     for name, tensor in live.items():
         torch.testing.assert_close(tensor.double(), expected[name].double(), atol=1e-6, rtol=1e-6)
 
 
 async def test_a_late_joiner_and_a_run_of_all_weights_afterwards_hold_what_was_sent(
-    sessions: list[WeightSession],
+    sessions: list[Session],
 ) -> None:
     early, late = sessions
     weights, small = random(SHAPES, 0), manifest_of(adapters(1))
@@ -171,7 +179,7 @@ async def test_a_late_joiner_and_a_run_of_all_weights_afterwards_hold_what_was_s
     whole.close()
 
 
-async def test_adapters_do_not_excuse_a_weight_that_is_missing(sessions: list[WeightSession]) -> None:
+async def test_adapters_do_not_excuse_a_weight_that_is_missing(sessions: list[Session]) -> None:
     weights = random(SHAPES, 0)
     del weights[f"{ATTENTION}.k_proj.weight"]
     changed = {name: tensor for name, tensor in adapters(1).items() if "k_proj" not in name}

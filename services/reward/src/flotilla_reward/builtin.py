@@ -11,7 +11,7 @@ import logging
 import re
 from abc import abstractmethod
 from decimal import Decimal, InvalidOperation, localcontext
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
@@ -49,9 +49,12 @@ class Unreadable(Exception):
 
 
 class BuiltinReward(BaseModel):
-    """A reward and its parameters."""
+    """A reward and its parameters.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    Each describes itself in place: docstrings would make pydantic parse this file for every reward at each start.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     bounded: ClassVar[bool]
     """True where the time grows no faster than the text, whatever the text: such a reward runs inside the service."""
@@ -90,10 +93,12 @@ class Exact(BuiltinReward):
 
     bounded: ClassVar[bool] = True
 
-    after: str | None = Field(default=None, min_length=1)
-    """Compare only what follows the last such marker; a response without it scores 0."""
-    ignore_case: bool = False
-    """Upper and lower case are the same."""
+    after: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Compare only what follows the last such marker; a response without it scores 0.",
+    )
+    ignore_case: bool = Field(default=False, description="Upper and lower case are the same.")
 
     def score(self, sample: Sample) -> float:
         answer = answer_of(sample)
@@ -114,12 +119,20 @@ class Numeric(BuiltinReward):
 
     bounded: ClassVar[bool] = True
 
-    after: str | None = Field(default=None, min_length=1)
-    """Look only at what follows the last such marker; a response without it scores 0."""
-    absolute_tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Allowed difference. The larger one of both tolerances counts."""
-    relative_tolerance: float = Field(default=1e-9, ge=0, allow_inf_nan=False)
-    """Allowed difference as a share of the answer."""
+    after: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Look only at what follows the last such marker; a response without it scores 0.",
+    )
+    absolute_tolerance: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Allowed difference. The larger one of both tolerances counts.",
+    )
+    relative_tolerance: float = Field(
+        default=1e-9, ge=0, allow_inf_nan=False, description="Allowed difference as a share of the answer."
+    )
 
     def score(self, sample: Sample) -> float:
         expected = _number(answer_of(sample))
@@ -153,18 +166,18 @@ class Regex(BuiltinReward):
     # A pattern may backtrack for longer than the universe is old.
     bounded: ClassVar[bool] = False
 
-    pattern: Annotated[str, Field(min_length=1)]
-    """Syntax of Python's `re`."""
-    match: Literal["search", "whole"] = "search"
-    """`search` finds the pattern anywhere, `whole` wants it to cover the response."""
-    ignore_case: bool = False
-    """Upper and lower case are the same."""
-    multi_line: bool = False
-    """`^` and `$` also match at line ends."""
-    dot_matches_newline: bool = False
-    """`.` also matches the end of a line."""
-    group: int | str | None = None
-    """Number or name of a group that must be the answer, outer white space aside."""
+    pattern: str = Field(min_length=1, description="Syntax of Python's `re`.")
+    match: Literal["search", "whole"] = Field(
+        default="search",
+        description="`search` finds the pattern anywhere, `whole` wants it to cover the response.",
+    )
+    ignore_case: bool = Field(default=False, description="Upper and lower case are the same.")
+    multi_line: bool = Field(default=False, description="`^` and `$` also match at line ends.")
+    dot_matches_newline: bool = Field(default=False, description="`.` also matches the end of a line.")
+    group: int | str | None = Field(
+        default=None,
+        description="Number or name of a group that must be the answer, outer white space aside.",
+    )
 
     _compiled: re.Pattern[str] = PrivateAttr()
 
@@ -203,10 +216,12 @@ class Format(BuiltinReward):
 
     bounded: ClassVar[bool] = True
 
-    sections: tuple[str, ...] = Field(default=("think", "answer"), min_length=1)
-    """Tag names: `think` stands for `<think>...</think>`."""
-    allow_empty: bool = False
-    """A section may hold nothing but white space."""
+    sections: tuple[str, ...] = Field(
+        default=("think", "answer"),
+        min_length=1,
+        description="Tag names: `think` stands for `<think>...</think>`.",
+    )
+    allow_empty: bool = Field(default=False, description="A section may hold nothing but white space.")
 
     @field_validator("sections")
     @classmethod
@@ -248,10 +263,15 @@ class Math(BuiltinReward):
     bounded: ClassVar[bool] = False
     blames_response: ClassVar[bool] = True
 
-    significant_digits: int = Field(default=15, ge=1, le=50)
-    """Precision of comparisons that have to be done numerically."""
-    decimals: int = Field(default=6, ge=0, le=50)
-    """Decimal numbers are rounded to so many places before they are compared."""
+    significant_digits: int = Field(
+        default=15, ge=1, le=50, description="Precision of comparisons that have to be done numerically."
+    )
+    decimals: int = Field(
+        default=6,
+        ge=0,
+        le=50,
+        description="Decimal numbers are rounded to so many places before they are compared.",
+    )
 
     def prepare(self) -> None:
         import math_verify  # type: ignore[import-untyped]  # noqa: F401

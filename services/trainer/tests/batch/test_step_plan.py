@@ -21,7 +21,7 @@ from flotilla_trainer.batch.update_batch import UpdateBatch
 from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.rank.update_metrics import metrics_of_steps
+from flotilla_trainer.rank.update import metrics_of_steps
 from flotilla_trainer.wire.objective import ObjectiveSettings
 
 VOCABULARY = 13

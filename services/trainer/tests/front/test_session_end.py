@@ -23,7 +23,7 @@ from flotilla_core.errors import (
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_testing.files import files_in
-from flotilla_testing.session_specs import as_struct, wire_objective
+from flotilla_testing.session_specs import as_struct, gang_facts, wire_objective
 from flotilla_trainer.front.session import Session
 from flotilla_trainer.front.session_files import SessionFiles
 from flotilla_trainer.front.session_manager import SessionManager
@@ -31,7 +31,6 @@ from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.wire.frames import Frame
-from flotilla_trainer.wire.settings import SessionSettings
 
 LIMIT_S = 10.0
 TOKENS = np.array([3, 4, 5], np.int32)
@@ -46,17 +45,11 @@ class RecordingGang:
 
     def __init__(self) -> None:
         self.commands: list[str] = []
+        self.fields: dict[str, dict[str, Any]] = {}
         self.scoring, self.gate = asyncio.Event(), asyncio.Event()
         self.opening, self.opens = asyncio.Event(), asyncio.Event()
         self.opens.set()
-        self.facts: dict[str, Any] = {
-            "packing_refusal": "",
-            "device": "cpu",
-            "attention_crossover_tokens": 1,
-            "vocabulary": 16,
-            "max_sequence_tokens": 12,
-            "parameters": 1,
-        }
+        self.facts = gang_facts()
 
     async def wait_ready(self) -> None:
         """Always ready."""
@@ -67,8 +60,9 @@ class RecordingGang:
     def phases(self) -> list[str]:
         return ["rank 0: scoring"]
 
-    async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
+    async def command(self, kind: str, fields: Any = None, *arguments: Any, **options: Any) -> list[Frame]:
         self.commands.append(kind)
+        self.fields[kind] = fields
         if kind == "open_session":
             self.opening.set()
             await self.opens.wait()
@@ -122,10 +116,14 @@ def manager(gang: RecordingGang, tmp_path: Path) -> SessionManager:
     stack = StackConfig(model=tmp_path)
     plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", tmp_path, tmp_path)
     made = SessionManager(cast(Gang, gang), plan, stack, Activities(), session_files(tmp_path))
-    request = pb.OpenSessionRequest(run_id="a", spec=specification())
+    request = request_of("a")
     made._session = Session(request, session_settings(request.spec), tmp_path, cast(Gang, gang), Activities())
     (tmp_path / "config.json").write_text("{}", "utf-8")
     return made
+
+
+def request_of(run_id: str, lineage: int = 0) -> pb.OpenSessionRequest:
+    return pb.OpenSessionRequest(run_id=run_id, lineage=lineage, spec=specification())
 
 
 async def training(manager: SessionManager, gang: RecordingGang) -> asyncio.Task[pb.UpdateResult]:
@@ -135,15 +133,18 @@ async def training(manager: SessionManager, gang: RecordingGang) -> asyncio.Task
     return update
 
 
+def closing(manager: SessionManager) -> asyncio.Task[None]:
+    return asyncio.create_task(manager.close("a"))
+
+
 async def test_the_update_of_a_closed_session_never_reaches_the_ranks(
     manager: SessionManager, gang: RecordingGang
 ) -> None:
-    update = await training(manager, gang)
-    closing = asyncio.create_task(manager.close("a"))
+    update, close = await training(manager, gang), closing(manager)
     await asyncio.sleep(0)
-    assert not closing.done() and manager.session("a").run_id == "a"
+    assert not close.done() and manager.session("a").run_id == "a"
     gang.gate.set()
-    await asyncio.wait_for(closing, LIMIT_S)
+    await asyncio.wait_for(close, LIMIT_S)
     with pytest.raises(Cancelled, match="run a closed its session"):
         await update
     assert gang.commands == ["score"]
@@ -154,11 +155,10 @@ async def test_the_update_of_a_closed_session_never_reaches_the_ranks(
 async def test_a_close_whose_caller_goes_away_comes_to_its_end(
     manager: SessionManager, gang: RecordingGang
 ) -> None:
-    update = await training(manager, gang)
-    first = asyncio.create_task(manager.close("a"))
+    update, first = await training(manager, gang), closing(manager)
     await asyncio.sleep(0)
     first.cancel()
-    again = asyncio.create_task(manager.close("a"))
+    again = closing(manager)
     gang.gate.set()
     await asyncio.wait_for(again, LIMIT_S)
     with pytest.raises(Cancelled):
@@ -168,16 +168,14 @@ async def test_a_close_whose_caller_goes_away_comes_to_its_end(
 async def test_a_session_that_is_closing_keeps_the_next_one_waiting_until_it_is_done(
     manager: SessionManager, gang: RecordingGang
 ) -> None:
-    update = await training(manager, gang)
-    closing = asyncio.create_task(manager.close("a"))
+    update, close = await training(manager, gang), closing(manager)
     await asyncio.sleep(0)
-    next_run = pb.OpenSessionRequest(run_id="b", spec=specification())
-    opening = asyncio.create_task(manager.open(next_run))
+    opening = asyncio.create_task(manager.open(request_of("b")))
     done, _ = await asyncio.wait({opening}, timeout=0)
     assert not done and gang.commands == ["score"]
     gang.gate.set()
     await asyncio.wait_for(opening, LIMIT_S)
-    assert closing.done() and gang.commands == ["score", "open_session"]
+    assert close.done() and gang.commands == ["score", "open_session"]
     assert manager.session("b").run_id == "b"
     with pytest.raises(Cancelled):
         await update
@@ -191,11 +189,11 @@ async def test_a_session_whose_close_was_given_up_can_be_closed_again(
     with pytest.raises(DeadlineExceeded, match="cannot be closed"):
         await manager.close("a")
     with pytest.raises(FailedPrecondition, match="run a holds the trainer"):
-        await manager.open(pb.OpenSessionRequest(run_id="b", spec=specification()))
+        await manager.open(request_of("b"))
     monkeypatch.setattr(gang, "slow_timeout_s", LIMIT_S)
     gang.gate.set()
     await asyncio.wait_for(manager.close("a"), LIMIT_S)
-    await asyncio.wait_for(manager.open(pb.OpenSessionRequest(run_id="b", spec=specification())), LIMIT_S)
+    await asyncio.wait_for(manager.open(request_of("b")), LIMIT_S)
     with pytest.raises(Cancelled):
         await update
 
@@ -223,8 +221,7 @@ async def left_opening(manager: SessionManager, gang: RecordingGang) -> asyncio.
     """Start an opening that continues after its caller is gone."""
     manager._session = None
     gang.opens.clear()
-    request = pb.OpenSessionRequest(run_id="a", spec=specification())
-    opening = asyncio.create_task(manager.open(request))
+    opening = asyncio.create_task(manager.open(request_of("a")))
     await asyncio.wait_for(gang.opening.wait(), LIMIT_S)
     return opening
 
@@ -233,14 +230,14 @@ async def test_after_the_close_of_a_session_that_was_opening_the_next_one_opens(
     manager: SessionManager, gang: RecordingGang
 ) -> None:
     opening = await left_opening(manager, gang)
-    again = pb.OpenSessionRequest(run_id="a", lineage=1, spec=specification())
+    again = request_of("a", lineage=1)
     with pytest.raises(FailedPrecondition, match="run a holds the trainer"):
         await manager.open(again)
-    closing = asyncio.create_task(manager.close("a"))
-    done, _ = await asyncio.wait({closing}, timeout=0)
+    close = closing(manager)
+    done, _ = await asyncio.wait({close}, timeout=0)
     assert not done
     gang.opens.set()
-    await asyncio.wait_for(closing, LIMIT_S)
+    await asyncio.wait_for(close, LIMIT_S)
     reply = await asyncio.wait_for(manager.open(again), LIMIT_S)
     assert reply.policy_version.lineage == 1
     with pytest.raises(Cancelled, match="before it was open"):
@@ -256,7 +253,7 @@ async def test_a_close_says_so_when_the_opening_does_not_end(
     with pytest.raises(DeadlineExceeded, match="opening cannot be closed"):
         await manager.close("a")
     monkeypatch.setattr(gang, "slow_timeout_s", LIMIT_S)
-    again = asyncio.create_task(manager.close("a"))
+    again = closing(manager)
     gang.opens.set()
     await asyncio.wait_for(again, LIMIT_S)
     with pytest.raises(Cancelled):
@@ -275,9 +272,9 @@ async def test_a_close_ends_with_an_opening_that_fails(
 
     monkeypatch.setattr(gang, "command", no_rank)
     opening = await left_opening(manager, gang)
-    closing = asyncio.create_task(manager.close("a"))
+    close = closing(manager)
     gang.opens.set()
-    await asyncio.wait_for(closing, LIMIT_S)
+    await asyncio.wait_for(close, LIMIT_S)
     with pytest.raises(Unavailable, match="rank 0 died"):
         await opening
 
@@ -292,10 +289,10 @@ async def test_path_that_is_too_long_is_refused_like_a_missing_one(
     with pytest.raises(FailedPrecondition, match="File name too long"):
         await manager.checkpoints.begin(manager.session("a"), pb.SaveCheckpointRequest(path=path))
     manager._session = None
-    specification_of_b = specification()
-    specification_of_b.initial_weights = folder
+    request = request_of("b")
+    request.spec.initial_weights = folder
     with pytest.raises(NotFound, match="the model folder does not exist"):
-        await manager.open(pb.OpenSessionRequest(run_id="b", spec=specification_of_b))
+        await manager.open(request)
     assert gang.commands == []
 
 
@@ -314,13 +311,14 @@ async def test_the_refusals_of_an_ended_session_keep_none_of_the_refused_calls(
 @pytest.mark.parametrize(
     ("correction", "limit"), [({}, 0.016), ({"fail_at": 0.2}, 0.2), ({"fail_at": None}, None)]
 )
-def test_the_limit_that_refuses_an_update_goes_by_the_dtypes_of_the_stack(
+async def test_the_limit_that_refuses_an_update_goes_by_the_dtypes_of_the_stack(
     gang: RecordingGang, tmp_path: Path, correction: dict[str, Any], limit: float | None
 ) -> None:
     stack = StackConfig.model_validate({"model": tmp_path, "generator": {"dtype": "bfloat16"}})
     plan = GangPlan.of_stack(stack, "trainer-0", "trainer-0-test", tmp_path, tmp_path)
     manager = SessionManager(cast(Gang, gang), plan, stack, Activities(), session_files(tmp_path))
-    spec = specification()
-    spec.objective.CopyFrom(wire_objective("policy", {"type": "reinforce", "correction": correction}))
-    asked = manager._asked(spec)
-    assert isinstance(asked, SessionSettings) and asked.refuse_above == limit
+    request = request_of("a")
+    request.spec.objective.CopyFrom(wire_objective("policy", {"type": "reinforce", "correction": correction}))
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    await manager.open(request)
+    assert gang.fields["open_session"]["refuse_above"] == limit

@@ -15,7 +15,7 @@ from flotilla_core.errors import Exhausted, InvalidRequest
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
-from flotilla_testing.session_specs import as_struct, wire_objective
+from flotilla_testing.session_specs import as_struct, gang_facts, wire_objective
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.front.session import Session
 from flotilla_trainer.front.session_progress import NOTHING_COUNTS
@@ -37,13 +37,7 @@ class AgreeingGang:
         self.commands: list[str] = []
         self.rates: list[float] = []
         self.limits: list[float | None] = []
-        self.facts: dict[str, Any] = {
-            "packing_refusal": "",
-            "device": "cpu",
-            "attention_crossover_tokens": 1,
-            "vocabulary": 16,
-            "max_sequence_tokens": 12,
-        }
+        self.facts = gang_facts()
 
     async def command(self, kind: str, *arguments: Any, **options: Any) -> list[Frame]:
         self.commands.append(kind)

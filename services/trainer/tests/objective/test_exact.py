@@ -28,7 +28,7 @@ from flotilla_trainer.losses.divergence import full_divergence, teacher_divergen
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.objective.session_objective import session_objective
 from flotilla_trainer.rank.objective import Objective
-from flotilla_trainer.rank.update_metrics import objective_metrics
+from flotilla_trainer.rank.update import objective_metrics
 from flotilla_trainer.wire.objective import ObjectiveSettings
 
 VOCABULARY = 13

@@ -17,7 +17,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from flotilla_core.errors import FailedPrecondition
 from flotilla_trainer.rank.checkpoint_layout import CheckpointLayout
-from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.cut import RankMesh
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
 SHAPE = {

@@ -17,8 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.compilation import COMPILING, Compilation
-from flotilla_trainer.rank.cut import gathered
-from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.cut import RankMesh, gathered
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.sharded_model import ShardedModel
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ TOLERANCE = 1e-5
 VOCABULARY = 31
 CPU = torch.device("cpu")
 SHAPES = [(2, 17), (3, 23)]
+Tensor = torch.Tensor
 
 
 @pytest.fixture
@@ -42,19 +44,20 @@ def model(layers: int) -> PolicyModel:
     return PolicyModel(tiny_qwen3(vocab_size=VOCABULARY, num_hidden_layers=layers))
 
 
-def numbers(policy: PolicyModel, rows: int, length: int, adapters: Adapters) -> list[torch.Tensor]:
-    """Return log-probabilities with and without gradient, and the gradient of the adapters."""
+def numbers(
+    policy: PolicyModel, rows: int, length: int, learning: list[Tensor], row: PackedRow | None = None
+) -> list[Tensor]:
+    """Return log-probabilities with and without gradient, and the gradient of what learns."""
     tokens = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
     targets = tokens.flatten()[1:]
-    asked = tokens, torch.arange(len(targets)), targets
+    score = partial(policy, tokens, torch.arange(len(targets)), targets, temperature=1.0, chunk_tokens=16)
     with torch.no_grad():
-        frozen = policy(*asked, temperature=1.0, chunk_tokens=16).logprobs
-    live = policy(*asked, temperature=1.0, chunk_tokens=16).logprobs
-    learning = list(adapters.named_parameters().values())
+        frozen = score(packed_row=row).logprobs
+    live = score(packed_row=row).logprobs
     return [frozen, live.detach(), *torch.autograd.grad(live.sum(), learning)]
 
 
-def same(found: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+def same(found: list[Tensor], right: list[Tensor]) -> None:
     for ours, theirs in zip(found, right, strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -71,10 +74,11 @@ def test_adapters_take_part_from_few_graphs_and_go_again(counter: CompileCounter
         for name, parameter in adapters.named_parameters().items():
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name) + session))
         compiled.on = False
-        expected = [numbers(policy, *each, adapters) for each in SHAPES]
+        learning = list(adapters.named_parameters().values())
+        expected = [numbers(policy, *each, learning) for each in SHAPES]
         compiled.on = True
         for each, right in zip(SHAPES, expected, strict=True):
-            same(numbers(policy, *each, adapters), right)
+            same(numbers(policy, *each, learning), right)
         adapters.remove()
         frames.append(counter.frame_count)
     # Not one a layer: the first layer alone differs, because nothing before it learns.
@@ -104,27 +108,14 @@ def test_layers_that_run_plain_do_not_wait_for_the_compiler(monkeypatch: pytest.
     assert layer(torch.ones(2, 4)).shape == (2, 4) and not compiled.on
 
 
-@torch.library.custom_op("flotilla_test::variable_length", mutates_args=())
+GIVEN = "Tensor query, Tensor key, Tensor value, Tensor borders, SymInt reach, float scale"
+
+
+@torch.library.custom_op("flotilla_test::variable_length", mutates_args=(), schema=f"({GIVEN}) -> Tensor")
 def variable_length(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    reach: int,
-    scale: float,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, reach: int, scale: float
+) -> Tensor:
     """Attend within each sequence, as torch's kernel does on a GPU."""
-    return attended(query, key, value, borders, reach, scale)
-
-
-def attended(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    reach: int,
-    scale: float,
-) -> torch.Tensor:
     parts = []
     for start, end in itertools.pairwise(borders.tolist()):
         assert end - start <= reach
@@ -137,28 +128,14 @@ def attended(
     return torch.cat(parts)
 
 
-@variable_length.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    reach: int,
-    scale: float,
-) -> torch.Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("flotilla_test::variable_length_backward", mutates_args=())
+@torch.library.custom_op(
+    "flotilla_test::variable_length_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, {GIVEN}) -> (Tensor, Tensor, Tensor)",
+)
 def variable_length_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    reach: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, reach: int, scale: float
+) -> tuple[Tensor, ...]:
     """Compute the gradients by hand, because nothing inside such an operation is differentiated."""
     found = [torch.zeros(tensor.shape) for tensor in (query, key, value)]
     group = query.shape[1] // key.shape[1]
@@ -174,32 +151,23 @@ def variable_length_backward(
         by_logit = scale * shares * (by_share - (by_share * shares).sum(-1, keepdim=True))
         for whole, rows in zip(found, (by_logit @ k, by_logit.mT @ q, shares.mT @ g), strict=True):
             whole[part] = rows.transpose(0, 1).unflatten(1, (whole.shape[1], -1)).sum(2)
-    by_query, by_key, by_value = found
-    return by_query, by_key, by_value
+    return tuple(found)
 
 
-@variable_length_backward.register_fake
-def _(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    reach: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query, key, value = (
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
-    )
-    return query, key, value
+def like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+variable_length.register_fake(lambda query, *_: like(query))
+variable_length_backward.register_fake(lambda _, *given: tuple(map(like, given[:3])))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.rest = inputs[4:]
 
 
-def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return (*variable_length_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.rest), None, None, None)
 
 
@@ -207,18 +175,18 @@ variable_length.register_autograd(_gradients, setup_context=_keep)
 
 
 def kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    same_borders: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: Tensor,
+    same_borders: Tensor,
     reach: int,
     same_reach: int,
     *,
     scale: float,
     window_size: tuple[int, int],
     enable_gqa: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Take what torch's kernel takes."""
     assert window_size == (-1, 0)
     return variable_length(query, key, value, borders, reach, scale)
@@ -246,12 +214,6 @@ def test_attention_is_part_of_the_one_graph_where_a_kernel_takes_packed_rows(
     assert frames[-1] <= 4 and frames[2:] == [frames[2]] * (len(ROWS) - 2)
 
 
-def packed_numbers(policy: PolicyModel, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Return log-probabilities of a packed row with and without gradient, and the gradient."""
-    row = PackedRow.of(lengths, CPU)
-    tokens = torch.randint(VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(len(lengths)))
-    asked = tokens[None], torch.arange(len(tokens) - 1), tokens[1:]
-    with torch.no_grad():
-        frozen = policy(*asked, temperature=1.0, chunk_tokens=16, packed_row=row).logprobs
-    live = policy(*asked, temperature=1.0, chunk_tokens=16, packed_row=row).logprobs
-    return [frozen, live.detach(), *torch.autograd.grad(live.sum(), list(policy.parameters()))]
+def packed_numbers(policy: PolicyModel, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Return the numbers of a packed row."""
+    return numbers(policy, 1, sum(lengths), list(policy.parameters()), PackedRow.of(lengths, CPU))

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from flotilla_core.errors import Unimplemented
-from flotilla_trainer.rank.cut import Cut, gathered, local, scatter
-from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.cut import Cut, RankMesh, gathered, local, scatter
 
 pytestmark = pytest.mark.timeout(120)
 OnRanks = Callable[[int, Callable[[], Any]], list[Any]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +16,14 @@ from flotilla_core.errors import Exhausted
 from flotilla_testing.tiny_qwen3 import tiny_qwen3
 from flotilla_trainer.rank import device_memory, worker
 from flotilla_trainer.rank.compilation import one_pass
+from flotilla_trainer.rank.cut import RankMesh
 from flotilla_trainer.rank.device_memory import MicroBatchMemory, Taken
-from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.worker import RankWorker
 from flotilla_trainer.wire.frames import Frame
 from flotilla_trainer.wire.objective import ObjectiveSettings
-from flotilla_trainer.wire.settings import SessionSettings
+from flotilla_trainer.wire.settings import VOCABULARY_HEAD, SessionSettings
 
 GPU = torch.device("cuda", 0)
 GIB = 1 << 30
@@ -190,32 +189,25 @@ def test_a_measuring_pass_leaves_no_gradient(
 
 
 def test_the_optimizer_of_a_session_is_gone_before_that_of_the_next_is_built(
-    tmp_path: Path, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, on_ranks: OnRanks, started: Callable[[str], RankWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_qwen3().save_pretrained(tmp_path)
     session = SessionSettings(ObjectiveSettings(), OptimizerConfig(), BatchingConfig(), 0, total_updates=1)
 
     def act() -> list[int]:
-        cpu = torch.device("cpu")
-        rank: Any = RankWorker.__new__(RankWorker)
-        rank._model, rank._device = ShardedModel(tmp_path, torch.float32, RankMesh.form("cpu"), cpu), cpu
-        rank._memory, rank._setup = (
-            MicroBatchMemory(cpu, lambda *_: None),
-            SimpleNamespace(returns_memory=False),
-        )
-        moments: list[weakref.ref[torch.Tensor]] = []
+        rank = started(VOCABULARY_HEAD)
+        optimizers: list[weakref.ref[PolicyOptimizer]] = []
         alive: list[int] = []
 
         def built(model: ShardedModel, settings: OptimizerConfig) -> PolicyOptimizer:
-            alive.append(sum(one() is not None for one in moments))
+            alive.append(sum(one() is not None for one in optimizers))
             optimizer = PolicyOptimizer(model, settings)
-            states = optimizer._adamw.state.values()
-            moments.extend(weakref.ref(state["exp_avg"]) for state in states)
+            optimizers.append(weakref.ref(optimizer))
             return optimizer
 
         monkeypatch.setattr(worker, "PolicyOptimizer", built)
         for _ in range(2):
-            rank._open_session(Frame("open_session", 0, session.fields()))
-        return [len(moments) > 0, *alive]
+            rank.run(Frame("open_session", 0, session.fields()))
+        return alive
 
-    assert on_ranks(1, act) == [[True, 0, 0]]
+    assert on_ranks(1, act) == [[0, 0]]

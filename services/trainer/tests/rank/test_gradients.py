@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from transformers import AutoModel, BertConfig
 
 from flotilla_core.config import BatchingConfig, CriticConfig, OptimizerConfig, PolicyConfig
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
-from flotilla_trainer.rank.cut import local
-from flotilla_trainer.rank.meeting import Meeting
 from flotilla_trainer.rank.worker import RankWorker
 from flotilla_trainer.wire.frames import Array, Frame
 from flotilla_trainer.wire.objective import VALUE, ObjectiveSettings
-from flotilla_trainer.wire.settings import VALUE_HEAD, RankSetup, SessionSettings
+from flotilla_trainer.wire.settings import VALUE_HEAD, SessionSettings
 
+Started = Callable[[str], RankWorker]
 RANKS = 2
 VOCABULARY = 31
 UNREACHED = "bert.pooler."
@@ -34,19 +34,6 @@ BERT = BertConfig(
     initializer_range=0.2,
     is_decoder=True,
 )
-
-
-class Line:
-    """A front that only listens."""
-
-    def progress(self, phase: str) -> None:
-        pass
-
-    def moved(self) -> None:
-        pass
-
-    def urgent(self, kind: str, act: Callable[[Frame], None]) -> None:
-        pass
 
 
 def asked(kind: str, fields: dict[str, Any], arrays: dict[str, Array] | None = None) -> Frame:
@@ -67,51 +54,27 @@ def sequences() -> Sequences:
     )
 
 
-def gradients(folder: Path) -> dict[str, Array]:
+def gradients(folder: Path, started: Started) -> dict[str, Array]:
     """Return the gradients that this rank answers."""
-    rank = dist.get_rank()
-    dist.destroy_process_group()  # a rank forms its own
-    setup = RankSetup(
-        rank=rank,
-        nproc=RANKS,
-        head=VALUE_HEAD,
-        rendezvous=str(folder / "rendezvous"),
-        meet_host="",
-        place=rank,
-        ranks_here=RANKS,
-        backend="gloo",
-        dtype="float32",
-        replicate=1,
-        sequence_parallel=1,
-        cpu_offload=False,
-        memory_fraction=None,
-        compile="off",
-        model=str(folder),
-        instance_id="trainer",
-        otlp=(),
-        credential_file=None,
-    )
-    line: Any = Line()
-    worker = RankWorker(setup, line, Meeting())
-    worker._load(asked("load", {"model": str(folder), "head": VALUE_HEAD, "frozen": False}))
-    with torch.no_grad():
-        # A head of zeros would leave the body with gradients of zero.
-        local(worker._model.trainable()["score.weight"]).fill_(0.1)
+    worker = started(VALUE_HEAD)
+    worker.run(asked("load", {"model": str(folder), "head": VALUE_HEAD, "frozen": False}))
     objective = ObjectiveSettings(VALUE, PolicyConfig(type="ppo", critic=CriticConfig()))
     settings = SessionSettings(objective, OptimizerConfig(), BatchingConfig(), 0, total_updates=1)
-    worker._open_session(asked("open_session", settings.fields()))
-    batches = pack(sequences(), Layout(16, ranks=RANKS, packed=False))[rank]
+    worker.run(asked("open_session", settings.fields()))
+    batches = pack(sequences(), Layout(16, ranks=RANKS, packed=False))[dist.get_rank()]
     arrays = {name: array for index, one in enumerate(batches) for name, array in one.arrays(index).items()}
-    return worker._gradients(asked("gradients", {"idle": [one.idle for one in batches]}, arrays))[1]
+    return worker.run(asked("gradients", {"idle": [one.idle for one in batches]}, arrays))[1]
 
 
 def test_gradients_are_zeros_where_no_sample_reaches_a_parameter(
-    tmp_path: Path, on_ranks: Callable[[int, Callable[[], Any]], list[Any]]
+    tmp_path: Path, on_ranks: Callable[[int, Callable[[], Any]], list[Any]], started: Started
 ) -> None:
     torch.manual_seed(0)
     body = AutoModel.from_config(BERT, dtype=torch.float32)
     body.save_pretrained(tmp_path)
-    whole, nothing = on_ranks(RANKS, lambda: gradients(tmp_path))
+    # A head of zeros would leave the body with gradients of zero.
+    save_file({"score.weight": torch.full((1, 16), 0.1)}, tmp_path / "head.safetensors")
+    whole, nothing = on_ranks(RANKS, lambda: gradients(tmp_path, started))
     assert not nothing
     shapes = {f"bert.{name}": tuple(parameter.shape) for name, parameter in body.named_parameters()}
     shapes |= {"score.weight": (1, 16), "score.bias": (1,)}

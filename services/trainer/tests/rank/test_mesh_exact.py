@@ -30,8 +30,7 @@ from flotilla_trainer.batch.packing import Layout, MicroBatch, Sequences, pack
 from flotilla_trainer.rank import compiled_layers
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compilation import CompilerWatch
-from flotilla_trainer.rank.cut import gathered, local
-from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.cut import RankMesh, gathered, local
 from flotilla_trainer.rank.model_checks import check_sequence_parallel
 from flotilla_trainer.rank.objective import Objective, rank_objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer

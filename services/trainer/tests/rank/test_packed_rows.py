@@ -13,7 +13,6 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
-    PreTrainedModel,
     Qwen3Config,
     Qwen3NextConfig,
 )
@@ -53,10 +52,11 @@ def policy_of(config: Any) -> PolicyModel:
 
 def logits(policy: PolicyModel, sequences: list[torch.Tensor], packed: bool) -> torch.Tensor:
     """Return [all tokens, vocabulary], sequence after sequence."""
-    if not packed:
-        return torch.cat([policy._logits(policy._hidden(sequence[None])) for sequence in sequences])
-    row = PackedRow.of([len(sequence) for sequence in sequences], CPU)
-    return policy._logits(policy._hidden(torch.cat(sequences)[None], row))
+    rows: list[tuple[torch.Tensor, PackedRow | None]] = [(sequence, None) for sequence in sequences]
+    if packed:
+        rows = [(torch.cat(sequences), PackedRow.of([len(sequence) for sequence in sequences], CPU))]
+    hidden = [policy.hidden_states(tokens[None], torch.arange(len(tokens)), row) for tokens, row in rows]
+    return policy.causal_lm.get_output_embeddings()(torch.cat(hidden))
 
 
 @pytest.fixture(params=MODELS)
@@ -178,8 +178,3 @@ def test_rows_and_packed_rows_may_alternate(policy: PolicyModel, sequences: list
 def test_torch_offers_its_kernel_for_variable_lengths() -> None:
     # On GPUs speed hangs on it; a release that renames its options must not go unnoticed.
     assert packed_rows.VARIABLE_LENGTH is not None
-
-
-def test_parts_of_transformers_that_are_not_public_are_there() -> None:
-    assert PreTrainedModel._is_stateful is False
-    assert callable(PreTrainedModel._can_set_attn_implementation)

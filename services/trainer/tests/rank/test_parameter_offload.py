@@ -17,9 +17,8 @@ from flotilla_testing.tiny_qwen3 import VOCABULARY
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
 from flotilla_trainer.rank import update as update_module
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
-from flotilla_trainer.rank.cut import gathered, local
+from flotilla_trainer.rank.cut import RankMesh, gathered, local
 from flotilla_trainer.rank.kept_whole import Kept
-from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.objective import rank_objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
 from flotilla_trainer.rank.policy_model import PolicyModel

@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from flotilla_core.config import OptimizerConfig
 from flotilla_testing.tiny_qwen3 import tiny_qwen3
-from flotilla_trainer.rank.cut import local
-from flotilla_trainer.rank.float32_policy import Float32Policy
-from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.cut import RankMesh, local
 from flotilla_trainer.rank.optimizer import MOMENTS, PolicyOptimizer
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import PolicyModel, TokenScores
+from flotilla_trainer.rank.scoring import Float32Policy
 from flotilla_trainer.rank.sharded_model import ShardedModel
 
 STEP = 1e-4

@@ -15,9 +15,7 @@ from flotilla.common.v1 import weights_pb2
 from flotilla_core.errors import FlotillaError
 from flotilla_testing.listening_front import ListeningFront
 from flotilla_testing.pretend_gpus import PretendGpus
-from flotilla_trainer.rank.cut import gathered
-from flotilla_trainer.rank.gather import rows_of
-from flotilla_trainer.rank.mesh import RankMesh
+from flotilla_trainer.rank.cut import RankMesh, gathered, rows_of
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.publisher import Publisher
 from flotilla_trainer.rank.sharded_model import ShardedModel

@@ -37,9 +37,9 @@ def test_memory_is_returned_before_the_answer_also_to_a_command_that_is_refused(
     did: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("returned"))
     rank = worker(did, returns=returns, device=device)
-    rank._done(Frame("train", {}, {}))
+    rank.run(Frame("train", {}, {}))
     with pytest.raises(Exhausted):
-        rank._done(Frame("score", {}, {}))
+        rank.run(Frame("score", {}, {}))
     returned = ["returned"] * (returns and device == "cuda")
     assert did == ["trained", *returned, "refused", *returned]
 

@@ -1,38 +1,16 @@
-"""The one configuration system: models, loader and schema of `stack.yaml` and `run.yaml`."""
+"""The one configuration system: models, loader and schema of `stack.yaml` and `run.yaml`.
+
+Invariant: a section of a run is loaded when its name is first asked for, so that what concerns a stack alone does not
+wait for the hundred models of a run.
+"""
 
 from __future__ import annotations
 
-from flotilla_core.config.algorithm import (
-    AlgorithmConfig,
-    DpoConfig,
-    PolicyConfig,
-    RewardModelConfig,
-    SftConfig,
-)
-from flotilla_core.config.data import (
-    LARGEST_REWARD,
-    DataConfig,
-    DynamicSamplingConfig,
-    EvaluationConfig,
-    HeldOutSet,
-    RewardTermConfig,
-    RolloutConfig,
-    SamplingConfig,
-    StopConfig,
-    TrainingSet,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
 from flotilla_core.config.model import ConfigModel, SecretReference
-from flotilla_core.config.run import (
-    DIRECT,
-    HostedTrackerConfig,
-    MlflowConfig,
-    RunConfig,
-    TensorBoardConfig,
-    TrackerConfig,
-    TrackioConfig,
-    WandbConfig,
-)
 from flotilla_core.config.stack import (
     AutoscaleConfig,
     BindConfig,
@@ -48,13 +26,55 @@ from flotilla_core.config.stack import (
     TelemetryConfig,
     TrainerConfig,
 )
-from flotilla_core.config.training import (
-    BatchingConfig,
-    CanaryConfig,
-    CheckpointConfig,
-    CriticConfig,
-    LoraConfig,
-    OptimizerConfig,
-    WeightSyncConfig,
-    bucket_size_mib,
-)
+
+if TYPE_CHECKING:
+    from flotilla_core.config.algorithm import (
+        AlgorithmConfig,
+        DpoConfig,
+        PolicyConfig,
+        RewardModelConfig,
+        SftConfig,
+    )
+    from flotilla_core.config.data import (
+        LARGEST_REWARD,
+        DataConfig,
+        DynamicSamplingConfig,
+        EvaluationConfig,
+        HeldOutSet,
+        RewardTermConfig,
+        RolloutConfig,
+        SamplingConfig,
+        StopConfig,
+        TrainingSet,
+    )
+    from flotilla_core.config.run import (
+        DIRECT,
+        LIVE_KEYS,
+        HostedTrackerConfig,
+        MlflowConfig,
+        RunConfig,
+        TensorBoardConfig,
+        TrackerConfig,
+        TrackioConfig,
+        WandbConfig,
+    )
+    from flotilla_core.config.training import (
+        BatchingConfig,
+        CanaryConfig,
+        CheckpointConfig,
+        CriticConfig,
+        LoraConfig,
+        OptimizerConfig,
+        WeightSyncConfig,
+        bucket_size_mib,
+    )
+
+_OF_RUNS = ("training", "data", "algorithm", "run")
+
+
+def __getattr__(name: str) -> Any:
+    for module in _OF_RUNS:
+        found = vars(import_module(f"{__name__}.{module}"))
+        if name in found:
+            return globals().setdefault(name, found[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from flotilla_core.addresses import loopback
-from flotilla_core.config.model import ConfigModel, Environment, HostName, ModelName
-from flotilla_core.config.training import TeacherName
+from flotilla_core.config.model import ConfigModel, Environment, HostName, ModelName, TeacherName
 from flotilla_core.roles import MOST_TEACHERS
 
 MOST_REPLICAS = 256

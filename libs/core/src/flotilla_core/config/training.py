@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, StrictBool, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StrictBool, model_validator
 
-from flotilla_core.config.model import AgreementLimit, ConfigModel, FolderOrUrl, checked_url
-from flotilla_core.roles import MOST_TEACHERS, TEACHER, TEACHER_NAME, teacher_role
+from flotilla_core.config.model import AgreementLimit, ConfigModel, FolderOrUrl, TeacherName, checked_url
+from flotilla_core.roles import MOST_TEACHERS, TEACHER, teacher_role
 
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -179,8 +179,6 @@ class WeightSyncConfig(ConfigModel):
     """The check of generator against trainer after every sync."""
 
 
-TeacherName = Annotated[str, StringConstraints(pattern=TEACHER_NAME)]
-"""Lower-case letters, digits and `_`, starting with a letter."""
 TOP_BYTES = 4 + 4
 """Size of one token of a teacher at one position: its id and its log-probability."""
 MOST_SAMPLE_BYTES = 48 << 20

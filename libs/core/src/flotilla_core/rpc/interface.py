@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import psutil
 
 from flotilla_core import addresses
+from flotilla_core.addresses import ports_of
 from flotilla_core.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -78,14 +78,6 @@ def listener(host: str, backlog: int = 512) -> socket.socket:
             if port == ports[-1]:
                 raise
     raise AssertionError("a range has a port")
-
-
-def ports_of(text: str | None) -> Sequence[int]:
-    """Return the ports of a range such as 9000-9099; without one, 0 alone, which stands for any free port."""
-    if not text:
-        return (0,)
-    first, last = map(int, text.split("-"))
-    return range(first, last + 1)
 
 
 def _addresses(interface: str) -> list[str]:

@@ -19,11 +19,11 @@ from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from flotilla_core.addresses import ANY_ADDRESS, UNIX, dialable, joined
+from flotilla_core.addresses import ANY_ADDRESS, UNIX, dialable, joined, ports_of
 from flotilla_core.errors import InvalidConfig, PortInUse
 from flotilla_core.rpc.channel import SERVER_OPTIONS
 from flotilla_core.rpc.errors_interceptor import ErrorsInterceptor
-from flotilla_core.rpc.interface import check_interface, ports_of
+from flotilla_core.rpc.interface import check_interface
 from flotilla_core.rpc.tls import server_credentials
 from flotilla_core.telemetry.grpc import TracingInterceptor
 from flotilla_core.trust import Credential

@@ -412,15 +412,11 @@ def load_prompts(
     first = next((row.values for row in rows.read(looked_at) if row.error is None), {})
     maker = PromptMaker(Columns.of(config, first, reads), config, tokenizer, reads, stages)
     bad = BadRows(source, len(rows), config.max_bad_rows)
-    order = _judged(rows, maker, bad)
+    # Rows that are made now are judged by that.
+    order = _judged(rows, maker, bad) if streams or config.difficulty_field else None
     about = DataSetFacts(maker.columns, rows.digests, _identity(rows, maker), order)
-    if streams:
-        file: PromptFile = StreamedPrompts(rows, maker, bad, about)
-        some = file.first(1)
-    else:
-        file = _loaded(rows, maker, bad, about)
-        some = file.first(1)
-    if not some:
+    file = StreamedPrompts(rows, maker, bad, about) if streams else _loaded(rows, maker, bad, about)
+    if not file.first(1):
         raise InvalidConfig(
             "the data set has no prompts",
             where=str(source),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tokenizers
 
@@ -19,10 +19,11 @@ from flotilla_core.errors import InvalidConfig, Mismatch, NotFound
 from flotilla_core.files import open_regular
 from flotilla_core.json_text import read_json_object
 from flotilla_core.model_folder import TOKENIZER_FILE, end_tokens, tokenizer_digest
-from flotilla_core.rpc import Replica
 
-ReplicaT = TypeVar("ReplicaT", bound=Replica[Any])
+if TYPE_CHECKING:
+    from flotilla_core.rpc import Replica
 
+ReplicaT = TypeVar("ReplicaT", bound="Replica[Any]")
 
 CHARACTERS_AT_ONCE = 1 << 20
 """A token takes a hundred times the memory of a character while it is made."""

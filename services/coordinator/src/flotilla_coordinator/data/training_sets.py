@@ -57,11 +57,14 @@ class LoadedSet:
 
     def read(self, numbers: Sequence[int], epoch: int = 0) -> list[Prompt | None]:
         """Return the prompts of these rows as those of the run."""
+        prompts = self.file.read(numbers)
+        if not (epoch or self.before or self.shown):
+            return prompts  # They are the run's own already.
         return [
             None
             if prompt is None
             else replace(prompt, epoch=epoch, index=self.before + prompt.index, data_set=self.shown)
-            for prompt in self.file.read(numbers)
+            for prompt in prompts
         ]
 
 

@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flotilla.common.v1.finding_pb2 import Finding
-from flotilla_coordinator.ledger import ownership, queries, run_rows, schema, transitions, updates
+from flotilla_coordinator.ledger import (
+    ownership,
+    queries,
+    run_rows,
+    sample_queries,
+    schema,
+    transitions,
+    updates,
+)
 from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
@@ -39,6 +47,8 @@ from flotilla_core.rpc import Fence
 from flotilla_core.version import Version
 
 T = TypeVar("T")
+
+NO_METRICS: Mapping[str, float] = {}
 
 
 class Ledger:
@@ -125,16 +135,18 @@ class Ledger:
         result: Version,
         step: int,
         cursor: dict[str, Any] | None,
+        metrics: Mapping[str, float] = NO_METRICS,
     ) -> None:
         """Record an update that the trainer made, and the run's progress with it.
 
         `version` is the version that the update started from, and `result` the one that it led to. `step` is the number
-        of steps done with it, and `cursor` the place in the data set after its prompts.
+        of steps done with it, `cursor` the place in the data set after its prompts, and `metrics` what is known of the
+        step by now, which nobody changes any more.
         """
 
         def record(db: sqlite3.Connection) -> None:
             if updates.consumed(db, run_id, update_id, sample_ids, version):
-                run_rows.went_on(db, run_id, step, result, cursor)
+                run_rows.went_on(db, run_id, step, result, cursor, metrics)
 
         await self._writer.submit(record)
 
@@ -151,14 +163,27 @@ class Ledger:
         result: Version,
         step: int,
         cursor: dict[str, Any] | None,
+        metrics: Mapping[str, float] = NO_METRICS,
     ) -> None:
         """Drop the samples of a step that did not change the policy, and record the run's progress with it."""
 
         def record(db: sqlite3.Connection) -> None:
             transitions.dropped(db, run_id, sample_ids, reason)
-            run_rows.went_on(db, run_id, step, result, cursor)
+            run_rows.went_on(db, run_id, step, result, cursor, metrics)
 
         await self._writer.submit(record)
+
+    async def went_on(
+        self,
+        run_id: str,
+        *,
+        result: Version,
+        step: int,
+        cursor: dict[str, Any] | None,
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> None:
+        """Record the run's progress with a step that has no samples here."""
+        await self._writer.submit(lambda db: run_rows.went_on(db, run_id, step, result, cursor, metrics))
 
     async def carry_over(self, run_id: str, group_ids: Sequence[str], step: int) -> None:
         """Let groups that were admitted for an earlier step count for `step`."""
@@ -211,13 +236,15 @@ class Ledger:
 
     async def admitted_groups(self, run_id: str, first_step: int) -> list[AdmittedGroup]:
         """Return every group that counts for `first_step` or a later one, in the order of admission."""
-        return await self._read(lambda db: queries.admitted_groups(db, run_id, first_step))
+        return await self._read(lambda db: sample_queries.admitted_groups(db, run_id, first_step))
 
     async def outcomes(
         self, run_id: str, first_step: int, end_step: int, *, right_at: float
     ) -> list[GroupOutcome]:
         """Return the outcomes of groups that count for a step from `first_step` to before `end_step`."""
-        return await self._read(lambda db: queries.outcomes(db, run_id, first_step, end_step, right_at))
+        return await self._read(
+            lambda db: sample_queries.outcomes(db, run_id, first_step, end_step, right_at)
+        )
 
     async def samples(
         self,
@@ -229,7 +256,7 @@ class Ledger:
         after: int = 0,
     ) -> list[SampleRecord]:
         """Return samples with their payloads, in the order of admission, after the position `after`."""
-        return await self._read(lambda db: queries.samples(db, run_id, step, state, limit, after))
+        return await self._read(lambda db: sample_queries.samples(db, run_id, step, state, limit, after))
 
     async def save_run(self, run: RunRecord) -> None:
         """Admit a run."""
@@ -291,7 +318,6 @@ class Ledger:
         config_yaml: str | None = None,
         step: int | None = None,
         version: Version | None = None,
-        cursor: dict[str, Any] | None = None,
         stays: bool = True,
     ) -> None:
         """Change the given columns; with `stays` false, return also where that waits for room on the disk."""
@@ -303,7 +329,6 @@ class Ledger:
             "step": step,
             "version_lineage": version.lineage if version else None,
             "version_step": version.step if version else None,
-            "cursor": run_rows.cursor_text(cursor),
         }
         given = {column: value for column, value in changes.items() if value is not None}
 
@@ -327,6 +352,10 @@ class Ledger:
     async def get_run(self, reference: str) -> RunRecord:
         """Return a run by its id, a unique prefix of it, or `latest`."""
         return await self._read(lambda db: queries.run(db, reference))
+
+    async def last_metrics(self, run_id: str) -> dict[str, float]:
+        """Return the metrics of the run's last step as it was recorded; none where an older Flotilla did that."""
+        return await self._read(lambda db: queries.last_metrics(db, run_id))
 
     async def _handed_in(self, operation: Callable[[sqlite3.Connection], None]) -> None:
         """Return when the operation is durable, or is waiting for room on a full disk."""

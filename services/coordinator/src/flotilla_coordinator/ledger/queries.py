@@ -1,22 +1,12 @@
-"""Reads the ledger, on a connection that cannot write."""
+"""Reads the runs of the ledger, on a connection that cannot write."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 
-import numpy as np
-
 from flotilla.common.v1.finding_pb2 import Finding
-from flotilla_coordinator.ledger.records import (
-    AdmittedGroup,
-    GroupOutcome,
-    RunRecord,
-    RunState,
-    SampleRecord,
-    SampleState,
-    TokenSpan,
-)
+from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_core.errors import InvalidRequest, NotFound
 from flotilla_core.version import Version
 
@@ -48,6 +38,12 @@ def run(db: sqlite3.Connection, reference: str) -> RunRecord:
     return _run_record(rows[0])
 
 
+def last_metrics(db: sqlite3.Connection, run_id: str) -> dict[str, float]:
+    """Return the metrics of the last step, as they were known when it was recorded."""
+    (text,) = db.execute("SELECT last_metrics FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    return dict(json.loads(text))
+
+
 def runs(db: sqlite3.Connection, limit: int) -> list[RunRecord]:
     """Return runs, newest first."""
     rows = db.execute(f"SELECT {_RUN_COLUMNS} FROM runs ORDER BY key DESC LIMIT ?", (limit,))
@@ -65,63 +61,6 @@ def unfinished(db: sqlite3.Connection) -> list[RunRecord]:
 def run_ids(db: sqlite3.Connection) -> list[str]:
     """Return the ids of all runs, newest first."""
     return [str(run_id) for (run_id,) in db.execute("SELECT run_id FROM runs ORDER BY key DESC")]
-
-
-def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> list[AdmittedGroup]:
-    """Return every group that counts for `first_step` or a later one, in the order of admission."""
-    rows = db.execute(
-        "SELECT s.step, g.group_id, g.prompt_token_ids, g.max_staleness "
-        "FROM samples s JOIN groups g ON g.key = s.grp "
-        "WHERE s.run = (SELECT key FROM runs WHERE run_id = ?) AND s.step >= ? "
-        "GROUP BY s.grp ORDER BY min(s.key)",
-        (run_id, first_step),
-    )
-    return [
-        AdmittedGroup(step, group_id, np.frombuffer(tokens, "<i4"), bound)
-        for step, group_id, tokens, bound in rows
-    ]
-
-
-def outcomes(
-    db: sqlite3.Connection, run_id: str, first_step: int, end_step: int, right_at: float
-) -> list[GroupOutcome]:
-    """Return the outcomes of groups of the steps from `first_step` to before `end_step`, in the order of steps."""
-    rows = db.execute(
-        "SELECT g.group_id, min(s.reward) >= ? FROM samples s JOIN groups g ON g.key = s.grp "
-        "WHERE s.run = (SELECT key FROM runs WHERE run_id = ?) AND s.step >= ? AND s.step < ? "
-        "AND s.reward IS NOT NULL GROUP BY s.grp ORDER BY min(s.step), min(s.key)",
-        (right_at, run_id, first_step, end_step),
-    )
-    return [GroupOutcome(group_id, bool(solved)) for group_id, solved in rows]
-
-
-def samples(
-    db: sqlite3.Connection,
-    run_id: str,
-    step: int | None,
-    state: SampleState | None,
-    limit: int,
-    after: int,
-) -> list[SampleRecord]:
-    """Return samples of a run with their payloads, in the order of admission."""
-    conditions = ["r.run_id = ?", "s.key > ?"]
-    values: list[str | int] = [run_id, after]
-    if step is not None:
-        conditions.append("s.step = ?")
-        values.append(step)
-    if state is not None:
-        conditions.append("s.state = ?")
-        values.append(int(state))
-    rows = db.execute(
-        "SELECT s.sample_id, g.group_id, s.state, s.attempt, s.step, s.key, s.generator, s.reward, s.truncated, "
-        "s.drop_reason, coalesce(u.update_id, ''), g.prompt_text, g.prompt_token_ids, "
-        "p.text, p.token_ids, p.logprobs, p.spans, s.reward_terms, s.greedy_reward, p.trained "
-        "FROM samples s JOIN runs r ON r.key = s.run JOIN groups g ON g.key = s.grp "
-        "LEFT JOIN updates u ON u.key = s.update_key LEFT JOIN payloads p ON p.sample = s.key "
-        f"WHERE {' AND '.join(conditions)} ORDER BY s.key LIMIT ?",
-        (*values, limit),
-    )
-    return [_sample_record(row) for row in rows]
 
 
 def _run_record(row: tuple[object, ...]) -> RunRecord:
@@ -147,42 +86,3 @@ def _reason(text: str) -> Finding:
         return Finding(**json.loads(text))
     except (ValueError, TypeError):
         return Finding(what=text)
-
-
-def _sample_record(row: tuple[object, ...]) -> SampleRecord:
-    (sample_id, group_id, state, attempt, step, key, generator, reward, truncated) = row[:9]
-    (drop_reason, update_id, prompt_text, prompt_ids, text, token_ids, logprobs, spans) = row[9:17]
-    terms, greedy, trained = row[17:]
-    return SampleRecord(
-        sample_id=str(sample_id),
-        group_id=str(group_id),
-        state=SampleState(int(str(state))),
-        attempt=int(str(attempt)),
-        step=int(str(step)),
-        position=int(str(key)),
-        generator=str(generator),
-        reward=None if reward is None else float(str(reward)),
-        truncated=bool(truncated),
-        drop_reason=str(drop_reason),
-        update_id=str(update_id),
-        prompt_text=str(prompt_text),
-        prompt_token_ids=_array(prompt_ids, "<i4"),
-        text="" if text is None else str(text),
-        token_ids=_array(token_ids, "<i4"),
-        logprobs=_array(logprobs, "<f4"),
-        spans=_spans(spans),
-        reward_terms=tuple(np.frombuffer(terms, "<f8").tolist()) if isinstance(terms, bytes) else (),
-        greedy_reward=None if greedy is None else float(str(greedy)),
-        trained=_array(trained, "?"),
-    )
-
-
-def _array(data: object, dtype: str) -> np.ndarray | None:
-    return np.frombuffer(data, dtype=dtype) if isinstance(data, bytes) else None
-
-
-def _spans(data: object) -> tuple[TokenSpan, ...]:
-    if not isinstance(data, bytes):
-        return ()
-    rows = np.frombuffer(data, dtype="<i8").reshape(-1, 4).tolist()
-    return tuple(TokenSpan(Version(lineage, step), start, end) for lineage, step, start, end in rows)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_core.version import Version
 
-Int32Array = npt.NDArray[np.int32]
-Float32Array = npt.NDArray[np.float32]
-BoolArray = npt.NDArray[np.bool_]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Int32Array = npt.NDArray[np.int32]
+    Float32Array = npt.NDArray[np.float32]
+    BoolArray = npt.NDArray[np.bool_]
 
 START = Version(0, 0)
 

@@ -61,12 +61,18 @@ def change(db: sqlite3.Connection, run_id: str, values: Mapping[str, Any]) -> No
 
 
 def went_on(
-    db: sqlite3.Connection, run_id: str, step: int, version: Version, cursor: dict[str, Any] | None
+    db: sqlite3.Connection,
+    run_id: str,
+    step: int,
+    version: Version,
+    cursor: dict[str, Any] | None,
+    metrics: Mapping[str, float],
 ) -> None:
     """Record that the run has made `step` steps, which led to `version`; `cursor` is its place in the data set."""
     db.execute(
-        "UPDATE runs SET step = ?, version_lineage = ?, version_step = ?, cursor = ?, takeovers = 0 WHERE run_id = ?",
-        (step, version.lineage, version.step, cursor_text(cursor), run_id),
+        "UPDATE runs SET step = ?, version_lineage = ?, version_step = ?, cursor = ?, last_metrics = ?, takeovers = 0 "
+        "WHERE run_id = ?",
+        (step, version.lineage, version.step, cursor_text(cursor), json.dumps(metrics), run_id),
     )
 
 

@@ -169,6 +169,11 @@ _REASON_IN_PARTS = """
 UPDATE runs SET reason = json_object('what', reason) WHERE reason != '';
 """
 
+# The metrics of the last step: a coordinator that dies before it has written them leaves them here for the next one.
+_LAST_METRICS = """
+ALTER TABLE runs ADD COLUMN last_metrics TEXT NOT NULL DEFAULT '{}';
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _BEGINNINGS,
@@ -180,6 +185,7 @@ MIGRATIONS: tuple[str, ...] = (
     _TAKEOVERS,
     _TRAINED_TOKENS,
     _REASON_IN_PARTS,
+    _LAST_METRICS,
 )
 
 

@@ -182,7 +182,7 @@ def fall_back(
     # A request of the user in the meantime is kept.
     db.execute(
         "UPDATE runs SET state = iif(state IN (?, ?), state, ?), reason = '', ended_at = NULL, step = ?, "
-        "version_lineage = ?, version_step = ?, cursor = ? WHERE run_id = ?",
+        "version_lineage = ?, version_step = ?, cursor = ?, last_metrics = '{}' WHERE run_id = ?",
         (
             *(RunState.PAUSED, RunState.STOPPING, RunState.RUNNING),
             *(step, version.lineage, version.step, cursor, run_id),

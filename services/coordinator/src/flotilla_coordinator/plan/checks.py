@@ -14,7 +14,7 @@ from flotilla_core.config import AlgorithmConfig, OptimizerConfig, PolicyConfig,
 from flotilla_core.findings import warning
 from flotilla_core.gangs import started
 from flotilla_core.roles import TEACHER, kind_of_role, section_of, teacher_name
-from flotilla_trackers.follow import tracker_errors
+from flotilla_trackers.environment import tracker_errors
 
 WHY = {
     "critic": "algorithm.critic is set (advantage gae)",

@@ -191,13 +191,15 @@ def sync_chapter(run: RunFacts) -> Entries:
         return
     weights = model.parameters * BYTES[generator.dtype] // generator.tensor_parallel_size
     sent = model.parameters * BYTES[run.stack.trainer.dtype]
-    staged = f"live and staged {generator.dtype} weights {shown_bytes(weights)} each"
+    staged, kept = f"live and staged {generator.dtype} weights {shown_bytes(weights)} each", 2 * weights
+    if generator.apply_weights == "direct":
+        staged, kept = f"live {generator.dtype} weights, which new ones overwrite", weights
     if adapters is not None:
         staged = f"live {generator.dtype} weights, and {shown_bytes(sent)} of the host for those under the adapters"
     if generator.replicas or generator.attach:
         yield Line(
             "memory of a generator worker",
-            f"about {shown_bytes(weights if adapters else 2 * weights)} + KV cache",
+            f"about {shown_bytes(weights if adapters else kept)} + KV cache",
             f"{staged}; the KV cache takes {shown_bytes(token_bytes(model, generator))} a token",
         )
     backends = ("gloo", "nccl") if weights_of.backend == "auto" else (weights_of.backend,)

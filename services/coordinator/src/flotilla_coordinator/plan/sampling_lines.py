@@ -10,7 +10,7 @@ import math
 
 from flotilla_coordinator.plan.chapter import Entries, Line, refusal, shown_bytes
 from flotilla_coordinator.plan.run_facts import RunFacts
-from flotilla_coordinator.rollouts.prompt_queue import issued_per_step, most_prompts_per_step, steps_ahead
+from flotilla_coordinator.rollouts.prompt_counts import issued_per_step, most_prompts_per_step, steps_ahead
 from flotilla_core.agreement import EXPLAINED_BY_ROUNDING, LEAST_TOKENS, kv_policy
 from flotilla_core.config import PolicyConfig, RolloutConfig, RunConfig, StackConfig
 from flotilla_core.findings import warning

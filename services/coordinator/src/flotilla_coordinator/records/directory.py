@@ -20,7 +20,6 @@ from datetime import UTC
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
 import zstandard
 from google.protobuf import json_format
 
@@ -33,6 +32,8 @@ from flotilla_core.log_files import copy_last
 from flotilla_data.samples import read_samples
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 
 OUTCOME = "outcome.json"
@@ -170,6 +171,11 @@ class RunDirectory:
             step = int(line.pop("step"))
             values = {name: value for name, value in line.items() if name not in ("time", "lineage")}
             yield step, {name: value for name, value in values.items() if value is not None}
+
+    def last_step(self) -> tuple[int, int]:
+        """Return the lineage and the number of the step whose metrics were written last; its number is -1 before."""
+        lines = _read_lines(self.path / "metrics.jsonl")
+        return max(((int(line.get("lineage", 0)), int(line["step"])) for line in lines), default=(0, -1))
 
     def read_events(self) -> Iterator[dict[str, Any]]:
         """Return all events so far."""

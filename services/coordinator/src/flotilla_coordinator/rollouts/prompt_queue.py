@@ -8,7 +8,6 @@ and their bound, even if they were drawn between those of other steps. A group c
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -21,12 +20,10 @@ from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import AdmittedGroup
 from flotilla_coordinator.rollouts.group import FinishedGroup, GroupRequest
+from flotilla_coordinator.rollouts.prompt_counts import issued_per_step, most_prompts_per_step, steps_ahead
 from flotilla_core import ids
 from flotilla_core.config import RolloutConfig
 from flotilla_core.version import Version
-
-MOST_TIMES = 4
-"""The limit of prompts, as a multiple of a batch, unless the configuration sets one."""
 
 
 @dataclass(eq=False)
@@ -157,21 +154,3 @@ class PromptQueue:
             bound = recorded.max_staleness
         request = GroupRequest(prompt, group_id, step, version, limit_s, bound, recorded is not None)
         return GroupTask(request, next(self._places), self._start(request))
-
-
-def issued_per_step(rollout: RolloutConfig) -> int:
-    """Return the groups that are under way for a step at first, where none is left over from the step before."""
-    return math.ceil(rollout.prompts_per_step * (1 + rollout.over_issue))
-
-
-def steps_ahead(rollout: RolloutConfig) -> int:
-    """Return the number of steps admitted ahead; with `over_issue`, one step of the bound is for leftover groups."""
-    return max(0, rollout.max_staleness - 1) if rollout.over_issue else rollout.max_staleness
-
-
-def most_prompts_per_step(rollout: RolloutConfig) -> int:
-    """Return the limit of all prompts of a step, including those left over from the step before."""
-    issued, dynamic = issued_per_step(rollout), rollout.dynamic_sampling
-    if dynamic is None:
-        return issued
-    return max(issued, dynamic.max_prompts_per_step or MOST_TIMES * rollout.prompts_per_step)

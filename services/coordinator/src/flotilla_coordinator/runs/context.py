@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,6 +110,8 @@ class RunContext:
     update_unrecorded: bool = False
     """True where the gangs made an update that the ledger does not have: that step comes first."""
     steps_done: int = 0
+    steps_recorded: int = 0
+    """The steps done that this coordinator has recorded in the ledger; the last one may not have ended."""
     last_accuracy: float | None = None
     cursor: dict[str, Any] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -181,11 +183,15 @@ class RunContext:
         self.metrics.clear()
         self.idle.begin()
         started = time.monotonic()
-        with telemetry.span(names.RL_STEP, attributes={names.RUN_ID: self.run_id, names.STEP: step}):
-            yield
-        if self.source.samples_from_policy:
-            self.metrics.update(self.idle.metrics(self.metrics["time/rollout_s"]))
-        self.end_step(step, time.monotonic() - started)
+        try:
+            with telemetry.span(names.RL_STEP, attributes={names.RUN_ID: self.run_id, names.STEP: step}):
+                yield
+        finally:
+            # A step of the ledger is in every record, whatever ended it: a failed evaluation, a lost gang, a stop.
+            if self.steps_recorded > step and not self.ledger.lost:
+                if self.source.samples_from_policy:
+                    self.metrics.update(self.idle.metrics(self.metrics["time/rollout_s"]))
+                self.end_step(step, time.monotonic() - started)
         if self.autoscaler is not None:
             self.autoscaler.step_done(self.metrics)
 
@@ -241,23 +247,30 @@ class RunContext:
             self._told_unscored.add(why)
             self.status.notice(warning(batch.unscored))
         self.cursor, result = batch.cursor, self.policy.version
+        recorded = self._record_of(batch, updates, version)
+        if self.source.samples_from_policy:
+            # The samples are written before the ledger, which never repeats a step that it has; and only by the run's
+            # owner.
+            await self.ledger.check_owner()
+            rewards = [term.reward for term in self.config.rewards]
+            await self.disk.until_taken(
+                "samples", lambda: asyncio.to_thread(self.directory.write_samples, batch, rewards)
+            )
+        # A coordinator that dies before the end of the step leaves its metrics here, as they are by now.
+        await recorded(result=result, step=step + 1, cursor=self.cursor, metrics=dict(self.metrics))
+        self.steps_recorded = step + 1
+
+    def _record_of(
+        self, batch: Batch, updates: StepUpdates, version: Version
+    ) -> Callable[..., Awaitable[None]]:
+        """Return how the ledger records a step: with its samples, where it has them."""
         if not self.source.samples_from_policy:
-            await self.ledger.update_run(self.run_id, step=step + 1, version=result, cursor=self.cursor)
-            return
-        # The samples are written before the ledger, which never repeats a step that it has; and only by the run's
-        # owner.
-        await self.ledger.check_owner()
-        rewards = [term.reward for term in self.config.rewards]
-        await self.disk.until_taken(
-            "samples", lambda: asyncio.to_thread(self.directory.write_samples, batch, rewards)
-        )
+            return partial(self.ledger.went_on, self.run_id)
         sample_ids, policy = [sample.sample_id for sample in batch.samples], updates.policy
         if policy is None or policy.skipped:
             reason = DropReason.CRITIC_ONLY if policy is None else DropReason.UPDATE_SKIPPED
-            recorded = partial(self.ledger.passed_by, self.run_id, sample_ids, reason)
-        else:
-            recorded = partial(self.ledger.consumed, self.run_id, policy.update_id, sample_ids, version)
-        await recorded(result=result, step=step + 1, cursor=self.cursor)
+            return partial(self.ledger.passed_by, self.run_id, sample_ids, reason)
+        return partial(self.ledger.consumed, self.run_id, policy.update_id, sample_ids, version)
 
     async def export(self) -> None:
         """Export the policy as a folder, as soon as the disk has room."""

@@ -157,18 +157,21 @@ class RunExecutor:
         if self.ledger.full is not None:
             active.events.close()  # watchers have the end; only its record waits for room on the disk
         try:
+            ended_at = time.time()
             await self.ledger.drop_in_flight(active.run_id, DropReason.RUN_ENDED)
-            await self.ledger.update_run(
-                active.run_id,
-                state=RunState(state),
-                reason=reason,
-                ended_at=time.time(),
-                step=active.status.run.step,
-                version=Version.from_proto(active.status.run.policy_version),
-            )
-            notice = await self._concluded()
-            if notice:
-                active.status.notice(info(notice))
+            try:
+                # The ledger comes last: a coordinator that dies here leaves the rest to the next one.
+                if notice := await self._concluded():
+                    active.status.notice(info(notice))
+            finally:
+                await self.ledger.update_run(
+                    active.run_id,
+                    state=RunState(state),
+                    reason=reason,
+                    ended_at=ended_at,
+                    step=active.status.run.step,
+                    version=Version.from_proto(active.status.run.policy_version),
+                )
         # No caller handles errors here, and a full disk must not leave watchers waiting for an end that never comes.
         except Exception:
             log.exception("the end of the run could not be recorded whole", run_id=active.run_id)

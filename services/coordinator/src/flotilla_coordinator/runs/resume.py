@@ -175,22 +175,10 @@ async def _continue_from(run: RunContext, record: RunRecord) -> None:
     run.restore(Progress(run.run_id, steps_done, record.version, record.cursor, accuracy))
     saved = run.checkpoints.shelf.names()
     run.checkpoints.newest = run.checkpoints.shelf.step_of(saved[-1]) if saved else -1
-    due = steps_done == 0 or run.evaluation_due(steps_done)
-    run.owes_evaluation = due and all(evaluation["step"] != steps_done for evaluation in evaluations)
-    await _complete_last_metrics(run, record)
+    # One that was under way on a pinned generator is lost with its coordinator; this version takes its place.
+    first = max((int(evaluation["step"]) for evaluation in evaluations), default=-1) + 1
+    missing = range(first, steps_done + 1)
+    run.owes_evaluation = any(step == steps_done == 0 or run.evaluation_due(step) for step in missing)
     run.begun = True
     what = f"the run continues after step {steps_done} with the sessions that it had, as version {record.version}"
     run.status.notice(info(what))
-
-
-async def _complete_last_metrics(run: RunContext, record: RunRecord) -> None:
-    """Write the metrics of the last update for a step whose metrics were not written."""
-    told = await asyncio.to_thread(
-        lambda: max((step for step, _ in run.directory.read_metrics()), default=-1)
-    )
-    if told >= record.step - 1:
-        return
-    last = ids.update_id(record.run_id, Version(record.version.lineage, record.step))
-    result = await run.policy.finished_update(last)
-    if result is not None:
-        run.directory.write_metrics(record.step - 1, dict(result.metrics), lineage=record.version.lineage)

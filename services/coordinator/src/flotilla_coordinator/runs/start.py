@@ -168,8 +168,7 @@ class RunStarter:
 
     async def take_over(self, records: Sequence[RunRecord]) -> list[RunHandle]:
         """Continue or close the runs that an earlier coordinator left; return those that continue."""
-        left = [(record, await self._left(record)) for record in records]
-        kept = [(RunDirectory(Path(record.directory)), *found) for record, found in left if found is not None]
+        kept = [found for record in records if (found := await self._left(record)) is not None]
         fleets = await self._fleet.admit_again(
             [(active.run_id, ResourceRequest.of(active.config)) for _, active, _ in kept]
         )
@@ -178,8 +177,9 @@ class RunStarter:
             for (directory, active, start_point), fleet in zip(kept, fleets, strict=True)
         ]
 
-    async def _left(self, record: RunRecord) -> tuple[RunHandle, StartPoint] | None:
+    async def _left(self, record: RunRecord) -> tuple[RunDirectory, RunHandle, StartPoint] | None:
         """Prepare a run that an earlier coordinator left, or close it where it cannot continue."""
+        directory = RunDirectory(Path(record.directory))
         why = await asyncio.to_thread(
             reason_not_to_resume, record, await self._ledger.takeovers(record.run_id)
         )
@@ -190,12 +190,12 @@ class RunStarter:
                 if record.state is not RunState.PAUSED:
                     await self._ledger.taken_over(record.run_id)
                 config, _ = await self._checked(record.config_yaml, begins=False)
-                directory = RunDirectory(Path(record.directory))
-                return await self._reopened(record, config, directory, start_point), start_point
+                return directory, await self._reopened(record, config, directory, start_point), start_point
             # A directory that is missing, or full, affects this run alone.
             except (FlotillaError, OSError) as error:
                 why = _refused(record, error)
         await self._ledger.drop_in_flight(record.run_id, DropReason.RUN_INTERRUPTED)
+        await self._complete_last_step(record, directory)
         run = await asyncio.to_thread(interrupted_run, record, why)
         await self._ledger.update_run(
             record.run_id,
@@ -225,6 +225,7 @@ class RunStarter:
     ) -> RunHandle:
         """Reopen a run of the ledger, with its events and metrics so far."""
         run_id = record.run_id
+        completed = await self._complete_last_step(record, directory)
         run = await asyncio.to_thread(continued_run, record)
         run.total_steps = config.steps
         try:
@@ -245,7 +246,22 @@ class RunStarter:
         active = RunHandle(run_id, RunControl(config, paused=paused), status, events)
         if start_point.after_coordinator:
             status.notice(warning("the coordinator had died and was restarted; the run continues"))
+        if completed:
+            status.step_done(record.step, record.version, completed)
         return active
+
+    async def _complete_last_step(self, record: RunRecord, directory: RunDirectory) -> dict[str, float]:
+        """Write the metrics of a step that its coordinator recorded and did not end; return those that were missing."""
+        lineage, step = record.version.lineage, record.step - 1
+        if await asyncio.to_thread(directory.last_step) >= (lineage, step):
+            return {}
+        metrics = await self._ledger.last_metrics(record.run_id)
+        try:
+            if metrics:
+                directory.write_metrics(step, metrics, lineage=lineage)
+        except OSError as error:  # a run without its directory is closed, and no other run suffers
+            log.warning("metrics were not written", run_id=record.run_id, step=step, error=str(error))
+        return metrics
 
     async def _checked(self, config_yaml: str, *, begins: bool = True) -> tuple[RunConfig, run_pb2.Plan]:
         """Return the configuration of a run that would work here, and its plan."""

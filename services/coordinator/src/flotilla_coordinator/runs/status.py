@@ -165,7 +165,8 @@ class RunStatus:
         occasions: Mapping[str, int] | None = None,
     ) -> None:
         """Add one more step, with its metrics; `occasions` says how many evaluations and checkpoints are to come."""
-        self.remaining.step_took(metrics)
+        if "time/step_s" in metrics:  # one that a dead coordinator did not end has none
+            self.remaining.step_took(metrics)
         self.run.step = steps_done
         self.run.policy_version.CopyFrom(version.to_proto())
         left = max(0, self.run.total_steps - steps_done)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flotilla.common.v1.files_pb2 import SharedFolder
+from flotilla.common.v1.files_pb2 import FolderReference, SharedFolder
+from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.data.tokenizer import Tokenizer, require_same_tokenizer
 from flotilla_coordinator.fleet.run_fleet import RunFleet
@@ -33,16 +34,15 @@ from flotilla_coordinator.trainers.spec import (
     frozen_spec,
     policy_updates,
     session_spec,
-    with_references,
 )
 from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
 from flotilla_core.config import CriticConfig, PolicyConfig, RunConfig, StackConfig
 from flotilla_core.config.model import is_url
-from flotilla_core.errors import Unavailable
+from flotilla_core.errors import FlotillaError, Unavailable
 from flotilla_core.gangs import gang_of, model_of
 from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER, kind_of_role
 from flotilla_core.tasks import all_settled, gather_or_cancel
-from flotilla_core.transfer import Files, shared_folder
+from flotilla_core.transfer import Files, files_of_functions, shared_folder
 
 Judge = Callable[[Batch], Awaitable[None]]
 
@@ -319,3 +319,17 @@ def _judges(config: RunConfig, frozen: list[ScoringSession]) -> dict[str, Judge]
     if isinstance(algorithm, PolicyConfig) and algorithm.asked_teachers is not None:
         judges[TEACHER] = Teachers(algorithm.asked_teachers, teachers).score
     return judges
+
+
+def with_references(
+    spec: session_pb2.SessionSpec, offer: Callable[[Path], FolderReference], run_directory: SharedFolder
+) -> session_pb2.SessionSpec:
+    """Return the specification with what a gang on another host needs: the files that it reads, and the run's key."""
+    spec.run_directory.CopyFrom(run_directory)
+    if spec.initial_weights:
+        with suppress(FlotillaError):  # a gang that needs the folder says what is wrong with it
+            spec.initial_folder.CopyFrom(offer(Path(spec.initial_weights)))
+    for file in files_of_functions(spec.objective.section):
+        with suppress(FlotillaError):
+            spec.code.append(offer(file))
+    return spec

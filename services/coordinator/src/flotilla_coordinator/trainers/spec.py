@@ -5,18 +5,13 @@ Invariant: a section travels whole, so the trainer reads what the run resolved, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from google.protobuf import struct_pb2
 
-from flotilla.common.v1.files_pb2 import FolderReference, SharedFolder
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.config import ConfigModel, CriticConfig, PolicyConfig, RunConfig
-from flotilla_core.errors import FlotillaError
 from flotilla_core.roles import REFERENCE, TEACHER, kind_of_role
-from flotilla_core.transfer import files_of_functions
 
 FROZEN_ROLES = {REFERENCE: pb.ROLE_REFERENCE, TEACHER: pb.ROLE_TEACHER}
 
@@ -115,20 +110,6 @@ def value_objective(config: RunConfig) -> pb.Objective:
     made = objective(config)
     made.kind = "value"
     return made
-
-
-def with_references(
-    spec: pb.SessionSpec, offer: Callable[[Path], FolderReference], run_directory: SharedFolder
-) -> pb.SessionSpec:
-    """Return the specification with what a gang on another host needs: the files that it reads, and the run's key."""
-    spec.run_directory.CopyFrom(run_directory)
-    if spec.initial_weights:
-        with suppress(FlotillaError):  # a gang that needs the folder says what is wrong with it
-            spec.initial_folder.CopyFrom(offer(Path(spec.initial_weights)))
-    for file in files_of_functions(spec.objective.section):
-        with suppress(FlotillaError):
-            spec.code.append(offer(file))
-    return spec
 
 
 def _struct(section: ConfigModel) -> struct_pb2.Struct:

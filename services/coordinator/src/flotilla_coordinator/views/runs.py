@@ -15,7 +15,7 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.views.metrics import add_metrics
-from flotilla_core.config import RunConfig, load_text
+from flotilla_core import config
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.findings import text_of
 
@@ -82,6 +82,6 @@ def interrupted_run(record: RunRecord, why: Finding | None = None) -> run_pb2.Ru
 def _total_steps(config_yaml: str) -> int:
     """Return the planned steps of an earlier run; 0 where this release cannot read its configuration."""
     try:
-        return load_text(RunConfig, config_yaml, source="run").steps
+        return config.load_text(config.RunConfig, config_yaml, source="run").steps
     except InvalidConfig:
         return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
-from flotilla_coordinator.ledger import queries
+from flotilla_coordinator.ledger import sample_queries
 from flotilla_coordinator.ledger.records import SampleRecord, SampleState
 from flotilla_coordinator.ledger.schema import connect_read_only
 from flotilla_coordinator.records.directory import RunDirectory
@@ -30,7 +30,7 @@ def list_samples(
     """Return one page of the samples that the request chooses."""
     limit = request.limit or DEFAULT_LIMIT
     with closing(connect_read_only(ledger)) as db:
-        records = queries.samples(
+        records = sample_queries.samples(
             db,
             run_id,
             request.step if request.HasField("step") else None,

@@ -13,12 +13,11 @@ from typing import TypeVar
 
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1.run_pb2 import Run
+from flotilla_coordinator import views
 from flotilla_coordinator.ledger import queries
 from flotilla_coordinator.ledger.schema import connect_read_only
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.views.runs import interrupted_run
-from flotilla_coordinator.views.samples import list_samples
-from flotilla_coordinator.views.timeline import trace
 from flotilla_core.errors import Unavailable
 
 LEAST_PAGE = 10_000
@@ -66,12 +65,12 @@ class StoredAnswers:
         request = pb.ListSamplesRequest(
             step=step, state=state, limit=max(limit, LEAST_PAGE), page_token=page_token
         )
-        return list_samples(self._ledger, record.run_id, RunDirectory(Path(record.directory)), request)
+        return views.list_samples(self._ledger, record.run_id, RunDirectory(Path(record.directory)), request)
 
     async def timeline(self, run_id: str = "latest", *, step: int | None = None) -> AsyncGenerator[bytes]:
         """Yield Chrome trace JSON in chunks."""
         record = self._read(lambda db: queries.run(db, run_id))
-        for chunk in trace(self._ledger.with_name("spans.sqlite"), record.run_id, step):
+        for chunk in views.trace(self._ledger.with_name("spans.sqlite"), record.run_id, step):
             yield chunk
 
     def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,7 +100,8 @@ async def test_a_workers_own_fault_is_no_failure_of_the_group(
         weights.thread.join(LIMIT_S)
         fault = answering.flotilla_status()
     else:
-        fault = answering._flotilla_guarded(fails)
+        monkeypatch.setattr(weights.kv_memory, "give_back", partial(fails, None))
+        fault = answering.flotilla_sleep()
     workers = Workers()
     workers.answering.set()
     workers.error = fault
@@ -115,6 +117,7 @@ class Receiving(Workers):
         super().__init__()
         self.busy = True
         self.ticket: bytes = b""
+        self.counts: list[int] = []
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.asked.append(method)
@@ -123,41 +126,43 @@ class Receiving(Workers):
         return [{"error": "", "busy": self.busy, "buckets": 3}] * 2
 
 
+Transfer = tuple[Receiving, asyncio.Task[worker_calls.Answers]]
+
+
 def ended(rank: int, **others: Any) -> dict[str, Any]:
     return {"rank": rank, "error": "", "busy": False, "buckets": 5, **others}
 
 
-async def test_a_transfer_ends_with_what_its_workers_tell_and_nobody_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+async def receiving(monkeypatch: pytest.MonkeyPatch) -> Transfer:
+    """Workers that receive, and the transfer that waits for them: nobody asks them before a test is over."""
     monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 60.0)
     workers = Receiving()
-    counts: list[int] = []
-    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), counts.append))
+    calls = WorkerCalls(lambda: workers)
+    transfer = asyncio.create_task(calls.transfer("stage", (), workers.counts.append))
     await asked(workers, "stage")
+    return workers, transfer
+
+
+async def test_a_transfer_ends_with_what_its_workers_tell_and_nobody_is_asked(receiving: Transfer) -> None:
+    workers, transfer = receiving
     tell(workers.ticket, ended(1, digests=[2**64 - 1]))
     tell(workers.ticket, ended(0, digests=[7]))
     answers = await asyncio.wait_for(transfer, LIMIT_S)
     assert [answer["digests"] for answer in answers] == [[7], [2**64 - 1]], "by rank"
-    assert workers.asked == ["stage"] and counts == [5]
+    assert workers.asked == ["stage"] and workers.counts == [5]
 
 
-async def test_an_error_that_a_worker_tells_fails_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 60.0)
-    workers = Receiving()
-    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), lambda _: None))
-    await asked(workers, "stage")
+async def test_an_error_that_a_worker_tells_fails_the_transfer(receiving: Transfer) -> None:
+    workers, transfer = receiving
     tell(workers.ticket, ended(0))
     tell(workers.ticket, ended(1, error="CUDA out of memory", reason=Exhausted.reason))
     with pytest.raises(Exhausted, match="CUDA out of memory"):
         await asyncio.wait_for(transfer, LIMIT_S)
 
 
-async def test_an_answer_that_no_datagram_holds_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 60.0)
-    workers = Receiving()
-    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), lambda _: None))
-    await asked(workers, "stage")
+async def test_an_answer_that_no_datagram_holds_is_asked_for(receiving: Transfer) -> None:
+    workers, transfer = receiving
     workers.busy = False
     tell(workers.ticket, ended(0, digests=[2**63] * 100_000))
     assert (await asyncio.wait_for(transfer, LIMIT_S))[0]["buckets"] == 3
@@ -165,12 +170,9 @@ async def test_an_answer_that_no_datagram_holds_is_asked_for(monkeypatch: pytest
 
 
 async def test_a_notice_of_someone_who_does_not_know_the_secret_counts_for_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    receiving: Transfer,
 ) -> None:
-    monkeypatch.setattr(worker_calls, "PROGRESS_POLL_S", 60.0)
-    workers = Receiving()
-    transfer = asyncio.create_task(WorkerCalls(lambda: workers).transfer("stage", (), lambda _: None))
-    await asked(workers, "stage")
+    workers, transfer = receiving
     forged = bytes(SECRET_BYTES) + workers.ticket[SECRET_BYTES:]
     for rank in (0, 1):
         tell(forged, ended(rank, digests=[666]))

@@ -21,11 +21,10 @@ from flotilla_core.version import Version
 from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.front.gradient_calls import GradientCalls
 from flotilla_trainer.front.pending_gradients import PendingGradients
-from flotilla_trainer.front.prepared_update import Preparation
 from flotilla_trainer.front.scoring import SequenceScores
 from flotilla_trainer.front.session_progress import SessionProgress
 from flotilla_trainer.front.session_ranks import SessionRanks
-from flotilla_trainer.front.updates import Updates
+from flotilla_trainer.front.updates import Preparation, Updates
 from flotilla_trainer.gang.ranks import Gang
 from flotilla_trainer.objective.session_objective import LOSSES_OF_THEIR_OWN
 from flotilla_trainer.wire.objective import VALUE

@@ -1,19 +1,79 @@
-"""The part of a whole tensor that this rank holds, and how parts become the whole; no other module reads placements.
+"""The places of numbers among ranks: their mesh, the part of a tensor that each holds, and how parts become the whole.
 
-Invariants: FSDP cuts parameters by rows over the last dimension of their mesh, into equal parts of which the last ones
-may be short or empty; along the other dimensions ranks hold copies, of which the first counts. What is not sharded,
-such as an adapter, is whole on every rank, and that of rank 0 counts. `Cut.of` refuses any other placement.
+No other module reads placements. Invariants: rank = copy x shards + shard, and rank = lane x width + place, so that the
+ranks that communicate most are neighbours; a sum over the gang counts each lane at its first place only. FSDP cuts
+parameters by rows over the last dimension of their mesh, into equal parts of which the last ones may be short or empty;
+along the other dimensions ranks hold copies, of which the first counts. What is not sharded, such as an adapter, is
+whole on every rank, and that of rank 0 counts. `Cut.of` refuses any other placement. Rows are gathered many in one
+collective, one group ahead of whoever takes them: every rank gathers the same groups in the same order; shards are
+rounded before, so that half of the bytes move; on GPUs a gather only queues work. What one rank holds alone is not
+copied.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flotilla_core.errors import Unimplemented
+
+Named = tuple[str, torch.Tensor]
+Rows = tuple[str, list[torch.Tensor]]
+ALIGNMENT = 64
+"""Elements: shards begin at multiples of it, so that copies of them are fast."""
+
+
+@dataclass(frozen=True)
+class RankMesh:
+    """The place of one rank among all of them."""
+
+    weights: DeviceMesh
+    """The mesh that FSDP spreads the weights over: shards, or copies x shards."""
+    shard: int
+    shards: int
+    copy: int
+    place: int
+    """The part of its lane's tokens that this rank takes."""
+    width: int
+    """The number of ranks of a lane, which share each micro-batch."""
+    lane: dist.ProcessGroup
+    """The ranks of this rank's lane."""
+
+    @classmethod
+    def form(cls, device_type: str, *, replicate: int = 1, sequence_parallel: int = 1) -> RankMesh:
+        """Arrange all ranks; a collective."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        shards = ranks // replicate
+        if replicate == 1:
+            weights = init_device_mesh(device_type, (ranks,))
+        else:
+            weights = init_device_mesh(device_type, (replicate, shards), mesh_dim_names=("copy", "shard"))
+        lanes = init_device_mesh(
+            device_type,
+            (ranks // sequence_parallel, sequence_parallel),
+            mesh_dim_names=("lane", "place"),
+        )
+        return cls(
+            weights=weights,
+            shard=rank % shards,
+            shards=shards,
+            copy=rank // shards,
+            place=rank % sequence_parallel,
+            width=sequence_parallel,
+            lane=lanes.get_group("place"),
+        )
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Return whether sums over the gang include this rank's micro-batches; the rest of the lane has the same."""
+        return self.place == 0
 
 
 class Cut(NamedTuple):
@@ -85,3 +145,66 @@ def _range(length: int, part: int, parts: int) -> tuple[int, int]:
     each = -(-length // parts)
     first = min(part * each, length)
     return first, min(each, length - first)
+
+
+def rows_of(groups: Iterable[list[Named]], dtype: torch.dtype) -> Iterator[Rows]:
+    """Yield the rows of all tensors of all groups, in parts; all ranks have to iterate to the end.
+
+    Sharded floating-point tensors are rounded to `dtype`; the others are as they are.
+    """
+    if dist.get_world_size() == 1:
+        for tensors in groups:
+            with torch.no_grad():
+                held = [(name, [local(tensor).detach()]) for name, tensor in tensors]
+            yield from held
+        return
+    ahead: _Group | None = None
+    for tensors in groups:
+        started = _Group(tensors, dtype)
+        if ahead is not None:
+            yield from ahead.rows()
+        ahead = started
+    if ahead is not None:
+        yield from ahead.rows()
+
+
+class _Group:
+    """Some tensors whose shards travel together."""
+
+    @torch.no_grad()
+    def __init__(self, tensors: list[Named], dtype: torch.dtype) -> None:
+        self._tensors = tensors
+        self._places: dict[str, tuple[int, list[tuple[int, ...]]]] = {}
+        self._work: Any = None
+        end, group, parts = 0, None, list[tuple[int, torch.Tensor]]()
+        for name, tensor in tensors:
+            cut = Cut.of(name, tensor)
+            if cut.group is not None and tensor.is_floating_point():
+                group, shapes = cut.group, cut.shapes()
+                self._places[name] = end, shapes
+                parts.append((end, local(tensor)))
+                end += -(-math.prod(shapes[0]) // ALIGNMENT) * ALIGNMENT
+        if group is None:
+            return
+        ours = torch.empty(end, dtype=dtype, device=parts[0][1].device)
+        # A rank may hold no row of any of them: a head with one row has them all on the first rank.
+        held = [(start, part) for start, part in parts if part.numel()]
+        if held:
+            targets = [ours[start:][: part.numel()].view(part.shape) for start, part in held]
+            torch._foreach_copy_(targets, [part for _, part in held])
+        self._all = ours.new_empty(group.size(), end)
+        self._work = dist.all_gather_into_tensor(self._all.view(-1), ours, group=group, async_op=True)
+
+    def rows(self) -> Iterator[Rows]:
+        """Yield each tensor's rows, in the order of the ranks that hold them."""
+        if self._work is not None:
+            self._work.wait()
+        for name, tensor in self._tensors:
+            if name not in self._places:
+                yield name, [gathered(tensor).detach()]
+                continue
+            (start, shapes), parts = self._places[name], []
+            for part, shape in enumerate(shapes):
+                if size := math.prod(shape):
+                    parts.append(self._all[part, start : start + size].view(shape))
+            yield name, parts

@@ -30,7 +30,7 @@ TARGETS_AT_ONCE = 4096
 KERNEL_CHUNKS = 4
 """The kernels take this many chunks at once: they hold 2 or 4 bytes a logit, where plain operations hold 16."""
 SPARE_SHARE = 0.4
-"""The share of the free memory that the raw output of a chunk may take."""
+"""The share that the raw output of a chunk may take of the memory that the backward pass of the head leaves free."""
 
 
 class HeadOperations(NamedTuple):
@@ -246,7 +246,10 @@ def _most_tokens(
     limit = work.chunk_tokens * KERNEL_CHUNKS
     if not work.learns or len(hidden) <= limit:
         return limit
-    return max(limit, int(free_bytes(hidden.device) * SPARE_SHARE / (len(weight) * hidden.element_size())))
+    # While the raw output is kept, the backward pass makes the gradients, that of the weight in float32 first.
+    coming = hidden.nbytes + weight.numel() * (torch.float32.itemsize + weight.element_size())
+    spare = max(0, free_bytes(hidden.device) - coming)
+    return max(limit, int(spare * SPARE_SHARE / (len(weight) * hidden.element_size())))
 
 
 def _chunks(count: int, limit: int) -> list[slice]:

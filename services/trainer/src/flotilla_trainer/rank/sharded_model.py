@@ -33,10 +33,8 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch
 from flotilla_trainer.rank.activation_offload import RecomputedLayers, SelectiveLayers
 from flotilla_trainer.rank.body_model import ValueBody
 from flotilla_trainer.rank.compiled_layers import CompiledLayers
-from flotilla_trainer.rank.cut import scatter, visiting
-from flotilla_trainer.rank.gather import rows_of
+from flotilla_trainer.rank.cut import RankMesh, rows_of, scatter, visiting
 from flotilla_trainer.rank.lora import Adapters
-from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.model_checks import packing_refusal
 from flotilla_trainer.rank.parameter_offload import materialize, resting_on_host
 from flotilla_trainer.rank.peft_folder import read_adapters

@@ -24,12 +24,11 @@ from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError
 from flotilla_core.telemetry import names
 from flotilla_trainer.rank.checkpoint import RankCheckpoints
 from flotilla_trainer.rank.compilation import Compilation, one_pass
-from flotilla_trainer.rank.cut import gathered
+from flotilla_trainer.rank.cut import RankMesh, gathered
 from flotilla_trainer.rank.device_memory import PROBE_SEQUENCE, MicroBatchMemory
 from flotilla_trainer.rank.export import export
 from flotilla_trainer.rank.link import FrontLink
 from flotilla_trainer.rank.meeting import Meeting
-from flotilla_trainer.rank.mesh import RankMesh
 from flotilla_trainer.rank.model_checks import check_sequence_parallel
 from flotilla_trainer.rank.objective import RankObjective, rank_objective
 from flotilla_trainer.rank.optimizer import PolicyOptimizer
@@ -106,7 +105,7 @@ class RankWorker:
             self._link.progress(command.kind)
             caller = context.attach(telemetry.from_carrier(command.fields.pop("carrier")))
             try:
-                fields, arrays = self._done(command)
+                fields, arrays = self.run(command)
             except FlotillaError as error:
                 self._link.refuse(command, error)
             else:
@@ -114,7 +113,7 @@ class RankWorker:
             finally:
                 context.detach(caller)
 
-    def _done(self, command: Frame) -> Answer:
+    def run(self, command: Frame) -> Answer:
         """Run a command; before its answer, a generator that wakes by it has the memory that torch would keep."""
         try:
             return self._commands[command.kind](command)

@@ -326,6 +326,8 @@ class LiveModel:
         self.copied = self.unproved = False
 
     def _make_standby(self, regions: LiveRegions) -> None:
+        # The first version lay on the GPU as a whole, and torch would keep that memory from the trainer.
+        torch.cuda.empty_cache()
         try:
             self.standby = (
                 Standby(regions, None) if self._in_place else Standby.beside(regions, self._ring_bytes)

@@ -85,7 +85,8 @@ class Standby:
         """Return one on the GPU of these regions, or in host memory where it has no room; buckets take `ring` bytes."""
         device = next(iter(regions.memory())).device
         nbytes = sum(piece.nbytes for piece in regions.memory())
-        if device.type != "cuda" or _has_room(device, nbytes + max(SPARE_BYTES, ring)):
+        needed = nbytes + max(SPARE_BYTES, ring)
+        if device.type != "cuda" or needed <= torch.cuda.mem_get_info(device)[0]:
             return cls(regions, device)
         log.warning(
             "the GPU has no room for a second copy of this worker's %.1f GiB of weights: it waits in host memory, and "
@@ -289,12 +290,6 @@ class _Copies:
 
 def _can_share(target: torch.Tensor, source: torch.Tensor, most: int | None) -> bool:
     return (most is None or target.nbytes < most) and target.is_contiguous() and source.is_contiguous()
-
-
-def _has_room(device: torch.device, nbytes: int) -> bool:
-    torch.cuda.empty_cache()  # the first version was staged there as a whole
-    free, _ = torch.cuda.mem_get_info(device)
-    return nbytes <= free
 
 
 def _batches(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
