@@ -82,7 +82,7 @@ class OneRun(CoordinatorServiceServicer):
 
     async def ListSamples(self, request: Any, context: Any) -> pb.ListSamplesResponse:
         sample = pb.Sample(sample_id="trial-1/0", state=pb.SAMPLE_STATE_DURABLE, prompt="1+1=", response="2")
-        return pb.ListSamplesResponse(samples=[sample], complete=True)
+        return pb.ListSamplesResponse(samples=[sample])
 
     async def QueryTimeline(self, request: Any, context: Any) -> AsyncIterator[pb.QueryTimelineResponse]:
         yield pb.QueryTimelineResponse(chunk=b'{"traceEvents": []}')

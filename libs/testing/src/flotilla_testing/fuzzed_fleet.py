@@ -474,7 +474,7 @@ def _reward_drafts() -> Mapping[str, Draft]:
             for n in range(3)
         ]
         items[0].info.update({"column": [1, {"a": None}]})
-        spec = reward_pb2.RewardSpec(reward="exact", weight=1, timeout=Duration(seconds=1))
+        spec = reward_pb2.RewardSpec(reward="exact", timeout=Duration(seconds=1))
         return [reward_pb2.ScoreRequest(run_id=RUN, request_id=str(number), items=items, rewards=[spec])]
 
     return {"flotilla.reward.v1.RewardService.Score": score}

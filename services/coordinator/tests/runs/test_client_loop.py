@@ -386,15 +386,14 @@ async def test_a_chat_of_a_client_reads_as_that_of_a_row_with_its_calls_and_tool
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "a": 1}}}
-    old = loop_pb2.LoopPrompt(messages=[loop_pb2.LoopMessage(role="user", content="Weather?")])
-    given = (ClientSide(messages=chat, tools=[tool]).to_proto(), ClientSide.of(chat[:1]).to_proto(), old)
+    given = (ClientSide(messages=chat, tools=[tool]).to_proto(), ClientSide.of(chat[:1]).to_proto())
     texts = await asked_by_a_client(bench, tmp_path / "model", *given)
     messages = chat_of(chat, "")
     assert messages is not None
     tokenizer = Tokenizer.load(tmp_path / "model")
     assert texts[0] == prompt_text(Chat(messages, tools_of([tool], ""), ""), tokenizer)
     assert '"arguments": {"unit": "C", "city": "Paris"}' in texts[0] and '"parameters": {"type"' in texts[0]
-    assert texts[1] == texts[2] == prompt_text(Chat(messages[:1], None, ""), tokenizer)
+    assert texts[1] == prompt_text(Chat(messages[:1], None, ""), tokenizer)
 
 
 @pytest.mark.parametrize(

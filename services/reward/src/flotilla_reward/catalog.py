@@ -32,8 +32,6 @@ class Term:
     """One term of a reward, ready to score. Exactly one of `builtin` and `target` is set."""
 
     name: str
-    weight: float
-    """0 but from a coordinator of protocol 1, which takes the total from this service."""
     timeout_s: float
     builtin: BuiltinReward | None
     """Runs in this process."""
@@ -54,11 +52,11 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)
         if builtin.bounded:
-            return Term(spec.reward, spec.weight, timeout_s, builtin, None)
+            return Term(spec.reward, timeout_s, builtin, None)
         target = Target("builtin", spec.reward, parameters=parameters)
-        return Term(spec.reward, spec.weight, timeout_s, None, target, builtin.blames_response)
+        return Term(spec.reward, timeout_s, None, target, builtin.blames_response)
     target = _user_target(spec.reward, parameters, code)
-    return Term(spec.reward, spec.weight, timeout_s, None, target)
+    return Term(spec.reward, timeout_s, None, target)
 
 
 def problem(reward: str, parameters: dict[str, Any]) -> str:

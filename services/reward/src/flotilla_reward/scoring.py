@@ -133,7 +133,6 @@ async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: Workers, run_i
         if not isinstance(outcome, Value):
             return _unscored(item.sample_id, term, outcome, spent_s)
         value.components.add(reward=term.name, value=outcome.value, unreadable=outcome.unreadable)
-        value.total += term.weight * outcome.value
     return pb.ScoreOutcome(sample_id=item.sample_id, value=value, elapsed=_duration(spent_s))
 
 

@@ -153,7 +153,7 @@ class LoopServicer(LoopServiceServicer):
     ) -> pb.EvaluatePolicyResponse:
         """Evaluate the held-out sets."""
         version, found = await (await self._loop(request.run_id)).evaluate()
-        reply = pb.EvaluatePolicyResponse(policy_version=version.to_proto(), accuracy=found.accuracy)
+        reply = pb.EvaluatePolicyResponse(policy_version=version.to_proto())
         for name, of in found.sets.items():
             reply.sets.add(name=name, prompts=of.prompts, metrics=of.metrics)
         return reply
@@ -195,7 +195,7 @@ class LoopServicer(LoopServiceServicer):
 
 def _chat(prompt: pb.LoopPrompt, where: str) -> Chat | None:
     """Return the chat of a prompt in the form of those in data files."""
-    given = [MessageToDict(one, preserving_proto_field_name=True) for one in (*prompt.chat, *prompt.messages)]
+    given = [MessageToDict(one, preserving_proto_field_name=True) for one in prompt.chat]
     tools = tools_of([loaded(one.function) for one in prompt.tools], where)
     messages = chat_of(given, where)
     if messages is None:

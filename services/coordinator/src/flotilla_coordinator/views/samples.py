@@ -38,7 +38,7 @@ def list_samples(
             limit,
             _position(request.page_token),
         )
-    page = pb.ListSamplesResponse(samples=map(_message, records), complete=True)
+    page = pb.ListSamplesResponse(samples=map(_message, records))
     complete(page, directory)
     if len(records) == limit:
         page.next_page_token = str(records[-1].position)

@@ -628,12 +628,7 @@ class ListSamplesResponse(_message.Message):
 
     SAMPLES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
-    COMPLETE_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    complete: _builtins.bool
-    """The samples have all that was recorded of them; a coordinator of release 0.1.0 leaves out answers, other columns and
-    the parts of rewards.
-    """
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]: ...
     def __init__(
@@ -641,11 +636,10 @@ class ListSamplesResponse(_message.Message):
         *,
         samples: _abc.Iterable[Global___Sample] | None = ...,
         next_page_token: _builtins.str = ...,
-        complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "next_page_token", b"next_page_token", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

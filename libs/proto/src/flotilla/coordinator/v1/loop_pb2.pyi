@@ -25,30 +25,6 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class LoopMessage(_message.Message):
-    """Only from clients of 0.1.0."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROLE_FIELD_NUMBER: _builtins.int
-    CONTENT_FIELD_NUMBER: _builtins.int
-    role: _builtins.str
-    content: _builtins.str
-    def __init__(
-        self,
-        *,
-        role: _builtins.str = ...,
-        content: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LoopMessage: _TypeAlias = LoopMessage  # noqa: Y015
-
-@_typing.final
 class LoopPrompt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -57,7 +33,6 @@ class LoopPrompt(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
-    MESSAGES_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
@@ -75,10 +50,6 @@ class LoopPrompt(_message.Message):
         """Other columns of the data set, for rewards."""
 
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoopMessage]:
-        """The chat of a client of 0.1.0."""
-
-    @_builtins.property
     def chat(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]:
         """A chat in place of the text: rendered by the model's template, up to where the answer begins."""
 
@@ -94,13 +65,12 @@ class LoopPrompt(_message.Message):
         answer: _builtins.str = ...,
         info: _struct_pb2.Struct | None = ...,
         conversation: _builtins.str = ...,
-        messages: _abc.Iterable[Global___LoopMessage] | None = ...,
         chat: _abc.Iterable[_chat_pb2.Message] | None = ...,
         tools: _abc.Iterable[_chat_pb2.Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "chat", b"chat", "conversation", b"conversation", "info", b"info", "messages", b"messages", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "chat", b"chat", "conversation", b"conversation", "info", b"info", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -687,10 +657,7 @@ class EvaluatePolicyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    ACCURACY_FIELD_NUMBER: _builtins.int
     SETS_FIELD_NUMBER: _builtins.int
-    accuracy: _builtins.float
-    """Of the first set."""
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion: ...
     @_builtins.property
@@ -701,12 +668,11 @@ class EvaluatePolicyResponse(_message.Message):
         self,
         *,
         policy_version: _version_pb2.PolicyVersion | None = ...,
-        accuracy: _builtins.float = ...,
         sets: _abc.Iterable[Global___HeldOutResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "policy_version", b"policy_version", "sets", b"sets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "sets", b"sets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,6 @@ isort:skip_file
 
 from collections import abc as _abc
 from flotilla.common.v1 import files_pb2 as _files_pb2
-from flotilla.common.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
@@ -92,14 +91,11 @@ class RewardSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REWARD_FIELD_NUMBER: _builtins.int
-    WEIGHT_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """A built-in name, an entry point name, or path.py:function."""
-    weight: _builtins.float
-    """Only from coordinators of protocol 1, which read the total: the others weigh the components."""
     @_builtins.property
     def parameters(self) -> _struct_pb2.Struct: ...
     @_builtins.property
@@ -112,14 +108,13 @@ class RewardSpec(_message.Message):
         self,
         *,
         reward: _builtins.str = ...,
-        weight: _builtins.float = ...,
         parameters: _struct_pb2.Struct | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
         code: _files_pb2.FolderReference | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -162,7 +157,6 @@ class ScoreItem(_message.Message):
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     RESPONSE_FIELD_NUMBER: _builtins.int
-    RESPONSE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
@@ -170,10 +164,6 @@ class ScoreItem(_message.Message):
     response: _builtins.str
     answer: _builtins.str
     """What the data set says is right; empty where it says nothing."""
-    @_builtins.property
-    def response_token_ids(self) -> _tensor_pb2.Tensor:
-        """Never read, and no longer filled."""
-
     @_builtins.property
     def info(self) -> _struct_pb2.Struct:
         """Further columns of the data set."""
@@ -184,13 +174,12 @@ class ScoreItem(_message.Message):
         sample_id: _builtins.str = ...,
         prompt: _builtins.str = ...,
         response: _builtins.str = ...,
-        response_token_ids: _tensor_pb2.Tensor | None = ...,
         answer: _builtins.str = ...,
         info: _struct_pb2.Struct | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "response_token_ids", b"response_token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "info", b"info", "prompt", b"prompt", "response", b"response", "response_token_ids", b"response_token_ids", "sample_id", b"sample_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "info", b"info", "prompt", b"prompt", "response", b"response", "sample_id", b"sample_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,10 +246,7 @@ Global___ScoreOutcome: _TypeAlias = ScoreOutcome  # noqa: Y015
 class RewardValue(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOTAL_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
-    total: _builtins.float
-    """The sum by the weights of the request."""
     @_builtins.property
     def components(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardComponent]:
         """One for each reward of the request, in its order."""
@@ -268,12 +254,11 @@ class RewardValue(_message.Message):
     def __init__(
         self,
         *,
-        total: _builtins.float = ...,
         components: _abc.Iterable[Global___RewardComponent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,12 +269,9 @@ class RewardComponent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REWARD_FIELD_NUMBER: _builtins.int
-    WEIGHT_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     UNREADABLE_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
-    weight: _builtins.float
-    """No longer filled."""
     value: _builtins.float
     unreadable: _builtins.bool
     """The response broke a built-in checker, or kept it busy until the limit: that is worth 0."""
@@ -297,13 +279,12 @@ class RewardComponent(_message.Message):
         self,
         *,
         reward: _builtins.str = ...,
-        weight: _builtins.float = ...,
         value: _builtins.float = ...,
         unreadable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "unreadable", b"unreadable", "value", b"value", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "unreadable", b"unreadable", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
