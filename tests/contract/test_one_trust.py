@@ -32,8 +32,8 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_client import connect
 from flotilla_coordinator.ledger.checker import check
 from flotilla_core import rpc
+from flotilla_core.bus.registry import HEARTBEAT_S
 from flotilla_core.errors import PermissionDenied, Unavailable
-from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.trust import Credential
 from flotilla_testing.command_line import run_command
 from flotilla_testing.credentials import stranger
@@ -55,19 +55,16 @@ def stack(older: OlderFleet) -> Stack:
 
 @contextlib.contextmanager
 def going_on(stack: Stack, arithmetic: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """Start a run that goes on, and end it some steps later: it succeeds, and nothing is lost or trained twice."""
+    """Start a run that goes on, and stop it some steps later: nothing is lost or trained twice."""
     file = small_run(arithmetic, folder / "run.yaml", name="trust", steps=1000)
     run: dict[str, Any] = stack.ok("run", "start", str(file), *MADE_UP_SAMPLES)
     try:
         further_steps(stack, run)
         yield run
         further_steps(stack, run)
-    except BaseException:
-        stack.ok("run", "stop", run["run_id"])  # so that the next test has the trainer
-        raise
-    stack.ok("run", "set", run["run_id"], f"steps={len(stack.metrics(run)) + 2}")
-    wait_until("the end of the run", lambda: stack.state(run) != "running", WAIT_S)
-    assert stack.state(run) == "succeeded"
+    finally:
+        stack.ok("run", "stop", run["run_id"])
+    wait_until("the end of the run", lambda: stack.state(run) == "stopped", WAIT_S)
     verdict = check(stack.directory / "ledger.sqlite", run["run_id"])
     assert verdict.passed and verdict.lost == verdict.trained_twice == 0, str(verdict)
 
@@ -240,32 +237,41 @@ def false_names(stack: Stack, folder: Path) -> dict[str, Path | None]:
     }
 
 
-def lies(stack: Stack, addresses: dict[str, str]) -> Iterator[reg.Registration]:
-    """Registrations of each listener as a service of each kind, in a slot of its own and in that of one that is there;
-    and one of a real reward service, as a generator.
+def lies(stack: Stack, addresses: dict[str, str]) -> dict[str, reg.Registration]:
+    """Registrations by their keys: of each listener as a service of each kind, in a slot of its own and in that of one
+    that is there; and of a real reward service as a generator.
     """
     with stack.client() as client:
         real = {one.registration.name: one.registration for one in client.list_services()}
+    told = {}
     for index, address in enumerate(addresses.values()):
         for slot in ("generator-0", "reward-0", "trainer"):
             for name in (slot, f"{slot.partition('-')[0]}-{index + 5}"):
                 lie = reg.Registration()
                 lie.CopyFrom(real[slot])
                 lie.name, lie.instance_id, lie.address = name, f"{name}-eve{index}", address
-                lie.state = reg.INSTANCE_STATE_READY
-                lie.protocol_version, lie.host = PROTOCOL_VERSION, socket.gethostname()
+                lie.state, lie.host = reg.INSTANCE_STATE_READY, socket.gethostname()
                 lie.started_at.GetCurrentTime()
-                yield lie
+                told[lie.instance_id] = lie
     other = reg.Registration()
     other.CopyFrom(real["reward-0"])
     other.kind, other.name = reg.SERVICE_KIND_GENERATOR, "generator-9"
-    yield other
+    return told | {"eve": other, other.instance_id: other}
+
+
+def shown_of(stack: Stack) -> dict[str, Any]:
+    """Return what the coordinator says of the lies."""
+    with stack.client() as client:
+        listed = {one.registration.instance_id: one for one in client.list_services()}
+    return {
+        key: one for key, one in listed.items() if "-eve" in key or one.registration.name == "generator-9"
+    }
 
 
 def test_who_can_write_to_nats_gets_no_work_and_hears_of_no_sample(
     stack: Stack, arithmetic: Path, tmp_path: Path
 ) -> None:
-    own = stack.credential
+    own, before = stack.credential, stack.ok("replicas", "list")["replicas"]
     file = small_run(arithmetic, tmp_path / "run.yaml", name="false", steps=2)
 
     async def registered() -> None:
@@ -274,36 +280,46 @@ def test_who_can_write_to_nats_gets_no_work_and_hears_of_no_sample(
             client, said = await told_by(nats_of(stack), tls=context_of(own, own.path), **login)
             assert client is not None, said
             bucket = await client.jetstream().key_value("registry")
-            told = [*lies(stack, addresses)]
-            keys = {f"eve{number}": lie for number, lie in enumerate(told)} | {
-                lie.instance_id: lie for lie in told[:-1]
-            }
-            for key, lie in keys.items():
-                await bucket.put(key, lie.SerializeToString())
+            told = await asyncio.to_thread(lies, stack, addresses)
+            strangers = {key for key in told if "-eve" in key}
+
+            async def tell(keys: set[str]) -> None:
+                while True:
+                    for key in keys:
+                        await bucket.put(key, told[key].SerializeToString())
+                    await asyncio.sleep(HEARTBEAT_S)
+
+            async def are_named(keys: set[str]) -> None:
+                """Wait until the coordinator knows them all; it gives them nothing."""
+                async with asyncio.timeout(WAIT_S):
+                    while not keys <= (shown := await asyncio.to_thread(shown_of, stack)).keys():
+                        await asyncio.sleep(0.1)
+                for one in shown.values():
+                    assert one.registration.state != reg.INSTANCE_STATE_READY and not one.run_id, one
+
             try:
+                telling = asyncio.create_task(tell({*told}))
+                await are_named(strangers)
+                telling.cancel()
+                # In the slots of others they would be in the way of the run.
+                kept = {
+                    key for key in strangers if told[key].name not in ("generator-0", "reward-0", "trainer")
+                }
+                for key in told.keys() - kept:
+                    await bucket.delete(key)
+                telling = asyncio.create_task(tell(kept))
                 run = await asyncio.to_thread(stack.run, file, *MADE_UP_SAMPLES)
-                assert run["state"] == "succeeded", run["reason"]
-                listed = await asyncio.to_thread(shown_of_eve, stack)
+                assert run.get("state") == "succeeded", run
+                await are_named(kept)
+                telling.cancel()
             finally:
-                for key in keys:
+                for key in told:
                     await bucket.delete(key)
                 await client.close()
-            assert {one.registration.instance_id for one in listed} == {lie.instance_id for lie in told[:-1]}
-            for one in listed:
-                assert one.registration.state != reg.INSTANCE_STATE_READY and not one.run_id, one
             assert ear.heard == []
 
     asyncio.run(registered())
-    wait_until("the registry without them", lambda: shown_of_eve(stack) == [])
-
-
-def shown_of_eve(stack: Stack) -> list[Any]:
-    with stack.client() as client:
-        return [
-            one
-            for one in client.list_services()
-            if "-eve" in one.registration.instance_id or one.registration.name == "generator-9"
-        ]
+    wait_until("what is there by its own word", lambda: stack.ok("replicas", "list")["replicas"] == before)
 
 
 def test_who_listens_in_place_of_a_service_gets_no_call(stack: Stack, tmp_path: Path) -> None:
