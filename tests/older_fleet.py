@@ -1,7 +1,7 @@
 """A fleet that goes on where an older version stopped, by an authority of its own, which that one did not have.
 
-`contract/paused_run/make.py` made the state directory, in a checkout of 26449ff. All services are real but for the
-engine; the launcher listens on a port as well.
+`contract/paused_run/make.py` made the state directories, in checkouts of the versions that name them. All services are
+real but for the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flotilla_core.trust import write_secret
 from flotilla_launch.placement import reserve_port
 from flotilla_testing.stack import Stack, running_stack, wait_until
 
-STATE = Path(__file__).parent / "contract" / "paused_run" / "state.tar.xz"
+STATES = Path(__file__).parent / "contract" / "paused_run"
 LAUNCHER_PORT = reserve_port("127.0.0.1")
 
 
@@ -38,15 +38,12 @@ class OlderFleet:
 
 
 @contextlib.contextmanager
-def older_fleet(folder: Path) -> Iterator[OlderFleet]:
-    """Start this version on the state of the older one, and resume its run."""
-    older = _unpacked(folder)
+def older_fleet(folder: Path, version: str, **described: Any) -> Iterator[OlderFleet]:
+    """Start this version on the state of the older one, by a stack file that says more, and resume its run."""
+    older = _unpacked(folder, STATES / f"{version}.tar.xz")
     write_secret(older / "state" / "sim" / "token", "0" * 64)
-    described = yaml.safe_load((older / "stack.yaml").read_text()) | {
-        "model": str(older / "model"),
-        "state_dir": str(older / "state"),
-        "launcher": {"port": LAUNCHER_PORT},
-    }
+    described |= yaml.safe_load((older / "stack.yaml").read_text())
+    described |= {"model": str(older / "model"), "state_dir": str(older / "state")}
     guarded = folder / "guarded.yaml"
     guarded.write_text(yaml.safe_dump(described | {"bind": {"token_file": "token"}}))
     refused = Stack(guarded, older / "state" / "sim").flotilla("up")
@@ -59,9 +56,9 @@ def older_fleet(folder: Path) -> Iterator[OlderFleet]:
         yield OlderFleet(stack, refused.err, paused, stack.ok("run", "show", paused["run_id"]))
 
 
-def _unpacked(folder: Path) -> Path:
+def _unpacked(folder: Path, state: Path) -> Path:
     """Move the folder of the older version into `folder`: the paths in it follow."""
-    with tarfile.open(STATE) as archive:
+    with tarfile.open(state) as archive:
         archive.extractall(folder, filter="data")
     (older,) = folder.iterdir()
     was = Path(yaml.safe_load((older / "stack.yaml").read_text())["model"]).parent

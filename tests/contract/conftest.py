@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from older_fleet import OlderFleet, older_fleet
+from older_fleet import LAUNCHER_PORT, OlderFleet, older_fleet
 
 from flotilla_testing.runs import QUICK, example_rows, run_on
 from flotilla_testing.stack import Stack, light_stack
@@ -62,7 +62,7 @@ def fleet(shared_fleet: SharedFleet) -> Stack:
 @pytest.fixture(scope="session")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OlderFleet]:
     """A fleet whose services are all real but for the engine."""
-    with older_fleet(tmp_path_factory.mktemp("older")) as fleet:
+    with older_fleet(tmp_path_factory.mktemp("older"), "26449ff", launcher={"port": LAUNCHER_PORT}) as fleet:
         yield fleet
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from accounts import assert_accounted_for
-from older_fleet import OlderFleet
+from older_fleet import OlderFleet, older_fleet
 
 STEPS = 10
 CHECKPOINT = 3
@@ -12,7 +14,13 @@ CHECKPOINT = 3
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_run_that_an_older_version_paused_is_resumed(older: OlderFleet) -> None:
+def test_a_run_that_an_older_version_paused_is_resumed(older: OlderFleet, tmp_path: Path) -> None:
+    assert_resumed(older)
+    with older_fleet(tmp_path, "e99b5b16") as fleet:
+        assert_resumed(fleet)
+
+
+def assert_resumed(older: OlderFleet) -> None:
     paused, ended = older.paused, older.ended
     assert paused["state"] == "paused" and CHECKPOINT < paused["step"] < STEPS
     assert (ended["state"], ended["step"]) == ("succeeded", STEPS), ended["reason"]

@@ -1,8 +1,6 @@
-"""Makes `state.tar.xz`, the state directory with a paused run that `tests/older_fleet.py` resumes.
+"""Makes a state directory with a paused run, which `tests/older_fleet.py` resumes.
 
-    .venv/bin/python make.py state.tar.xz        in a checkout of the version that the state is to be of
-
-The one that is committed was made by 26449ff.
+.venv/bin/python make.py VERSION.tar.xz        in a checkout of the version that the state is to be of
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def main() -> None:
         "weights": {"canary": {"prompts": 0}},
     }
     (root / "run.yaml").write_text(yaml.safe_dump(run))
-    sim = {"sim": {"response_tokens": 6, "seconds_per_token": 0.05}}
+    sim = {"sim": {"response_tokens": 6, "seconds_per_token": 0.1}}
     with sim_stack(root / "model", root, generator=sim) as stack:
         started = stack.ok("run", "start", str(root / "run.yaml"))
         wait_until("some steps", lambda: len(stack.metrics(started)) >= SEEN)

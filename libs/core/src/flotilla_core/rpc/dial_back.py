@@ -34,6 +34,8 @@ MOST_REACHED = 10_000
 """Registrations that are remembered as reached; the one that was in the registry longest ago is forgotten first."""
 
 Snapshot: TypeAlias = dict[str, reg.Registration]
+Key: TypeAlias = tuple[str, str, str]
+"""Instance, who it says that it is, and address."""
 
 logger = get_logger()
 
@@ -46,10 +48,10 @@ class DialBack:
         self._connect = connect
         self._host = socket.gethostname()
         self._latest: Snapshot = {}
-        self._reached: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._reached: OrderedDict[Key, None] = OrderedDict()
         """Instance and address of each registration that has answered."""
-        self._dials: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._why: dict[tuple[str, str], str] = {}
+        self._dials: dict[Key, asyncio.Task[None]] = {}
+        self._why: dict[Key, str] = {}
         self._news = asyncio.Event()
 
     async def follow(
@@ -67,7 +69,7 @@ class DialBack:
                     return
                 yield (
                     {key: self._shown(one) for key, one in self._latest.items()},
-                    {instance: why for (instance, _), why in self._why.items()},
+                    {instance: why for (instance, *_), why in self._why.items()},
                 )
         finally:
             tasks = [watching, *self._dials.values()]
@@ -163,5 +165,6 @@ def _who(one: reg.Registration) -> str:
     return f"{one.instance_id}, the {kind} {one.name}{role}"
 
 
-def _key(one: reg.Registration) -> tuple[str, str]:
-    return one.instance_id, one.address
+def _key(one: reg.Registration) -> Key:
+    # Another kind or name under a known instance is another claim, which nobody has answered for.
+    return one.instance_id, _who(one), one.address
