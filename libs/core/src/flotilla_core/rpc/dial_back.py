@@ -49,7 +49,7 @@ class DialBack:
         self._host = socket.gethostname()
         self._latest: Snapshot = {}
         self._reached: OrderedDict[Key, None] = OrderedDict()
-        """Instance and address of each registration that has answered."""
+        """The registrations that have answered."""
         self._dials: dict[Key, asyncio.Task[None]] = {}
         self._why: dict[Key, str] = {}
         self._news = asyncio.Event()
