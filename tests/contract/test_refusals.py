@@ -164,6 +164,7 @@ def test_who_does_not_belong_is_refused_on_every_call_and_changes_nothing(
     callers = Callers(stack.directory, folder)
     reader = role_file(stack.directory, "read", folder / "reader.pem")
     before, began = settled(stack), time.monotonic()
+    told = {name: refusals_told(stack, name) for name in SERVED}
     for kind, fewest in (("table ", 6), ("instance ", 4), ("file ", 10)):
         assert sum(name.startswith(kind) for name in before) >= fewest, kind
     fence = takeover_of(stack, ended["run_id"])
@@ -185,7 +186,8 @@ def test_who_does_not_belong_is_refused_on_every_call_and_changes_nothing(
     assert changes(before, state_of(stack)) == []
     minutes = int((time.monotonic() - began) // 60) + 1
     for name in SERVED:
-        assert 1 <= refusals_told(stack, name) <= minutes, "one line a peer and minute"
+        # Other tests were refused by the same fleet, perhaps within this minute.
+        assert 1 <= refusals_told(stack, name) <= told[name] + minutes, "one line a peer and minute"
     # No fence was moved either: the fleet serves the next run.
     assert stack.run(run_file, *MADE_UP_SAMPLES)["state"] == "succeeded"
 

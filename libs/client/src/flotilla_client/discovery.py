@@ -64,12 +64,11 @@ def find_coordinator(
     announced_file = _value(announced, "credential_file")
     if bind is None and announced_file:
         bind = BindConfig(credential_file=Path(announced_file))
-    if os.access(stack_file, os.R_OK):
+    held = credential_file or os.environ.get(CREDENTIAL_FILE_VARIABLE)
+    if not held and os.access(stack_file, os.R_OK):
         bind = load(StackConfig, [stack_file]).bind
     try:
-        return CoordinatorAddress(
-            address, credential_of_caller(bind or BindConfig(), directory, credential_file)
-        )
+        return CoordinatorAddress(address, credential_of_caller(bind or BindConfig(), directory, held))
     except Unavailable as error:
         if not given:
             raise

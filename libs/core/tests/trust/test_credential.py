@@ -276,3 +276,5 @@ def test_nobody_makes_credentials_without_the_authority(tmp_path: Path) -> None:
 def test_keys_of_older_releases_are_refused_with_what_to_do(key: str, value: object, instead: str) -> None:
     with pytest.raises(ValueError, match=f"{key} is a key of an older Flotilla.*{instead}"):
         StackConfig.model_validate({"bind": {key: value}})
+    unset = {"token_file": None, "token_overlap_s": 600, "tls": None, "plaintext": False, "port": 7070}
+    assert StackConfig.model_validate({"bind": unset}).bind.port == 7070, "an older release wrote them down"

@@ -79,20 +79,33 @@ class BindConfig(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _has_no_older_key(cls, given: Any) -> Any:
-        for key, instead in _OLDER_KEYS.items():
-            if isinstance(given, dict) and key in given:
+        if not isinstance(given, dict):
+            return given
+        for key, (unset, instead) in _OLDER_KEYS.items():
+            # An older release wrote all keys into the stack's directory.
+            if given.get(key, unset) != unset:
                 raise ValueError(f"{key} is a key of an older Flotilla: {instead}")
-        return given
+        return {key: value for key, value in given.items() if key not in _OLDER_KEYS}
 
 
 _OLDER_KEYS = {
-    "token_file": "leave it out where `flotilla up` makes the credential of the stack; else copy that to this host, "
-    "and name it in credential_file",
-    "token_overlap_s": "leave it out, and give the overlap to the command: flotilla token rotate --overlap 10m",
-    "tls": "leave it out where `flotilla up` makes the credential of the stack; certificates of your own authority go "
-    "into a folder (tls.crt, tls.key, ca.crt) that credential_file names",
-    "plaintext": "leave it out, because all calls are encrypted",
+    "token_file": (
+        None,
+        "leave it out where `flotilla up` makes the credential of the stack; else copy that to this host, and name it "
+        "in credential_file",
+    ),
+    "token_overlap_s": (
+        600.0,
+        "leave it out, and give the overlap to the command: flotilla token rotate --overlap 10m",
+    ),
+    "tls": (
+        None,
+        "leave it out where `flotilla up` makes the credential of the stack; certificates of your own authority go "
+        "into a folder (tls.crt, tls.key, ca.crt) that credential_file names",
+    ),
+    "plaintext": (False, "leave it out, because all calls are encrypted"),
 }
+"""What each key was where nobody set it, and what to do instead of setting it."""
 
 
 class NatsConfig(ConfigModel):
