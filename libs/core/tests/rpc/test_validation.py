@@ -35,7 +35,7 @@ def generate(change: Callable[[Any], object]) -> generator_pb2.GenerateRequest:
 
 
 def score(**parameters: Any) -> reward_pb2.ScoreRequest:
-    request = reward_pb2.ScoreRequest(rewards=[reward_pb2.RewardSpec(reward="exact", weight=1)])
+    request = reward_pb2.ScoreRequest(rewards=[reward_pb2.RewardSpec(reward="exact")])
     request.rewards[0].parameters.update(parameters)
     return request
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.roles import POLICY, role_of_process
 from flotilla_core.rpc import Load
+from flotilla_testing.credentials import credential
 
 KINDS = {
     "trainer": reg.SERVICE_KIND_TRAINER,
@@ -36,7 +38,9 @@ async def new_fleet(tmp_path: Path) -> AsyncIterator[Callable[[], Fleet]]:
 
     def new() -> Fleet:
         stack = SimpleNamespace(ready_timeout_s=60.0)
-        host: Any = SimpleNamespace(stack=stack, state_dir=tmp_path, connect=rpc.connect)
+        host: Any = SimpleNamespace(
+            stack=stack, state_dir=tmp_path, connect=partial(rpc.connect, credential=credential(tmp_path))
+        )
         made.append(Fleet(host, lambda: True))
         return made[-1]
 
