@@ -80,7 +80,7 @@ async def register_another_build(fleet: Fleet, *names: str) -> None:
             instance_id=name,
             address="127.0.0.1:1",
             state=reg.INSTANCE_STATE_READY,
-            protocol_version="4.0",
+            protocol_version="5.0",
         )
         for name in names
     }
@@ -210,7 +210,7 @@ async def test_a_generator_of_another_protocol_is_dealt_to_no_run_and_named_to_w
     await register(fleet, "trainer-0", "trainer-1", "generator-0")
     await register_another_build(fleet, "generator-1")
     await fleet.admit("first", ResourceRequest())
-    refused = r"generator-1 speaks protocol 4\.0, this build speaks 2\.0"
+    refused = r"generator-1 speaks protocol 5\.0, this build speaks 3\.0"
     with pytest.raises(
         FailedPrecondition, match=rf"no generator for another run: 1 for run first.*{refused}"
     ):
@@ -229,7 +229,7 @@ async def test_a_gang_of_another_protocol_is_leased_to_no_run_and_named_to_who_f
     await register(fleet, "generator-0", "generator-1")
     await register_another_build(fleet, "trainer-0")
     run = await fleet.admit("first", ResourceRequest())
-    refused = r"trainer-0 speaks protocol 4\.0, this build speaks 2\.0"
+    refused = r"trainer-0 speaks protocol 5\.0, this build speaks 3\.0"
     with pytest.raises(Unavailable, match=rf"for a trainer: refused: {refused}"):
         await run.gang(POLICY, 0.1)
     with pytest.raises(FailedPrecondition, match=refused):
