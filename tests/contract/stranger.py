@@ -6,7 +6,6 @@ Run as that user: it reads from stdin what there is to try (`Targets` as JSON), 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -15,41 +14,15 @@ import ssl
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
-from nats.aio.client import Client
-from nats.errors import Error as NatsError
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
-
-from flotilla.common.v1 import operate_pb2
-from flotilla.coordinator.v1 import coordinator_pb2, loop_pb2
-from flotilla.generator.v1 import generator_pb2
-from flotilla.launcher.v1 import launcher_pb2
-from flotilla.reward.v1 import reward_pb2
-from flotilla.trainer.v1 import trainer_pb2
 from flotilla_core.config import BindConfig
 from flotilla_core.trust.authority import make_credential
 
-CALL_TIMEOUT_S = 5
-_MODULES = (
-    operate_pb2,
-    coordinator_pb2,
-    loop_pb2,
-    generator_pb2,
-    launcher_pb2,
-    reward_pb2,
-    trainer_pb2,
-    trace_service_pb2,
-    reflection_pb2,
-)
-_HEADERS = (("authorization", "Bearer secret"), ("flotilla-fence", f"{2**62} {2**62} ledger run"))
+KNOCK_TIMEOUT_S = 5
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """The first bytes of a connection that makes calls."""
 
@@ -63,7 +36,6 @@ class Targets:
     pids: list[int]
     addresses: list[str]
     """Of services."""
-    nats: str
     sockets: list[str]
     """Unix sockets."""
 
@@ -94,10 +66,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         own = make_credential(BindConfig(), Path(folder)).path
         for address in targets.addresses:
-            _call_everything(found, address)
             for shown in (None, own):
                 _attempt(found, "knock", address, partial(_knock, address, shown))
-        asyncio.run(_try_nats(found, targets.nats, own))
     for path in targets.sockets:
         _attempt(found, "connect to socket", path, partial(_connect, path))
     json.dump(vars(found), sys.stdout)
@@ -134,38 +104,6 @@ def _connect(path: str) -> None:
         line.connect(path)
 
 
-def _methods() -> Iterator[tuple[str, bool, bool]]:
-    """Every call of every contract: /service/method, and which way it streams."""
-    services = [service for module in _MODULES for service in module.DESCRIPTOR.services_by_name.values()]
-    for service in services:
-        for method in service.methods:
-            yield f"/{service.full_name}/{method.name}", method.client_streaming, method.server_streaming
-
-
-def _call_everything(found: Findings, address: str) -> None:
-    (health,) = health_pb2.DESCRIPTOR.services_by_name.values()
-    with grpc.insecure_channel(address) as channel:
-        for method, sends_stream, gets_stream in (*_methods(), (f"/{health.full_name}/Check", False, False)):
-            code = _code_of(channel, method, sends_stream, gets_stream)
-            if code is grpc.StatusCode.UNAVAILABLE:
-                found.refused[f"call {address}"] += 1
-            else:
-                found.gained.append(f"call: {address}{method}: {code}")
-
-
-def _code_of(channel: grpc.Channel, method: str, sends_stream: bool, gets_stream: bool) -> grpc.StatusCode:
-    kind = f"{'stream' if sends_stream else 'unary'}_{'stream' if gets_stream else 'unary'}"
-    call = getattr(channel, kind)(method)
-    request = iter([b""]) if sends_stream else b""
-    try:
-        answer = call(request, timeout=CALL_TIMEOUT_S, metadata=_HEADERS)
-        if gets_stream:
-            next(answer, None)
-    except grpc.RpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
-
-
 def _unverified(shown: Path | None) -> ssl.SSLContext:
     """Return what believes any server, and shows this certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -181,7 +119,7 @@ def _knock(address: str, shown: Path | None) -> None:
     host, _, port = address.rpartition(":")
     try:
         with (
-            socket.create_connection((host, int(port)), CALL_TIMEOUT_S) as line,
+            socket.create_connection((host, int(port)), KNOCK_TIMEOUT_S) as line,
             _unverified(shown).wrap_socket(line) as door,
         ):
             door.sendall(_HTTP2)
@@ -190,37 +128,6 @@ def _knock(address: str, shown: Path | None) -> None:
         answer = b""
     if not answer:
         raise PermissionError(address)
-
-
-async def _try_nats(found: Findings, url: str, own: Path) -> None:
-    logins: list[dict[str, Any]] = [
-        {},
-        {"user": "flotilla", "password": "flotilla"},
-        {"user": "flotilla", "password": ""},
-        {"token": "flotilla"},
-    ]
-    for login in logins:
-        for shown in (None, own):
-            client = Client()
-            try:
-                await client.connect(
-                    url,
-                    allow_reconnect=False,
-                    connect_timeout=CALL_TIMEOUT_S,
-                    error_cb=_ignore,
-                    tls=_unverified(shown),
-                    tls_handshake_first=True,
-                    **login,
-                )
-            except (NatsError, OSError, TimeoutError):
-                found.refused["nats"] += 1
-            else:
-                found.gained.append(f"nats: {login}")
-                await client.close()
-
-
-async def _ignore(_: Exception) -> None:
-    """What is refused is counted where it is raised."""
 
 
 if __name__ == "__main__":
