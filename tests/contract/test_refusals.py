@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import sqlite3
 import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import structlog
-import torch
 from contract.callers import (
     REFLECTION,
     SERVICES,
@@ -35,24 +30,18 @@ from contract.callers import (
     user_of,
 )
 from contract.fleet_state import changes, settled, state_of
-from nats.errors import Error as NatsError
 from older_fleet import OlderFleet
-from torch.distributed import DistError, TCPStore
 
-from flotilla.common.v1 import weights_pb2
 from flotilla.common.v1.roles import ROLES
 from flotilla.trainer.v1.ranks_pb2_grpc import add_RankServiceServicer_to_server
 from flotilla_core import rpc
 from flotilla_core.config import BindConfig
-from flotilla_core.errors import Unavailable
 from flotilla_core.trust import Credential
 from flotilla_testing.credentials import credential
 from flotilla_testing.fuzzed_fleet import MADE_UP_SAMPLES
 from flotilla_testing.runs import small_run
 from flotilla_testing.stack import Stack
 from flotilla_trainer.agent import RankServicer
-from flotilla_weights.group import Receiver, Sender
-from flotilla_weights.manifest import Manifest
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -141,6 +130,12 @@ def test_every_call_of_every_service_is_tried() -> None:
     served = {name for names in SERVED.values() for name in names} | {RANKS}
     assert served == set(SERVICES)
     assert {method.path for name in served for method in SERVICES[name]} == set(ROLES)
+    # Who may only look is told no secret of a weight group.
+    for call in (
+        "trainer.v1.TrainerService/OpenWeightGroup",
+        "generator.v1.GeneratorService/JoinWeightGroup",
+    ):
+        assert ROLES[f"/flotilla.{call}"] != "read"
 
 
 def takeover_of(stack: Stack, run: str) -> rpc.Fence:
@@ -226,83 +221,3 @@ def test_nats_is_behind_certificates_and_users_of_its_own(stack: Stack, folder: 
 
     asyncio.run(refused())
     assert changes(before, state_of(stack)) == []
-
-
-EVENTS = "run.of-eve.events"
-ABOVE_A_SERVICE = (
-    EVENTS,
-    "$JS.API.STREAM.DELETE.runs",
-    "$JS.API.STREAM.PURGE.runs",
-    "$JS.API.STREAM.INFO.runs",
-    "$JS.API.STREAM.CREATE.eve",
-    "$JS.API.STREAM.DELETE.KV_registry",
-    "$JS.API.STREAM.MSG.GET.runs",
-    "$SYS.REQ.SERVER.PING",
-    "anything",
-)
-
-
-def test_a_service_may_keep_the_registry_of_nats_and_nothing_else(stack: Stack) -> None:
-    before = settled(stack)
-
-    async def tried() -> None:
-        context = context_of(stack.credential, stack.credential.path)
-        client, said = await told_by(nats_of(stack), tls=context, **user_of(stack, "credentials"))
-        assert client is not None
-        for subject in ABOVE_A_SERVICE:
-            with pytest.raises((NatsError, TimeoutError)):
-                await client.request(subject, b"{}", timeout=0.2)
-        for subject in (">", "run.*.events", "$KV.registry.*"):
-            await client.subscribe(subject)
-        await client.flush()
-        violations: list[str] = []
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):  # for what the client tells of the last ones
-                while len(violations) < len(ABOVE_A_SERVICE) + 3:
-                    await asyncio.sleep(0.05)
-                    violations = [line for line in said if "permissions violation" in line]
-        assert len(violations) == len(ABOVE_A_SERVICE) + 3, said
-        assert await client.jetstream().key_value("registry")
-        await client.close()
-
-    asyncio.run(tried())
-    assert changes(before, state_of(stack)) == []
-
-
-def test_the_store_of_a_weight_group_is_for_its_members() -> None:
-    # Who may only look is told no secret.
-    for call in (
-        "trainer.v1.TrainerService/OpenWeightGroup",
-        "generator.v1.GeneratorService/JoinWeightGroup",
-    ):
-        assert ROLES[f"/flotilla.{call}"] != "read"
-    manifest = Manifest.from_named([("w", "float32", (4, 4))], 1 << 20)
-    sender, last = (Sender.listen("127.0.0.1", epoch, 2, "gloo", 20.0) for epoch in (2, 1))
-    group = weights_pb2.WeightGroup(epoch=2, backend=1, host=sender.host, port=sender.port, world_size=2)
-    group.timeout.FromSeconds(20)
-    with structlog.testing.capture_logs() as logs, ThreadPoolExecutor(2) as pool:
-        joining = pool.submit(sender.connect, manifest)
-        for secret in (b"", b"0" * 32, last.secret):
-            group.secret = secret
-            with pytest.raises(Unavailable, match="does not take us"):
-                Receiver(group, 1, manifest).connect()
-        with pytest.raises((DistError, RuntimeError)):
-            TCPStore("127.0.0.1", sender.port, is_master=False, timeout=timedelta(seconds=2)).set(
-                "failed", "x"
-            )
-        with socket.create_connection(("127.0.0.1", sender.port)) as stranger:
-            stranger.sendall(b"noise" * 100)
-            with contextlib.suppress(ConnectionError):
-                assert stranger.recv(1) == b""
-        group.secret = sender.secret
-        receiver = Receiver(group, 1, manifest)
-        receiver.connect()
-        joining.result(20)
-        arrived: dict[str, torch.Tensor] = {}
-        taking = pool.submit(receiver.receive, arrived.update)
-        sent = sender.publish(manifest, [("w", torch.ones(4, 4))])
-        assert taking.result(20) == sent and bool(arrived["w"].eq(1).all())
-    told = [line for line in logs if line["event"] == "calls are refused"]
-    assert [(line["peer"], line["method"]) for line in told] == [
-        ("ipv4:127.0.0.1", "the store of weight group epoch 2")
-    ]

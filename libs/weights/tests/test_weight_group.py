@@ -480,7 +480,7 @@ def test_a_receiver_killed_before_the_broadcast_fails_the_publication(pool):
         peer.wait()
 
 
-def test_a_new_epoch_works_after_a_broken_one(pool):
+def test_a_new_epoch_works_after_a_broken_one_and_for_its_own_members_alone(pool):
     weights = model()
     manifest = manifest_of(weights)
     broken = Sender.listen("127.0.0.1", 1, 2, "gloo", 10.0)
@@ -490,6 +490,9 @@ def test_a_new_epoch_works_after_a_broken_one(pool):
     with pytest.raises(WeightGroupFailed):
         first.result(timeout=5)
     again = Sender.listen("127.0.0.1", 2, 2, "gloo", 10.0)
+    for secret in (b"", b"0" * 32, broken.secret):
+        with pytest.raises(Unavailable, match="does not take us"):
+            Receiver(group_at(again.port, 2, 10.0, secret, epoch=2), 1, manifest).connect()
     second = start(pool, Receiver(group_of(again, 2, epoch=2), 1, manifest), {})
     again.connect(manifest)
     assert [again.publish(manifest, in_order(manifest, weights))] == second.result(timeout=5)
