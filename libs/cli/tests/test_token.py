@@ -1,4 +1,4 @@
-"""`flotilla token`, what `doctor` says of a credential, and a command that is given one with a role."""
+"""`flotilla token`, and what `doctor` says of a credential."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.coordinator.v1 import run_pb2
-from flotilla.coordinator.v1.coordinator_pb2 import ListRunsResponse
-from flotilla.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServicer
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.trust import Credential, write_secret
 from flotilla_core.trust.certificates import Authority, days_left, names_of, own, text_of
@@ -100,25 +97,6 @@ def test_the_credential_that_another_program_writes_is_not_rotated(
     for command in (("rotate",), ("create", "--role", "run", "--name", "ana", "-o", "-")):
         code, _, err = flotilla("token", *command)
         assert code == 5 and "bind.credential_file" in err
-
-
-class OneRun(CoordinatorServiceServicer):
-    async def ListRuns(self, request: object, context: object) -> object:
-        return ListRunsResponse(runs=[run_pb2.Run(run_id="trial-1", state=run_pb2.RUN_STATE_RUNNING)])
-
-
-def test_a_command_takes_the_credential_of_a_file_and_says_which_role_is_missing(
-    flotilla: Command, serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve(OneRun())
-    monkeypatch.setenv("FLOTILLA_CREDENTIAL_FILE", "")
-    assert flotilla("token", "create", "--role", "read", "--name", "ana", "-o", "ana.pem")[0] == 0
-    (DIRECTORY / "credential.pem").unlink()
-    code, out, err = flotilla("--credential-file", "ana.pem", "run", "list", "--json")
-    assert code == 0, err
-    assert [run["run_id"] for run in json.loads(out)["runs"]] == ["trial-1"]
-    code, _, err = flotilla("--credential-file", "ana.pem", "run", "pause", "trial-1")
-    assert code == 4 and "role run" in err and "role read" in err
 
 
 def test_doctor_and_config_check_the_credential_and_warn_before_it_ends(

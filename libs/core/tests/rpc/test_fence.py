@@ -96,10 +96,7 @@ async def test_another_ledger_and_callers_without_a_fence_are_served(address: st
         await caller.channel.close()
 
 
-async def test_a_call_that_is_refused_moves_no_fence(tmp_path: Path) -> None:
-    server = rpc.RpcServer(BindConfig(), credential=ours())
-    server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, Operate(), SERVICE)
-    address = await server.start()
+async def test_a_call_that_is_refused_moves_no_fence(address: str, tmp_path: Path) -> None:
     own = Caller(address, Fence("ledger", 2, "run", 3))
     later = Fence("ledger", 3, "run", 4)
     foreign, friend = Caller(address, later, stranger(tmp_path)), Caller(address, later)
@@ -121,7 +118,6 @@ async def test_a_call_that_is_refused_moves_no_fence(tmp_path: Path) -> None:
         await own.check()
     for caller in (own, foreign, friend):
         await caller.channel.close()
-    await server.stop(0)
 
 
 @pytest.mark.parametrize("role", LADDER)

@@ -15,7 +15,7 @@ import pytest
 from flotilla_core import errors
 from flotilla_core.config import BindConfig, StackConfig
 from flotilla_core.trust import Claims, Credential, write_secret
-from flotilla_core.trust.authority import create_credential, make_credential
+from flotilla_core.trust.authority import create_credential, make_credential, rotate
 from flotilla_core.trust.certificates import days_left, own, own_problem
 from flotilla_core.trust.credential import UNTIL
 from flotilla_testing.credentials import credential, expired, role_credential, stranger
@@ -228,6 +228,7 @@ def test_a_certificate_is_used_until_its_time_ends_and_nothing_has_to_be_written
         time.sleep(0.05)
     assert ours.current().authorities.count(b"BEGIN CERTIFICATE") == 1
     assert ours.current() is ours.current() is not both
+    assert Credential(ours.path).current() == ours.current(), "who looks late does not lengthen it"
 
 
 def test_no_service_starts_by_a_credential_that_no_client_would_take(tmp_path: Path) -> None:
@@ -251,7 +252,7 @@ def test_a_name_that_does_not_fit_into_a_certificate_is_refused(tmp_path: Path, 
         create_credential(tmp_path, Claims("read", name, None))
 
 
-def test_nobody_makes_credentials_without_the_authority(tmp_path: Path) -> None:
+def test_nobody_makes_or_replaces_credentials_without_the_authority(tmp_path: Path) -> None:
     """Neither the holder of a role nor a host that has a copy of the stack's own."""
     admin = role_credential(tmp_path / "stack", "admin")
     copied = tmp_path / "copied"
@@ -260,6 +261,8 @@ def test_nobody_makes_credentials_without_the_authority(tmp_path: Path) -> None:
         write_secret(copied / "credential.pem", text)
         with pytest.raises(errors.FailedPrecondition, match="authority of the stack is not here"):
             create_credential(copied, Claims("read", "eve", None))
+        with pytest.raises(errors.FailedPrecondition, match=r"bind\.credential_file"):
+            rotate(copied)
         assert make_credential(BindConfig(), copied).path.read_text() == text
     assert [path.name for path in copied.iterdir()] == ["credential.pem"]
 

@@ -161,15 +161,6 @@ async def test_a_second_rotation_ends_what_the_first_authority_signed_at_once(
         await check(address, first)
 
 
-async def test_who_looks_late_does_not_lengthen_the_overlap(serve: Any, tmp_path: Path) -> None:
-    ours, role = credential(tmp_path), role_credential(tmp_path, "read")
-    address = await serve(ours)
-    rotate(tmp_path, 1)
-    await asyncio.sleep(2)
-    with pytest.raises(errors.Unavailable):
-        await check(address, role)
-
-
 def test_rotation_leaves_complete_files_and_no_other(tmp_path: Path) -> None:
     ours = credential(tmp_path)
     before = (tmp_path / "authority.pem").read_text()
@@ -179,12 +170,3 @@ def test_rotation_leaves_complete_files_and_no_other(tmp_path: Path) -> None:
     assert (tmp_path / "authority.pem").read_text() != before
     assert own_problem(ours.read()) == ""
     ours.require_service("here")
-
-
-def test_a_copy_of_a_credential_is_not_replaced(tmp_path: Path) -> None:
-    text = credential(tmp_path / "stack").path.read_text()
-    (tmp_path / "copied").mkdir()
-    write_secret(tmp_path / "copied" / "credential.pem", text)
-    with pytest.raises(errors.FailedPrecondition, match=r"bind\.credential_file"):
-        rotate(tmp_path / "copied")
-    assert (tmp_path / "copied" / "credential.pem").read_text() == text
