@@ -11,22 +11,16 @@ import sys
 import pytest
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
-from flotilla.launcher.v1.launcher_pb2 import (
-    PROCESS_STATE_READY,
-)
+from flotilla.launcher.v1.launcher_pb2 import PROCESS_STATE_READY
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.trust import Credential
 from flotilla_core.trust.authority import rotate
 from flotilla_launch import local
-from flotilla_launch.child import under_lease
 from flotilla_launch.client import LauncherClient
-from flotilla_launch.placement import Slot
 from flotilla_launch.process_tree import MARK
 from flotilla_launch.records import ProcessRecord
-from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.stack_lock import is_held
 from flotilla_launch.state import find
-from flotilla_testing.credentials import credential
 from flotilla_testing.tiny_stacks import until
 
 
@@ -91,22 +85,9 @@ def test_a_guardian_waits_without_the_models_of_the_configuration() -> None:
 
 
 async def test_one_that_was_being_started_is_found_by_its_mark_and_replaced(stacks) -> None:
-    paths = stacks.paths()
-    paths.make()
     mark = "reward-0#half"
     sleeper = await asyncio.create_subprocess_exec("sleep", "60", env={**os.environ, MARK: mark})
-    service = ServiceProcess(
-        Slot("reward-0", 3),
-        command=[sys.executable, "-c", "raise SystemExit(3)"],
-        wrapper=under_lease(paths.directory),
-        variables={},
-        log_path=paths.log_file("reward-0"),
-        announce_file=paths.announce_file("reward-0"),
-        ready_timeout_s=15,
-        restart_budget=0,
-        credential=credential(paths.directory),
-        on_change=lambda: None,
-    )
+    service = stacks.service([sys.executable, "-c", "raise SystemExit(3)"])
     status = {"name": "reward-0", "state": "PROCESS_STATE_STARTING"}
     service.take_over(ProcessRecord("reward-0", None, mark, status=status))
     async with asyncio.timeout(15):

@@ -14,7 +14,6 @@ import pytest
 
 from flotilla.common.v1.registration_pb2 import (
     SERVICE_KIND_GENERATOR,
-    SERVICE_KIND_REWARD,
     SERVICE_KIND_TRAINER,
 )
 from flotilla.launcher.v1.launcher_pb2 import (
@@ -31,7 +30,6 @@ from flotilla_launch import client, local, service_process
 from flotilla_launch.child import under_lease
 from flotilla_launch.client import LauncherClient
 from flotilla_launch.nats_process import NatsProcess
-from flotilla_launch.placement import Slot
 from flotilla_launch.process_tree import tree_of
 from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.stack_lock import hold_lock
@@ -332,21 +330,8 @@ async def test_stop_while_a_dead_service_is_buried_leaves_no_grandchild(stacks, 
             os.kill(pid, signal.SIGKILL)
 
 
-async def test_an_unforeseen_error_at_start_fails_the_slot_and_whoever_waits_for_it(tmp_path: Path) -> None:
-    log_path = tmp_path / "log"
-    log_path.mkdir()
-    service = ServiceProcess(
-        Slot("reward-0", SERVICE_KIND_REWARD),
-        command=[sys.executable],
-        wrapper=[],
-        variables={},
-        log_path=log_path,
-        announce_file=tmp_path / "announce.json",
-        ready_timeout_s=15,
-        restart_budget=0,
-        credential=credential(tmp_path),
-        on_change=lambda: None,
-    )
+async def test_an_unforeseen_error_at_start_fails_the_slot_and_whoever_waits_for_it(stacks, tmp_path) -> None:
+    service = stacks.service([sys.executable], log_path=tmp_path)
     service.start()
     with pytest.raises(Internal, match="IsADirectoryError"):
         async with asyncio.timeout(5):
@@ -396,18 +381,8 @@ def reward(stacks) -> ServiceProcess:
     paths.make()
     paths.stack_file.write_text(dump_yaml(stacks.config()))
     options = {"--name": "reward-0", "--stack": paths.stack_file, "--nats": "-", "--otlp": "-", "--port": 0}
-    return ServiceProcess(
-        Slot("reward-0", SERVICE_KIND_REWARD),
-        command=[str(stacks.executables / "flotilla-reward"), *(str(p) for o in options.items() for p in o)],
-        wrapper=under_lease(paths.directory),
-        variables={},
-        log_path=paths.log_file("reward-0"),
-        announce_file=paths.announce_file("reward-0"),
-        ready_timeout_s=15,
-        restart_budget=0,
-        credential=credential(paths.directory),
-        on_change=lambda: None,
-    )
+    command = [str(stacks.executables / "flotilla-reward"), *(str(p) for o in options.items() for p in o)]
+    return stacks.service(command)
 
 
 async def ready_again(launcher: LauncherClient, name: str):

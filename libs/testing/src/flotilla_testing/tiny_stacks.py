@@ -14,17 +14,23 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
 from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_core.config import StackConfig
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_launch import local
+from flotilla_launch.child import under_lease
 from flotilla_launch.client import LauncherClient
 from flotilla_launch.paths import StackPaths
+from flotilla_launch.placement import Slot
 from flotilla_launch.records import StackRecord
+from flotilla_launch.service_process import ServiceProcess
 from flotilla_launch.state import LauncherFile, find, read_json
+from flotilla_testing.credentials import credential
 
 
 class StackUnderTest:
@@ -61,6 +67,22 @@ class StackUnderTest:
 
     def paths(self, name: str = "tiny") -> StackPaths:
         return StackPaths.of(self.state_dir, name)
+
+    def service(self, command: list[str], **changes: Any) -> ServiceProcess:
+        """Return a reward service that is supervised, without a supervisor."""
+        paths = self.paths()
+        paths.make()
+        values = {
+            "wrapper": under_lease(paths.directory),
+            "variables": {},
+            "log_path": paths.log_file("reward-0"),
+            "announce_file": paths.announce_file("reward-0"),
+            "ready_timeout_s": 15,
+            "restart_budget": 0,
+            "credential": credential(paths.directory),
+            "on_change": lambda: None,
+        }
+        return ServiceProcess(Slot("reward-0", SERVICE_KIND_REWARD), command=command, **(values | changes))
 
     async def up(self, stack: StackConfig) -> local.UpResult:
         return await local.up(stack, executables=self.executables)
