@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,15 @@ def trained_tokens(sample: TrainSample) -> torch.Tensor:
     length = len(from_tensor(sample.token_ids))
     mask = from_tensor(sample.mask) if sample.mask.data else np.ones(length, bool)
     return torch.from_numpy(mask.copy())
+
+
+def assert_same_gradients(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> None:
+    """Compare the gradients of a model, and assert that there is something to compare."""
+    assert found.keys() == expected.keys()
+    assert max(float(gradient.abs().max()) for gradient in expected.values()) > 0.01
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name].double(), gradient, atol=tolerance, rtol=tolerance, msg=partial("{}: {}".format, name)
+        )
