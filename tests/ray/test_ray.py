@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -17,13 +16,15 @@ from accounts import assert_accounted_for
 from flotilla_testing.chaos_run import ChaosRun
 from flotilla_testing.placed_stacks import (
     AGENT,
-    READY_S,
     SPREAD,
     assert_files_are_gone,
     assert_runs_its_plan,
+    assert_up_changes_nothing,
     described,
     endpoints,
+    fails_without_its_secret,
     goes_on_after,
+    placed,
     states,
     told,
 )
@@ -41,18 +42,8 @@ MOVED_S = 60.0
 """From the moment that Ray misses a machine to the agent at work elsewhere, in a new process."""
 
 
-@contextlib.contextmanager
-def on_ray(stack: Stack, cluster: RayCluster) -> Iterator[Stack]:
-    """Bring the stack up; whatever the test did, it is down at the end, and nothing of it is left."""
-    try:
-        stack.ok("up", "--on", "ray", timeout_s=2 * READY_S)
-        yield stack
-        assert stack.ok("down")["stopped"]
-        cluster.assert_nothing_is_left(stack)
-        assert_files_are_gone(stack)
-        assert not stack.ok("down")["stopped"]
-    finally:
-        stack.flotilla("down")
+def on_ray(stack: Stack, cluster: RayCluster) -> AbstractContextManager[Stack]:
+    return placed(stack, "ray", lambda: cluster.assert_nothing_is_left(stack))
 
 
 def assert_holds_its_plan(stack: Stack, cluster: RayCluster) -> None:
@@ -215,10 +206,7 @@ def test_actors_are_found_by_other_shells_and_come_back_where_they_were_killed(
             stack.ok("scale", "reward", "2")
             assert cluster.actors(stack) == ["head", "reward-0", "reward-1"]
             assert states(stack) == dict.fromkeys(("nats", "coordinator", "reward-0", "reward-1"), "ready")
-            assert not stack.ok("up")["changed"], "an unchanged file changes nothing"
-            elsewhere = stack.flotilla("up", "--on", "local")
-            assert elsewhere.code == 5
-            assert "is up on ray" in elsewhere.err
+            assert_up_changes_nothing(stack, "ray")
 
             cluster.add(num_cpus=1, heads=1)
             lost = cluster.machine(stack, "head")
@@ -236,21 +224,9 @@ def test_actors_are_found_by_other_shells_and_come_back_where_they_were_killed(
 
 
 def test_a_stack_that_does_not_come_up_leaves_no_actor(arithmetic: Path, tmp_path: Path) -> None:
-    missing = {"TOKEN": {"file": str(tmp_path / "nowhere")}}
     with running_cluster(num_cpus=3) as cluster:
-        stack = described(
-            "ray",
-            tmp_path,
-            arithmetic / "model",
-            generator={"engine": "sim"},
-            trainer={"replicas": 0},
-            reward={"environment": missing},
-            ray={"address": cluster.address},
-        )
-        outcome = stack.flotilla("up", "--on", "ray", timeout_s=READY_S)
-        assert outcome.code == 5
-        assert "reward-0 did not start" in outcome.err
-        assert "TOKEN of reward-0" in outcome.err
+        at = {"address": cluster.address}
+        stack = fails_without_its_secret("ray", tmp_path, arithmetic / "model", ray=at)
         cluster.assert_nothing_is_left(stack)
         assert_files_are_gone(stack)
 

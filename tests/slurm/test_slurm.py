@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import signal
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -26,8 +25,11 @@ from flotilla_testing.placed_stacks import (
     SPREAD,
     assert_files_are_gone,
     assert_runs_its_plan,
+    assert_up_changes_nothing,
     described,
+    fails_without_its_secret,
     goes_on_after,
+    placed,
     states,
     told,
 )
@@ -40,17 +42,8 @@ pytestmark = [
 ]
 
 
-@contextlib.contextmanager
-def on_slurm(stack: Stack, cluster: Cluster) -> Iterator[Stack]:
-    """Bring the stack up; whatever the test did, it is down at the end, and nothing of it is left."""
-    try:
-        stack.ok("up", "--on", "slurm", timeout_s=2 * READY_S)
-        yield stack
-        assert stack.ok("down")["stopped"]
-        assert_nothing_is_left(stack, cluster)
-        assert not stack.ok("down")["stopped"]
-    finally:
-        stack.flotilla("down")
+def on_slurm(stack: Stack, cluster: Cluster) -> AbstractContextManager[Stack]:
+    return placed(stack, "slurm", lambda: assert_no_job_is_left(cluster))
 
 
 def listed(stack: Stack, name: str) -> dict[str, str]:
@@ -59,9 +52,8 @@ def listed(stack: Stack, name: str) -> dict[str, str]:
     return {"state": found["state"], "error": found["error"] or ""}
 
 
-def assert_nothing_is_left(stack: Stack, cluster: Cluster) -> None:
+def assert_no_job_is_left(cluster: Cluster) -> None:
     assert cluster.jobs() == {}
-    assert_files_are_gone(stack)
 
 
 def test_a_cancelled_component_of_a_generator_costs_a_replica_and_not_the_run(
@@ -218,25 +210,11 @@ def test_a_killed_agent_is_started_again_and_replicas_come_and_go(arithmetic: Pa
         stack.ok("scale", "generator", "1")
         stack.ok("scale", "reward", "1")
         assert set(cluster.jobs()) == {"head", "generator-0"}
-        assert not stack.ok("up")["changed"], "an unchanged file changes nothing"
-        elsewhere = stack.flotilla("up", "--on", "local")
-        assert elsewhere.code == 5
-        assert "is up on slurm" in elsewhere.err
+        assert_up_changes_nothing(stack, "slurm")
 
 
 def test_a_stack_that_does_not_come_up_leaves_no_job(arithmetic: Path, tmp_path: Path) -> None:
-    missing = {"TOKEN": {"file": str(tmp_path / "nowhere")}}
-    stack = described(
-        "slurm",
-        tmp_path,
-        arithmetic / "model",
-        generator={"engine": "sim"},
-        trainer={"replicas": 0},
-        reward={"environment": missing},
-    )
     with running_cluster(tmp_path, nodes=2) as cluster:
-        outcome = stack.flotilla("up", "--on", "slurm", timeout_s=READY_S)
-        assert outcome.code == 5
-        assert "reward-0 did not start" in outcome.err
-        assert "TOKEN of reward-0" in outcome.err
-        assert_nothing_is_left(stack, cluster)
+        stack = fails_without_its_secret("slurm", tmp_path, arithmetic / "model")
+        assert_no_job_is_left(cluster)
+        assert_files_are_gone(stack)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,37 @@ def described(name: str, folder: Path, model: Path, **sections: Any) -> Stack:
     }
     (folder / "stack.yaml").write_text(yaml.safe_dump(text))
     return Stack(folder / "stack.yaml", folder / "state" / name)
+
+
+@contextlib.contextmanager
+def placed(stack: Stack, launcher: str, assert_nothing_is_left: Callable[[], None]) -> Iterator[Stack]:
+    """Bring the stack up; whatever the test did, it is down at the end, and nothing of it is left."""
+    try:
+        stack.ok("up", "--on", launcher, timeout_s=2 * READY_S)
+        yield stack
+        assert stack.ok("down")["stopped"]
+        assert_nothing_is_left()
+        assert_files_are_gone(stack)
+        assert not stack.ok("down")["stopped"]
+    finally:
+        stack.flotilla("down")
+
+
+def fails_without_its_secret(launcher: str, folder: Path, model: Path, **sections: Any) -> Stack:
+    """Return a stack that did not come up, because its reward service needs a file that is nowhere."""
+    missing = {"TOKEN": {"file": str(folder / "nowhere")}}
+    parts = {"generator": {"engine": "sim"}, "trainer": {"replicas": 0}, "reward": {"environment": missing}}
+    stack = described(launcher, folder, model, **parts, **sections)
+    outcome = stack.flotilla("up", "--on", launcher, timeout_s=READY_S)
+    assert outcome.code == 5
+    assert "reward-0 did not start" in outcome.err and "TOKEN of reward-0" in outcome.err
+    return stack
+
+
+def assert_up_changes_nothing(stack: Stack, launcher: str) -> None:
+    assert not stack.ok("up")["changed"], "an unchanged file changes nothing"
+    elsewhere = stack.flotilla("up", "--on", "local")
+    assert elsewhere.code == 5 and f"is up on {launcher}" in elsewhere.err
 
 
 def processes_of(stack: Stack) -> list[list[str]]:
