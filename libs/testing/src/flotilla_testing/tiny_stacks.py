@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -68,21 +67,22 @@ class StackUnderTest:
     def paths(self, name: str = "tiny") -> StackPaths:
         return StackPaths.of(self.state_dir, name)
 
-    def service(self, command: list[str], **changes: Any) -> ServiceProcess:
+    def service(self, command: list[str], log_path: Path | None = None) -> ServiceProcess:
         """Return a reward service that is supervised, without a supervisor."""
         paths = self.paths()
         paths.make()
-        values = {
-            "wrapper": under_lease(paths.directory),
-            "variables": {},
-            "log_path": paths.log_file("reward-0"),
-            "announce_file": paths.announce_file("reward-0"),
-            "ready_timeout_s": 15,
-            "restart_budget": 0,
-            "credential": credential(paths.directory),
-            "on_change": lambda: None,
-        }
-        return ServiceProcess(Slot("reward-0", SERVICE_KIND_REWARD), command=command, **(values | changes))
+        return ServiceProcess(
+            Slot("reward-0", SERVICE_KIND_REWARD),
+            command=command,
+            wrapper=under_lease(paths.directory),
+            variables={},
+            log_path=log_path or paths.log_file("reward-0"),
+            announce_file=paths.announce_file("reward-0"),
+            ready_timeout_s=15,
+            restart_budget=0,
+            credential=credential(paths.directory),
+            on_change=lambda: None,
+        )
 
     async def up(self, stack: StackConfig) -> local.UpResult:
         return await local.up(stack, executables=self.executables)
