@@ -139,7 +139,7 @@ async def test_a_role_ends_under_an_open_connection(serve: Any, tmp_path: Path) 
         made = len(service.calls)
         with pytest.raises(errors.Unauthenticated, match=r"of ana \(role read\) has expired.*token create"):
             await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=5)
-    with pytest.raises(errors.InvalidConfig, match=r"CN=ana.*has expired.*token create"):
+    with pytest.raises(errors.InvalidConfig, match=r"CN=read ana.*has expired.*token create"):
         await check(address, Credential(tmp_path / "read-ana.pem"))
     assert len(service.calls) == made
 
@@ -189,12 +189,15 @@ async def served_by(given: Credential) -> tuple[grpc.aio.Server, str, list[str]]
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (lambda folder: role_credential(folder, "admin"), "CN=ana.*a holder with a role, who is no service"),
+        (
+            lambda folder: role_credential(folder, "admin"),
+            "CN=admin ana.*a holder with a role, who is no service",
+        ),
         (
             lambda folder: role_credential(folder, "admin", "service.flotilla"),
-            "CN=service.flotilla.*that of a holder with a role",
+            "CN=admin service.flotilla.*that of a holder with a role",
         ),
-        (of_neither, "CN=eve.*a holder with a role"),
+        (of_neither, "CN=root eve.*a holder with a role"),
         (stranger, "foreign: we trust"),
         (expired, "has expired: it was good until"),
     ],

@@ -231,6 +231,36 @@ def test_a_certificate_is_used_until_its_time_ends_and_nothing_has_to_be_written
     assert Credential(ours.path).current() == ours.current(), "who looks late does not lengthen it"
 
 
+def test_an_authority_ends_also_where_its_file_is_away(tmp_path: Path) -> None:
+    ours, theirs = credential(tmp_path), stranger(tmp_path).read().authorities.decode()
+    end = time.time() + 1.5
+    write_secret(ours.path, f"{ours.path.read_text()}{UNTIL}{end:.0f}\n{theirs}")
+    assert ours.current().authorities.count(b"BEGIN CERTIFICATE") == 2
+    ours.path.rename(tmp_path / "elsewhere.pem")
+    while time.time() < int(f"{end:.0f}"):
+        time.sleep(0.05)
+    assert ours.current().authorities.count(b"BEGIN CERTIFICATE") == 1
+
+
+@pytest.mark.parametrize("end", [f"{UNTIL}soon", f"{UNTIL}12.5", f"{UNTIL}12\n# a remark"])
+def test_an_end_that_cannot_be_read_trusts_nobody_for_ever(tmp_path: Path, end: str) -> None:
+    ours, theirs = credential(tmp_path), stranger(tmp_path).read().authorities.decode()
+    write_secret(ours.path, f"{ours.path.read_text()}{end}\n{theirs}")
+    with pytest.raises(errors.InvalidConfig, match="the end of a certificate in a credential cannot be read"):
+        Credential(ours.path).read()
+
+
+def test_an_authority_that_the_stack_does_not_trust_makes_nothing(tmp_path: Path) -> None:
+    make_credential(BindConfig(), tmp_path)
+    before = (tmp_path / "authority.pem").read_text()
+    rotate(tmp_path, 0)
+    write_secret(tmp_path / "authority.pem", before)  # what a full disk leaves
+    with pytest.raises(errors.FailedPrecondition, match=r"does not trust the authority.*token rotate"):
+        create_credential(tmp_path, Claims("read", "ana", None))
+    rotate(tmp_path, 0)
+    create_credential(tmp_path, Claims("read", "ana", None))
+
+
 def test_no_service_starts_by_a_credential_that_no_client_would_take(tmp_path: Path) -> None:
     for bad, words in (
         (role_credential(tmp_path, "admin"), "a credential with a role is for callers"),

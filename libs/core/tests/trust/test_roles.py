@@ -18,8 +18,11 @@ DRAIN = "/flotilla.common.v1.OperateService/Drain"
 HEALTH = "/grpc.health.v1.Health/Check"
 
 
-def holder(role: str = READ, ends_s: int | None = None) -> list[bytes]:
-    return [f"flotilla:{Claims(role, 'ana', ends_s)}".encode()]
+STACK = {"peer_dns": [b"service.flotilla"]}
+
+
+def holder(role: str = READ, ends_s: int | None = None) -> dict[str, list[bytes]]:
+    return {"peer_uri": [f"flotilla:{Claims(role, 'ana', ends_s)}".encode()]}
 
 
 @pytest.mark.parametrize("role", LADDER)
@@ -36,7 +39,7 @@ def test_a_role_may_do_what_the_roles_below_it_may(role: str, method: str) -> No
 
 def test_the_stack_itself_may_do_all() -> None:
     for method in (*ROLES, "/another.Service/Call"):
-        assert refusal([b"service.flotilla"], method, fenced=True) is None
+        assert refusal(STACK, method, fenced=True) is None
 
 
 def test_a_call_that_no_table_knows_needs_admin() -> None:
@@ -53,34 +56,36 @@ def test_an_expired_credential_says_whose_it_was_and_until_when(method: str) -> 
 
 
 @pytest.mark.parametrize(
-    "names",
+    "shown",
     [
-        None,
-        [],
-        [b""],
-        [b"other.flotilla", b"127.0.0.1"],
-        [b"a.service.flotilla", b"*.flotilla", b"service.flotilla."],
-        [b"flotilla:root:eve:never"],
-        [b"flotilla:admin:eve"],
-        [b"flotilla:admin:eve:never:"],
-        [b"flotilla:admin:e ve:never"],
-        [b"flotilla:"],
-        [b"\xff\xfe"],
+        {},
+        {"peer_dns": [], "peer_uri": [b""]},
+        {"peer_dns": [b"other.flotilla"], "peer_ip": [b"127.0.0.1"]},
+        {"peer_dns": [b"a.service.flotilla", b"*.flotilla", b"service.flotilla."]},
+        {"peer_dns": [b"flotilla:admin:eve:never"]},
+        # Names of another sort, which an authority of a company may let anybody have.
+        {"peer_uri": [b"service.flotilla"], "peer_email": [b"service.flotilla"]},
+        {"x509_common_name": [b"service.flotilla"], "x509_subject_alternative_name": [b"service.flotilla"]},
+        {"peer_uri": [b"flotilla:root:eve:never"]},
+        {"peer_uri": [b"flotilla:admin:eve"]},
+        {"peer_uri": [b"flotilla:admin:eve:never:"]},
+        {"peer_uri": [b"flotilla:admin:e ve:never"]},
+        {"peer_uri": [b"flotilla:"]},
+        {"peer_uri": [b"\xff\xfe"]},
         # A name that is none is not made good by another one.
-        [b"flotilla:root:eve:never", b"service.flotilla"],
+        STACK | {"peer_uri": [b"flotilla:root:eve:never"]},
     ],
     ids=str,
 )
-def test_who_is_named_neither_a_service_nor_a_role_may_do_nothing(names: list[bytes] | None) -> None:
+def test_who_is_named_neither_a_service_nor_a_role_may_do_nothing(shown: dict[str, list[bytes]]) -> None:
     for method in (CHECK, HEALTH):
-        refused = refusal(names, method, fenced=False)
+        refused = refusal(shown, method, fenced=False)
         assert isinstance(refused, errors.Unauthenticated) and "neither a service nor a role" in str(refused)
 
 
 def test_with_a_role_beside_it_the_name_of_the_stack_counts_for_nothing() -> None:
-    for names in ([b"service.flotilla", *holder()], [*holder(), b"service.flotilla"]):
-        assert identity(names) == Claims(READ, "ana", None)
-    assert identity([b"service.flotilla"]) is SERVICE
+    assert identity(STACK | holder()) == Claims(READ, "ana", None)
+    assert identity(STACK) is SERVICE
 
 
 def test_one_line_a_peer_and_minute_and_a_bounded_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.common.v1.operate_pb2 import DescribeRequest
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
 from flotilla_core.addresses import host_of, is_loopback
-from flotilla_core.errors import DeadlineExceeded, FlotillaError, InvalidConfig, Unavailable
+from flotilla_core.errors import FlotillaError
 from flotilla_core.kinds import kind_name
 from flotilla_core.logger import get_logger
 from flotilla_core.protocol import refusal
@@ -96,7 +96,7 @@ class DialBack:
     def _waits(self, one: reg.Registration) -> bool:
         return (
             one.state == reg.INSTANCE_STATE_READY
-            and one.instance_id != self._own_instance
+            and (one.instance_id, one.kind) != (self._own_instance, reg.SERVICE_KIND_COORDINATOR)
             and _key(one) not in self._reached
             and not refusal(one)  # It is refused by name already, and may not have the call.
         )
@@ -136,7 +136,7 @@ class DialBack:
             answer = await unary(
                 OperateServiceStub(channel).Describe, DescribeRequest(), timeout_s=DIAL_S, attempts=1
             )
-        except (Unavailable, DeadlineExceeded, InvalidConfig) as error:
+        except FlotillaError as error:
             return (
                 f"its address {one.address} does not answer the coordinator on {self._host} "
                 f"({error.why or error.what}): "
@@ -145,8 +145,6 @@ class DialBack:
                     or f"open that port between the hosts, or set bind.advertise_host on {one.host}"
                 )
             )
-        except FlotillaError:
-            return ""  # Somebody answers; what is wrong with that peer its first call says.
         finally:
             with contextlib.suppress(FlotillaError):
                 await channel.close()

@@ -99,7 +99,7 @@ class _Reception:
     async def _admit(self, request: Any, context: Any, refusals: RefusalLog) -> None:
         """Raise where the names of the caller's certificate do not allow the call."""
         fenced = any(key == FENCE_HEADER for key, _ in self._details.invocation_metadata or ())
-        error = refusal(context.peer_identities(), self.method, fenced=fenced)
+        error = refusal(context.auth_context(), self.method, fenced=fenced)
         if error is None:
             return
         refusals.tell(context.peer(), error)

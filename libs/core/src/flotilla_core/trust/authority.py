@@ -7,7 +7,11 @@ and the other way round: so copies of the old credential go on with the new one,
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,14 +48,24 @@ def create_credential(directory: Path, claims: Claims | None) -> str:
             f"{claims.name[:80]!r} is no name of a holder",
             next_step="give 1 to 64 letters, digits and . _ @ - (for example ana or ci@example)",
         )
-    authority = _authority(directory)
-    vouched, trusted = "", ""
-    if (directory / CREDENTIAL_FILE).exists():
-        # As long as the stack is in an overlap, its credential says what all trust.
-        _, chain, authorities = Credential(directory / CREDENTIAL_FILE, "the stack's credential").read()
-        vouched = "".join(block.text for block in blocks(chain.decode())[1:])
-        trusted = authorities.decode()
-    return _text(authority, claims, vouched, trusted)
+    from flotilla_core.trust.certificates import text_of
+
+    with _alone(directory):
+        authority = _authority(directory)
+        vouched, trusted = "", ""
+        if (directory / CREDENTIAL_FILE).exists():
+            # As long as the stack is in an overlap, its credential says what all trust.
+            _, chain, authorities = Credential(directory / CREDENTIAL_FILE, "the stack's credential").read()
+            vouched = "".join(block.text for block in blocks(chain.decode())[1:])
+            trusted = authorities.decode()
+            if text_of(authority.certificate).strip() not in trusted:
+                raise FailedPrecondition(
+                    "the stack does not trust the authority that is here",
+                    where=str(directory / AUTHORITY_FILE),
+                    why="its replacement was cut short",
+                    next_step="repeat it: flotilla token rotate",
+                )
+        return _text(authority, claims, vouched, trusted)
 
 
 def rotate(directory: Path, overlap_s: float = OVERLAP_S) -> Path:
@@ -61,17 +75,29 @@ def rotate(directory: Path, overlap_s: float = OVERLAP_S) -> Path:
     """
     from flotilla_core.trust.certificates import Authority, text_of
 
-    old, new = _authority(directory), Authority.new(directory.name)
-    vouched, trusted = "", text_of(new.certificate)
-    if overlap_s > 0:
-        until = f"{UNTIL}{time.time() + overlap_s:.0f}\n"
-        vouched = f"{until}{old.vouch_for(new)}"
-        trusted += f"{until}{text_of(old.certificate)}"
-    path = directory / CREDENTIAL_FILE
-    # Where the second file is not written, the old authority signs on for the overlap, and all of this can be repeated.
-    write_secret(path, _text(new, None, vouched, trusted))
-    write_secret(directory / AUTHORITY_FILE, str(new))
-    return path
+    with _alone(directory):
+        old, new = _authority(directory), Authority.new(directory.name)
+        vouched, trusted = "", text_of(new.certificate)
+        if overlap_s > 0:
+            until = f"{UNTIL}{time.time() + overlap_s:.0f}\n"
+            vouched = f"{until}{old.vouch_for(new)}"
+            trusted += f"{until}{text_of(old.certificate)}"
+        path = directory / CREDENTIAL_FILE
+        # Where the second file is not written, all of this can be repeated.
+        write_secret(path, _text(new, None, vouched, trusted))
+        write_secret(directory / AUTHORITY_FILE, str(new))
+        return path
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Wait until no other process reads or replaces the authority."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _authority(directory: Path) -> Authority:

@@ -72,7 +72,7 @@ class Authority(NamedTuple):
             ends = datetime.datetime.fromtimestamp(claims.ends_s, datetime.UTC)
         ends = min(ends or self.certificate.not_valid_after_utc, self.certificate.not_valid_after_utc)
         key = generate_private_key(SECP256R1())
-        subject = _named("service" if claims is None else claims.name)
+        subject = _named("service" if claims is None else f"{claims.role} {claims.name}")
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(f"{PREFIX}{claims}")]
         if claims is None:

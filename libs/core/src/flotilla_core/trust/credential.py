@@ -14,6 +14,7 @@ import os
 import re
 import ssl
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -64,11 +65,16 @@ class Block(NamedTuple):
 
 def blocks(text: str) -> list[Block]:
     """Return the blocks of a PEM text whose time has not ended."""
-    found = (
-        Block(match["label"], match[0] + "\n", float(match["end"] or math.inf))
-        for match in _BLOCK.finditer(text)
-    )
-    return [block for block in found if time.time() < block.ends_s]
+    text = text.replace("\r\n", "\n")
+    matches = list(_BLOCK.finditer(text))
+    if sum(match["end"] is not None for match in matches) != text.count(UNTIL.strip("# ")):
+        raise InvalidConfig(
+            "the end of a certificate in a credential cannot be read",
+            why=f"`{UNTIL}SECONDS` stands on the line before the certificate that it ends",
+            next_step="copy the whole credential again",
+        )
+    found = (Block(match["label"], match[0] + "\n", float(match["end"] or math.inf)) for match in matches)
+    return _not_ended(found)
 
 
 class Credential:
@@ -79,6 +85,7 @@ class Credential:
         self.path = path.absolute()
         self.key = key
         self.files = self._files()
+        self._blocks: list[Block] = []
         self._known: Pem | None = None
         self._mark: tuple[int, ...] = ()
         self._ends_s = math.inf
@@ -105,7 +112,7 @@ class Credential:
 
     def read(self) -> Pem:
         """Return what the file holds now; raise InvalidConfig or Unavailable for what no peer would take."""
-        return self._read()[0]
+        return _pem(self._read())
 
     def current(self) -> Pem:
         """Return what the file holds, the same object until that changes.
@@ -117,7 +124,7 @@ class Credential:
         if known is not None and mark in ((), self._mark) and time.time() < self._ends_s:
             return known
         try:
-            self._known, self._ends_s = self._read()
+            self._keep(self._read())
             self._mark = mark
         except (FlotillaError, OSError) as error:
             if known is None:
@@ -126,8 +133,14 @@ class Credential:
             if time.monotonic() - self._told_s >= _TELL_EVERY_S:
                 self._told_s = time.monotonic()
                 logger.warning("the replaced credential is not used: %s", error)
-            return known
+            if time.time() >= self._ends_s:
+                self._keep(_not_ended(self._blocks))
+        assert self._known is not None
         return self._known
+
+    def _keep(self, found: list[Block]) -> None:
+        self._blocks, self._known = found, _pem(found)
+        self._ends_s = min(block.ends_s for block in found)
 
     def require_service(self, where: str) -> None:
         """Raise InvalidConfig where no client would take this for the credential of a service of the stack.
@@ -168,8 +181,8 @@ class Credential:
             part for one in seen for part in (one.st_ino, one.st_mtime_ns, one.st_ctime_ns, one.st_size)
         )
 
-    def _read(self) -> tuple[Pem, float]:
-        """Return the content, and the time from which on it is another one."""
+    def _read(self) -> list[Block]:
+        """Return the content, which is checked."""
         where = f"{self.key} {self.path}"
         certificate, key, authorities = self.files
         try:
@@ -207,9 +220,17 @@ class Credential:
                 why=str(error),
                 next_step="copy the whole credential again",
             ) from None
-        chain, trusted = found[: keys[0]], found[keys[0] + 1 :]
-        pem = Pem(_bytes(found[keys[0] : keys[0] + 1]), _bytes(chain), _bytes(trusted))
-        return pem, min(block.ends_s for block in found)
+        try:
+            trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            trusting.load_verify_locations(cadata=_pem(found).authorities.decode())
+        except ssl.SSLError as error:
+            raise InvalidConfig(
+                "an authority of the credential cannot be read",
+                where=where,
+                why=str(error),
+                next_step="copy the whole credential again",
+            ) from None
+        return found
 
     def _missing(self) -> FlotillaError:
         if self.key.startswith("the stack"):
@@ -221,6 +242,15 @@ class Credential:
                 "its credential.pem to this place, or name a copy in bind.credential_file",
             )
         return InvalidConfig("the credential is not there", where=f"{self.key} {self.path}")
+
+
+def _pem(found: list[Block]) -> Pem:
+    key = next(place for place, block in enumerate(found) if block.is_key)
+    return Pem(*map(_bytes, (found[key : key + 1], found[:key], found[key + 1 :])))
+
+
+def _not_ended(found: Iterable[Block]) -> list[Block]:
+    return [block for block in found if time.time() < block.ends_s]
 
 
 def _bytes(found: list[Block]) -> bytes:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from flotilla.common.v1.roles import ROLES
 from flotilla_core.errors import FlotillaError, PermissionDenied, Unauthenticated
@@ -26,6 +26,8 @@ LADDER = (READ, RUN, ADMIN)
 SERVICE: Literal["service"] = "service"
 SERVER_NAME = "service.flotilla"
 """The name by which every client checks the server that it dialled, whatever its address is."""
+Shown: TypeAlias = Mapping[str, Iterable[bytes]]
+"""What gRPC says of a certificate that was shown: its names by their sort."""
 PREFIX = "flotilla:"
 """The beginning of the URI that names a holder with a role."""
 
@@ -85,19 +87,22 @@ class Claims:
         return None
 
 
-def identity(names: Iterable[bytes] | None) -> Claims | Literal["service"] | None:
-    """Return who the names of a certificate say that its holder is: a role, the stack itself, or nobody."""
-    given = [name.decode("ascii", "replace") for name in names or ()]
-    for name in given:
+def identity(shown: Shown) -> Claims | Literal["service"] | None:
+    """Return who a certificate says that its holder is: a role, the stack itself, or nobody.
+
+    Other sorts of names, which an authority may leave to the one who asks, count for nothing.
+    """
+    for uri in shown.get("peer_uri", ()):
+        name = uri.decode("ascii", "replace")
         if name.startswith(PREFIX):
             # With a role beside it, the name of the stack counts for nothing.
             return Claims.parse(name.removeprefix(PREFIX))
-    return SERVICE if SERVER_NAME in given else None
+    return SERVICE if SERVER_NAME.encode() in shown.get("peer_dns", ()) else None
 
 
-def refusal(names: Iterable[bytes] | None, method: str, *, fenced: bool) -> FlotillaError | None:
-    """Return why a caller whose certificate has these names may not make this call; None lets it pass."""
-    caller = identity(names)
+def refusal(shown: Shown, method: str, *, fenced: bool) -> FlotillaError | None:
+    """Return why a caller who has shown such a certificate may not make this call; None lets it pass."""
+    caller = identity(shown)
     if isinstance(caller, Claims):
         return caller.refusal(method, fenced=fenced)
     if caller is SERVICE:
