@@ -92,6 +92,7 @@ def rotate(directory: Path, overlap_s: float = OVERLAP_S) -> Path:
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
     """Wait until no other process reads or replaces the authority."""
+    _authority(directory)  # Where there is none, its folder may be missing too.
     descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
