@@ -15,9 +15,7 @@ PROTOCOL_VERSION = "3.0"
 OLDEST = 3
 """The first major number whose builds show a certificate at each connection; the others cannot be called at all."""
 
-NEW_IN: dict[int, tuple[str, ...]] = {
-    3: ("show the certificate without which no call is taken",),
-}
+NEW_IN: dict[int, tuple[str, ...]] = {}
 """The things that services of each major number can do and those of the number before cannot."""
 
 

@@ -161,7 +161,7 @@ async def test_a_peer_of_another_authority_is_named_at_the_caller(serve: Any, tm
     with pytest.raises(errors.Unavailable, match=r"shows a certificate that is not good.*foreign: we trust"):
         await check(address, foreign)
     # It trusts the service, and the service does not trust it.
-    key, chain, authorities = foreign.read()
+    authorities, key, chain = foreign.read()
     trusting = parts(tmp_path / "trusting.pem", key, chain, authorities + own.read().authorities)
     with pytest.raises(errors.Unavailable, match=r"does not take our certificate.*CN=service.*good until"):
         await check(address, trusting)
@@ -176,7 +176,7 @@ async def served_by(given: Credential) -> tuple[grpc.aio.Server, str, list[str]]
         def service(self, details: grpc.HandlerCallDetails) -> None:
             heard.append(details.method)
 
-    key, chain, authorities = given.read()
+    authorities, key, chain = given.read()
     server = grpc.aio.server()
     server.add_generic_rpc_handlers([Heard()])
     port = server.add_secure_port(

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flotilla_core import errors
 from flotilla_core.config import BindConfig, StackConfig
-from flotilla_core.trust import Claims, Credential, write_secret
+from flotilla_core.trust import Claims, Credential, Pem, read_secret, write_secret
+from flotilla_core.trust import credential as credential_module
 from flotilla_core.trust.authority import create_credential, make_credential, rotate
 from flotilla_core.trust.certificates import days_left, own, own_problem
 from flotilla_core.trust.credential import UNTIL
 from flotilla_testing.credentials import credential, expired, role_credential, stranger
+
+FOLDER = ("ca.crt", "tls.key", "tls.crt")
 
 
 def mine(file: Path) -> BindConfig:
@@ -38,18 +44,15 @@ def test_a_stack_without_a_credential_gets_one_that_only_its_owner_can_read(tmp_
 
 
 def test_of_several_that_begin_a_stack_at_once_all_get_the_same_credential(tmp_path: Path) -> None:
-    found, start = [], threading.Barrier(8)
+    start = threading.Barrier(8)
 
-    def begin() -> None:
+    def begin(_: int) -> Pem:
         start.wait()
-        found.append(make_credential(BindConfig(), tmp_path).read())
+        return make_credential(BindConfig(), tmp_path).read()
 
-    threads = [threading.Thread(target=begin) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8 and len(set(found)) == 1
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(begin, range(8)))
+    assert len(set(found)) == 1
     assert own_problem(found[0]) == ""
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -93,7 +96,7 @@ def test_a_file_without_a_credential_is_refused_by_name(
 
 @pytest.mark.parametrize("left_out", ["certificate", "key", "authority"])
 def test_a_part_of_a_credential_is_none(tmp_path: Path, left_out: str) -> None:
-    key, chain, authorities = credential(tmp_path).read()
+    authorities, key, chain = credential(tmp_path).read()
     parts = {"certificate": chain, "key": key, "authority": authorities}
     write_secret(tmp_path / "part.pem", b"".join(parts[one] for one in parts if one != left_out).decode())
     with pytest.raises(errors.InvalidConfig, match=r"is no credential.*private key"):
@@ -128,7 +131,7 @@ def test_a_secret_that_root_mounts_is_read_by_its_group_alone(
         if not folder.stat().st_mode & 0o001:
             folder.chmod(0o711)
     made = credential(tmp_path / "made")
-    parts = dict(zip(("tls.key", "tls.crt", "ca.crt"), made.read(), strict=True))
+    parts = dict(zip(FOLDER, made.read(), strict=True))
     mount = tmp_path / "mount"
     version = mount / "..2026_11_25"
     version.mkdir(parents=True)
@@ -153,9 +156,10 @@ def test_a_secret_that_root_mounts_is_read_by_its_group_alone(
         [sys.executable, "-c", program, str(place)], capture_output=True, text=True, check=False
     )
     if refused:
-        key = place / "tls.key" if shape == "folder" else place
-        assert done.returncode != 0 and f"bind.credential_file {key}" in done.stderr
-        assert f"its mode is {refused}" in done.stderr and f"chmod 440 {key}" in done.stderr
+        # All may read a certificate, and nobody may write one.
+        file = place / ("tls.key" if mode == 0o444 else "tls.crt") if shape == "folder" else place
+        assert done.returncode != 0 and f"bind.credential_file {file}" in done.stderr
+        assert f"its mode is {refused}" in done.stderr and f"chmod 440 {file}" in done.stderr
     else:
         assert done.stdout == "read\n", done.stderr
 
@@ -197,24 +201,68 @@ def test_a_file_that_is_being_written_or_is_gone_leaves_the_credential_as_it_was
     assert kept.current() == stranger(tmp_path).read()
 
 
+def in_folder(folder: Path, given: Credential, *names: str) -> Credential:
+    """A copy of a credential as a folder; only the files of these names where some are given."""
+    folder.mkdir(exist_ok=True)
+    for name, content in zip(FOLDER, given.read(), strict=True):
+        if name in (names or FOLDER):
+            write_secret(folder / name, content.decode())
+    return Credential(folder)
+
+
 def test_a_folder_is_taken_once_all_of_its_files_belong_together(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-
-    def put(name: str, content: bytes) -> None:
-        write_secret(folder / name, content.decode())
-
-    old, new = credential(tmp_path).read(), stranger(tmp_path).read()
-    for name, content in zip(("tls.key", "tls.crt", "ca.crt"), old, strict=True):
-        put(name, content)
-    kept = Credential(folder)
+    old, new = credential(tmp_path), stranger(tmp_path)
+    kept = in_folder(tmp_path / "folder", old)
     first = kept.current()
-    assert first == old
-    put("tls.key", new.key)
+    assert first == old.read()
+    in_folder(kept.path, new, "tls.key")
     assert kept.current() is first
-    put("tls.crt", new.chain)
-    put("ca.crt", new.authorities)
-    assert kept.current() == new
+    in_folder(kept.path, new, "tls.crt", "ca.crt")
+    assert kept.current() == new.read()
+
+
+@pytest.mark.parametrize("name", ["tls.crt", "ca.crt"])
+def test_others_may_read_the_certificates_of_a_folder_and_not_write_them(tmp_path: Path, name: str) -> None:
+    """Whoever writes whom a service trusts, or what it shows, decides who its peers are."""
+    kept = in_folder(tmp_path / "folder", credential(tmp_path))
+    (kept.path / name).chmod(0o644)
+    kept.read()
+    for mode in (0o664, 0o646):
+        (kept.path / name).chmod(mode)
+        with pytest.raises(errors.InvalidConfig, match=rf"{name}.*{mode:04o}.*chmod 644 .*{name}"):
+            kept.read()
+
+
+def test_all_threads_get_the_same_replaced_credential(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another object a server or a channel would take it for replaced once more."""
+
+    def slowly(*given: Any, **options: Any) -> str:
+        time.sleep(0.02)
+        return read_secret(*given, **options)
+
+    monkeypatch.setattr(credential_module, "read_secret", slowly)
+    kept = credential(tmp_path)
+    for text in (kept.path.read_text(), stranger(tmp_path).path.read_text()):
+        write_secret(kept.path, text)
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(lambda _: kept.current(), range(8)))
+        assert len({id(one) for one in found}) == 1 and found[0] == kept.read()
+
+
+def test_a_service_keeps_its_credential_where_one_that_no_client_takes_is_put_over_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, role = credential(tmp_path), role_credential(tmp_path, "admin")
+    text = kept.path.read_text()
+    kept.require_service("trainer-0")
+    first = kept.current()
+    for bad in (role, expired(tmp_path)):
+        write_secret(kept.path, bad.path.read_text())
+        assert kept.current() is first
+    assert re.findall("is not used: (.*role).*trainer-0", caplog.text) == ["a credential with a role"]
+    write_secret(kept.path, text)
+    assert kept.current() == first
+    assert Credential(role.path).current() == role.read(), "a caller may show it"
 
 
 def test_a_certificate_is_used_until_its_time_ends_and_nothing_has_to_be_written_then(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from flotilla_core.errors import (
     Unauthenticated,
     Unavailable,
 )
+from flotilla_core.rpc.tls import broken_by
 from flotilla_core.trust import Credential, read_secret
 from flotilla_core.trust.roles import SERVER_NAME
 
@@ -106,16 +107,20 @@ class Login:
         """Return how the NATS client encrypts, with or without showing who it is."""
         if self._credential is None:
             return {}
-        if self._ca_file is not None:
-            context = ssl.create_default_context(cafile=self._ca_file)
-        else:
-            context = ssl.create_default_context(cadata=self._credential.current().authorities.decode())
+        ours = None if self._ca_file else self._credential.current().authorities.decode()
+        context = ssl.create_default_context(cafile=self._ca_file, cadata=ours)
         if with_certificate:
             context.load_cert_chain(*self._credential.files[:2])
         if self._ca_file is not None:
             return {"tls": context}
         # No password is sent to what has not shown its certificate.
         return {"tls": context, "tls_hostname": SERVER_NAME, "tls_handshake_first": True}
+
+    async def explained(self, url: str, error: FlotillaError) -> FlotillaError:
+        """Return what a certificate has to do with a failed connection; the error itself where nothing."""
+        if self._credential is None or self._ca_file is not None:
+            return error
+        return await asyncio.to_thread(broken_by, urlsplit(url).netloc, self._credential) or error
 
     def _read(self) -> tuple[str, str]:
         assert self._file is not None
@@ -193,12 +198,13 @@ class Bus:
                     next_step="set nats.credentials_file in stack.yaml to a file with user:password, or a token, of "
                     "that server",
                 ) from None
-            raise Unavailable(
+            silent = Unavailable(
                 "NATS does not answer",
                 where=url,
                 why=str(error) or f"no connection within {timeout_s:g} s",
                 next_step="start the stack (flotilla up), or set nats.url in stack.yaml",
-            ) from None
+            )
+            raise await login.explained(url, silent) from None
         if not login.insecure and await _takes_anybody(url, login):
             await bus.close()
             raise FailedPrecondition(

@@ -89,7 +89,7 @@ def connect(
     options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
     return RenewedChannel(
         credential,
-        lambda credentials: grpc.aio.secure_channel(address, credentials, options=options),
+        lambda pem: grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*pem), options=options),
         metadata,
         partial(explain, address, credential),
     )

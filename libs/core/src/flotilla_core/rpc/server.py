@@ -44,12 +44,11 @@ class RpcServer:
     def __init__(self, bind: BindConfig, *, credential: Credential | None = None) -> None:
         """`credential` is needed but for a socket file."""
         self._bind = bind
-        self._credential = None if bind.host.startswith(UNIX) else credential
+        self._credential = credential
         self._adders: list[tuple[Callable[[Any, grpc.aio.Server], None], Any]] = []
         self._services: list[str] = []
         self._server: grpc.aio.Server | None = None
         self._health: HealthServicer | None = None
-        self._port = 0
 
     def add(
         self, add_servicer_to_server: Callable[[Any, Any], None], servicer: Any, service_name: str
@@ -60,23 +59,21 @@ class RpcServer:
 
     async def start(self) -> str:
         """Listen; return host:port as peers dial it."""
-        knows_callers = not self._bind.host.startswith(UNIX)
-        if knows_callers:
-            require_credential(self._bind, self._credential)
-        interceptors = [TracingInterceptor(), ErrorsInterceptor(knows_callers=knows_callers)]
+        credential = None if self._bind.host.startswith(UNIX) else required(self._bind, self._credential)
+        interceptors = [TracingInterceptor(), ErrorsInterceptor(knows_callers=credential is not None)]
         server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         for add_servicer_to_server, servicer in self._adders:
             add_servicer_to_server(servicer, server)
         self._health = HealthServicer(self._services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_reflection([*self._services, SERVICE_NAME], server)
-        self._port = self._listen(server)
+        port = self._listen(server, credential)
         await server.start()
         self._server = server
         own = dialable(self._bind.host)
         if self._bind.host in ANY_ADDRESS:
             own = check_interface(self._bind) or own
-        return joined(self._bind.advertise_host or own, self._port)
+        return joined(self._bind.advertise_host or own, port)
 
     def set_serving(self, serving: bool) -> None:
         """Set what grpc.health.v1 answers for every service of this server and for the server itself."""
@@ -89,15 +86,15 @@ class RpcServer:
             self.set_serving(False)
             await self._server.stop(grace_s)
 
-    def _listen(self, server: grpc.aio.Server) -> int:
+    def _listen(self, server: grpc.aio.Server, credential: Credential | None) -> int:
         ports = (self._bind.port,) if self._bind.port else ports_of(self._bind.ports)
         for port in ports:
             address = joined(self._bind.host, port)
             with contextlib.suppress(RuntimeError):
-                if self._credential is None:
+                if credential is None:
                     return server.add_insecure_port(address)
                 # New ones for each port: those of a port that was taken open no other one.
-                return server.add_secure_port(address, server_credentials(self._credential))
+                return server.add_secure_port(address, server_credentials(credential))
         if len(ports) > 1:
             raise PortInUse(
                 f"cannot listen on {self._bind.host}",
@@ -112,8 +109,8 @@ class RpcServer:
         )
 
 
-def require_credential(bind: BindConfig, credential: Credential | None) -> None:
-    """Raise InvalidConfig for an address that would be served without a credential, or by one with a role."""
+def required(bind: BindConfig, credential: Credential | None) -> Credential:
+    """Return the credential; raise InvalidConfig where there is none, or one that no client takes."""
     if credential is None:
         raise InvalidConfig(
             "the server has no credential",
@@ -122,6 +119,7 @@ def require_credential(bind: BindConfig, credential: Credential | None) -> None:
             next_step="start the stack (flotilla up), or name its credential in bind.credential_file",
         )
     credential.require_service(f"bind.host {bind.host}")
+    return credential
 
 
 def _holder_of(port: int) -> str:

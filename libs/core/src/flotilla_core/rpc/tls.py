@@ -8,6 +8,7 @@ is explained by the end that dialled: whose it is, until when it was good, what 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 import time
@@ -27,15 +28,8 @@ _FINISH_S = 10 * 365 * 24 * 3600.0
 # How long a look at an address tells of it: a lost service breaks all calls to it at once.
 _LOOK_AGAIN_S = 10.0
 _LOOKS: dict[tuple[str, str, int], tuple[float, asyncio.Future[FlotillaError | None]]] = {}
-_SIGNS = (
-    "handshake",
-    "verification",
-    "ssl",
-    "tls",
-    "certificate",
-    "socket closed",
-    "connection reset",
-    "end of tcp stream",
+_SIGNS = re.compile(
+    "handshake|verification|ssl|tls|certificate|socket closed|connection reset|end of tcp stream", re.I
 )
 
 
@@ -64,18 +58,13 @@ def server_credentials(credential: Credential) -> grpc.ServerCredentials:
     )
 
 
-def channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
-    """Return the credentials of a channel."""
-    return grpc.ssl_channel_credentials(pem.authorities, pem.key, pem.chain)
-
-
 class RenewedChannel(TracedChannel):
     """A channel over TLS, whose calls go over a new connection once the credential was replaced."""
 
     def __init__(
         self,
         credential: Credential,
-        dial: Callable[[grpc.ChannelCredentials], grpc.aio.Channel],
+        dial: Callable[[Pem], grpc.aio.Channel],
         metadata: Callable[[str], Metadata],
         explain: Callable[[Any], Awaitable[Any]],
     ) -> None:
@@ -83,7 +72,7 @@ class RenewedChannel(TracedChannel):
         self._dial = dial
         self._shown = credential.current()
         self._ending: dict[asyncio.Future[None], grpc.aio.Channel] = {}
-        super().__init__(dial(channel_credentials(self._shown)), metadata, explain)
+        super().__init__(dial(self._shown), metadata, explain)
 
     def _starting(self, kind: str, *given: Any, **options: Any) -> Callable[..., Any]:
         start, channel = super()._starting(kind, *given, **options), self._channel
@@ -102,7 +91,7 @@ class RenewedChannel(TracedChannel):
         if newest is self._shown:
             return
         self._shown = newest
-        replaced, self._channel = self._channel, self._dial(channel_credentials(newest))
+        replaced, self._channel = self._channel, self._dial(newest)
         ending = asyncio.ensure_future(replaced.close(_FINISH_S))
         self._ending[ending] = replaced
         ending.add_done_callback(lambda done: self._ending.pop(done, None))
@@ -117,7 +106,7 @@ class RenewedChannel(TracedChannel):
 
 async def explain(address: str, credential: Credential, error: FlotillaError) -> FlotillaError:
     """Return what a certificate has to do with a failed connection; the error itself where nothing."""
-    if not isinstance(error, Unavailable) or not any(sign in error.why.lower() for sign in _SIGNS):
+    if not isinstance(error, Unavailable) or not _SIGNS.search(error.why):
         return error
     # One look is shared by all callers whose calls broke at the same time.
     loop, now = asyncio.get_running_loop(), time.monotonic()
@@ -125,12 +114,12 @@ async def explain(address: str, credential: Credential, error: FlotillaError) ->
         del _LOOKS[old]
     key = address, str(credential.path), id(loop)
     if key not in _LOOKS:
-        _LOOKS[key] = now, asyncio.ensure_future(asyncio.to_thread(_explained, address, credential))
+        _LOOKS[key] = now, asyncio.ensure_future(asyncio.to_thread(broken_by, address, credential))
     found = await asyncio.shield(_LOOKS[key][1])
     return error if found is None else found.again()
 
 
-def _explained(address: str, credential: Credential) -> FlotillaError | None:
+def broken_by(address: str, credential: Credential) -> FlotillaError | None:
     """Return why no connection is made where that is a matter of TLS; None for every other reason.
 
     A service that starts or ends closes connections too: without a certificate that is wrong, that says nothing.

@@ -55,7 +55,7 @@ def create_credential(directory: Path, claims: Claims | None) -> str:
         vouched, trusted = "", ""
         if (directory / CREDENTIAL_FILE).exists():
             # As long as the stack is in an overlap, its credential says what all trust.
-            _, chain, authorities = Credential(directory / CREDENTIAL_FILE, "the stack's credential").read()
+            authorities, _, chain = Credential(directory / CREDENTIAL_FILE, "the stack's credential").read()
             vouched = "".join(block.text for block in blocks(chain.decode())[1:])
             trusted = authorities.decode()
             if text_of(authority.certificate).strip() not in trusted:

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from flotilla_core.trust.credential import Pem
-from flotilla_core.trust.roles import PREFIX, SERVER_NAME, Claims
+from flotilla_core.trust.roles import PREFIX, SERVER_NAME, Claims, clock
 
 DAYS = 3650
 WARN_DAYS = 14
@@ -149,7 +149,7 @@ def own(credential: Pem) -> x509.Certificate:
 def own_name(credential: Pem) -> str:
     """Name our certificate as `who` does, and until when it is good."""
     ours = own(credential)
-    return f"{who(ours)}, good until {_clock(ours.not_valid_after_utc)}"
+    return f"{who(ours)}, good until {clock(ours.not_valid_after_utc.timestamp())}"
 
 
 def own_problem(credential: Pem) -> str:
@@ -183,10 +183,11 @@ def names_of(certificate: x509.Certificate) -> list[str]:
 
 def problem_of(certificate: x509.Certificate, authorities: Sequence[x509.Certificate]) -> str:
     """Return what is wrong with a certificate by our clock and our authorities; empty where nothing is."""
-    if days_left(certificate) < 0:
-        return f"{who(certificate)} has expired: it was good until {_clock(certificate.not_valid_after_utc)}"
-    if certificate.not_valid_before_utc > _in_days(0):
-        return f"{who(certificate)} is good from {_clock(certificate.not_valid_before_utc)} on"
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if ends < _in_days(0):
+        return f"{who(certificate)} has expired: it was good until {clock(ends.timestamp())}"
+    if begins > _in_days(0):
+        return f"{who(certificate)} is good from {clock(begins.timestamp())} on"
     for authority in authorities:
         try:
             certificate.verify_directly_issued_by(authority)
@@ -206,7 +207,3 @@ def problem_of_service(shown: bytes, credential: Pem) -> str:
     if any(name.startswith(PREFIX) for name in names_of(certificate)):
         return f"{who(certificate)} is that of a holder with a role, who is no service"
     return f"{who(certificate)} is not for {SERVER_NAME}"
-
-
-def _clock(moment: datetime.datetime) -> str:
-    return f"{moment:%Y-%m-%d %H:%M} UTC"

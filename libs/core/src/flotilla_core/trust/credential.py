@@ -13,6 +13,7 @@ import math
 import os
 import re
 import ssl
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -43,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 
 class Pem(NamedTuple):
-    """A credential, as gRPC takes it."""
+    """A credential, in the order in which gRPC takes it."""
 
+    authorities: bytes
     key: bytes
     chain: bytes
-    authorities: bytes
 
 
 class Block(NamedTuple):
@@ -80,16 +81,19 @@ def blocks(text: str) -> list[Block]:
 class Credential:
     """The credential in one place, which may be replaced at any time."""
 
-    def __init__(self, path: Path, key: str = "the credential") -> None:
-        """`key` is what errors call it."""
+    def __init__(self, path: Path, key: str = "the credential", *, is_made: bool = False) -> None:
+        """`key` is what errors call it; `is_made` says that the start of the stack makes it."""
         self.path = path.absolute()
         self.key = key
-        self.files = self._files()
+        names = _FOLDER if os.path.isdir(self.path) else ("", "", "")
+        self.files = tuple(self.path / name for name in names)
+        """The files of certificate, key and authorities, which may be one."""
+        self._is_made = is_made
+        self._serves = ""
+        self._lock = threading.Lock()
         self._blocks: list[Block] = []
         self._known: Pem | None = None
         self._mark: tuple[int, ...] = ()
-        self._ends_s = math.inf
-        """The time at which the next certificate of it ends."""
         self._told_s = -_TELL_EVERY_S
 
     @classmethod
@@ -101,75 +105,44 @@ class Credential:
         """
         if bind.credential_file is not None:
             return cls(bind.credential_file, "bind.credential_file")
-        return cls(directory / CREDENTIAL_FILE, "the stack's credential")
-
-    def _files(self) -> tuple[Path, Path, Path]:
-        """The files of certificate, key and authorities, which may be one."""
-        if not os.path.isdir(self.path):
-            return self.path, self.path, self.path
-        certificate, key, authorities = (self.path / name for name in _FOLDER)
-        return certificate, key, authorities
+        return cls(directory / CREDENTIAL_FILE, "the stack's credential", is_made=True)
 
     def read(self) -> Pem:
         """Return what the file holds now; raise InvalidConfig or Unavailable for what no peer would take."""
         return _pem(self._read())
 
     def current(self) -> Pem:
-        """Return what the file holds, the same object until that changes.
+        """Return what the file holds, the same object until that changes, to all threads.
 
         A file that cannot be used, which is told once a minute, changes nothing.
         """
-        mark = self._looked()
-        known = self._known
-        if known is not None and mark in ((), self._mark) and time.time() < self._ends_s:
-            return known
-        try:
-            self._keep(self._read())
-            self._mark = mark
-        except (FlotillaError, OSError) as error:
-            if known is None:
-                raise
-            # It is read again at the next call, because a shared disk may have been at fault.
-            if time.monotonic() - self._told_s >= _TELL_EVERY_S:
-                self._told_s = time.monotonic()
-                logger.warning("the replaced credential is not used: %s", error)
-            if time.time() >= self._ends_s:
-                self._keep(_not_ended(self._blocks))
-        assert self._known is not None
-        return self._known
-
-    def _keep(self, found: list[Block]) -> None:
-        self._blocks, self._known = found, _pem(found)
-        self._ends_s = min(block.ends_s for block in found)
+        with self._lock:
+            mark, known = self._looked(), self._known
+            has_ended = any(time.time() >= block.ends_s for block in self._blocks)
+            if known is not None and mark in ((), self._mark) and not has_ended:
+                return known
+            try:
+                self._blocks, self._mark = self._read(), mark
+            except (FlotillaError, OSError) as error:
+                if known is None:
+                    raise
+                # It is read again at the next call, because a shared disk may have been at fault.
+                if time.monotonic() - self._told_s >= _TELL_EVERY_S:
+                    self._told_s = time.monotonic()
+                    logger.warning("the replaced credential is not used: %s", error)
+                if not has_ended:
+                    return known
+                self._blocks = _not_ended(self._blocks)
+            self._known = _pem(self._blocks)
+            return self._known
 
     def require_service(self, where: str) -> None:
         """Raise InvalidConfig where no client would take this for the credential of a service of the stack.
 
-        It is tried as clients will try it: by a handshake with ourselves.
+        From now on nothing else is read in its place.
         """
-        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        client = ssl.create_default_context(cadata=self.read().authorities.decode())
-        server.load_cert_chain(*self.files[:2])
-        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-        ends = (
-            client.wrap_bio(to_client, to_server, server_hostname=SERVER_NAME),
-            server.wrap_bio(to_server, to_client, server_side=True),
-        )
-        try:
-            for end in (*ends, *ends):
-                with suppress(ssl.SSLWantReadError):
-                    end.do_handshake()
-        except ssl.SSLCertVerificationError as error:
-            is_role = error.verify_code == _WRONG_PURPOSE
-            raise InvalidConfig(
-                "a credential with a role is for callers"
-                if is_role
-                else "no client would take this credential",
-                where=f"{where}: {self.key} {self.path}",
-                why="a service shows the credential of the stack itself" if is_role else error.verify_message,
-                next_step="name the stack's own credential in bind.credential_file, or leave the key out; flotilla "
-                "token rotate makes a new one",
-            ) from None
+        self._serves = where
+        self.read()
 
     def _looked(self) -> tuple[int, ...]:
         """Return by what a replacement is noticed; empty while the files are being replaced."""
@@ -183,25 +156,25 @@ class Credential:
 
     def _read(self) -> list[Block]:
         """Return the content, which is checked."""
-        where = f"{self.key} {self.path}"
-        certificate, key, authorities = self.files
+        where, key_file = f"{self.key} {self.path}", self.files[1]
         try:
-            os.stat(certificate)
-        except PermissionError:
-            pass  # As its reader says.
-        except OSError:
-            raise self._missing() from None
-        if certificate == key:
-            found = blocks(read_secret(self.path, self.key))
-        else:
             # One after the other they are what one file would be.
-            try:
-                text = "\n".join(
-                    (certificate.read_text(), read_secret(key, self.key), authorities.read_text())
+            found = blocks(
+                "\n".join(
+                    read_secret(path, self.key, is_public=path != key_file)
+                    for path in dict.fromkeys(self.files)
                 )
-            except (OSError, UnicodeError) as error:
-                raise InvalidConfig("the credential cannot be read", where=where, why=str(error)) from None
-            found = blocks(text)
+            )
+        except InvalidConfig:
+            if not self._is_made or os.path.lexists(self.path):
+                raise
+            raise Unavailable(
+                "the stack has no credential",
+                where=str(self.path),
+                why="it has not been started here yet, or an older Flotilla started it",
+                next_step="start it: flotilla up (where it runs already: flotilla down first). On another host: copy "
+                "its credential.pem to this place, or name a copy in bind.credential_file",
+            ) from None
         keys = [place for place, block in enumerate(found) if block.is_key]
         if len(keys) != 1 or not 0 < keys[0] < len(found) - 1:
             raise InvalidConfig(
@@ -210,48 +183,49 @@ class Credential:
                 why="it has to hold a certificate, its private key and the certificate of an authority, in this order",
                 next_step="have the owner of the stack make one (flotilla token create), or copy the stack's own",
             )
+        wrong = "the key does not belong to the certificate"
         try:
+            server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             # The empty password keeps OpenSSL from asking for one.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+            server.load_cert_chain(*self.files[:2], password="")
+            wrong = "an authority of the credential cannot be read"
+            client = ssl.create_default_context(cadata=_pem(found).authorities.decode())
         except ssl.SSLError as error:
             raise InvalidConfig(
-                "the key does not belong to the certificate",
-                where=where,
-                why=str(error),
-                next_step="copy the whole credential again",
+                wrong, where=where, why=str(error), next_step="copy the whole credential again"
             ) from None
-        try:
-            trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            trusting.load_verify_locations(cadata=_pem(found).authorities.decode())
-        except ssl.SSLError as error:
-            raise InvalidConfig(
-                "an authority of the credential cannot be read",
-                where=where,
-                why=str(error),
-                next_step="copy the whole credential again",
-            ) from None
+        if self._serves:
+            _meet(client, server, f"{self._serves}: {where}")
         return found
 
-    def _missing(self) -> FlotillaError:
-        if self.key.startswith("the stack"):
-            return Unavailable(
-                "the stack has no credential",
-                where=str(self.path),
-                why="it has not been started here yet, or an older Flotilla started it",
-                next_step="start it: flotilla up (where it runs already: flotilla down first). On another host: copy "
-                "its credential.pem to this place, or name a copy in bind.credential_file",
-            )
-        return InvalidConfig("the credential is not there", where=f"{self.key} {self.path}")
+
+def _meet(client: ssl.SSLContext, server: ssl.SSLContext, where: str) -> None:
+    """Try the credential of a service as clients will try it: by a handshake with ourselves."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server, server_hostname=SERVER_NAME),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    try:
+        for end in (*ends, *ends):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        is_role = error.verify_code == _WRONG_PURPOSE
+        raise InvalidConfig(
+            "a credential with a role is for callers" if is_role else "no client would take this credential",
+            where=where,
+            why="a service shows the credential of the stack itself" if is_role else error.verify_message,
+            next_step="name the stack's own credential in bind.credential_file, or leave the key out; flotilla "
+            "token rotate makes a new one",
+        ) from None
 
 
 def _pem(found: list[Block]) -> Pem:
     key = next(place for place, block in enumerate(found) if block.is_key)
-    return Pem(*map(_bytes, (found[key : key + 1], found[:key], found[key + 1 :])))
+    parts = found[key + 1 :], found[key : key + 1], found[:key]
+    return Pem(*("".join(block.text for block in part).encode() for part in parts))
 
 
 def _not_ended(found: Iterable[Block]) -> list[Block]:
     return [block for block in found if time.time() < block.ends_s]
-
-
-def _bytes(found: list[Block]) -> bytes:
-    return "".join(block.text for block in found).encode()

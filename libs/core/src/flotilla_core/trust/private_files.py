@@ -1,8 +1,8 @@
 """Files that hold a secret.
 
 Invariants: a file that others than its owner can read is never used, except one of root's that its group reads, as
-container engines mount secrets; one that is written is complete from the moment that it has its name, and is replaced
-as a whole or not at all.
+container engines mount secrets; nor is one that others can write, even where they may read it; one that is written is
+complete from the moment that it has its name, and is replaced as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ def _write_aside(path: Path, text: str) -> Path:
     return aside
 
 
-def read_secret(path: Path, key: str) -> str:
-    """Return the text of a file that only its owner can read (or root and our group); errors call it `key`."""
+def read_secret(path: Path, key: str, *, is_public: bool = False) -> str:
+    """Return the text of a file that only its owner can read (or root and our group); errors call it `key`.
+
+    One that `is_public` may be read by all, but others may not write it either.
+    """
     where = f"{key} {path}"
     try:
         # Not blocked by a named pipe, and judged as it was opened, not as it may be later.
@@ -78,13 +81,14 @@ def read_secret(path: Path, key: str) -> str:
                 next_step=f"make a copy of your own, and run: chmod 600 {path}",
             )
         mode = stat.S_IMODE(status.st_mode)
-        if mode & (0o037 if mounted else 0o077):
+        closed = 0o022 if is_public else 0o037 if mounted else 0o077
+        if mode & closed:
             raise InvalidConfig(
                 "the file of a secret is open to other users",
                 where=where,
-                why=f"its mode is {mode:04o}, so a secret in it is none",
-                next_step=f"run: chmod {440 if mounted else 600} {path}, and write a new secret where others may have "
-                "read this one",
+                why=f"its mode is {mode:04o}",
+                next_step=f"run: chmod {440 if mounted else 644 if is_public else 600} {path}, and make a new secret "
+                "where others may have read or written this one",
             )
         content = file.read(_MOST_BYTES)
     try:
