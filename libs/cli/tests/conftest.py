@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,15 @@ from flotilla_core.rpc import RpcServer
 from flotilla_testing.credentials import credential
 
 Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def umask() -> Iterator[None]:
+    """What a command closes to others is its own matter: later tests of this process write as they would alone."""
+    before = os.umask(0o077)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ async def test_a_server_at_tls_with_a_credential_of_the_stack_is_one_of_ours(
         bus = await Bus.connect(url, Login.of_stack(nats, tmp_path, credential(tmp_path)))
         await Registry(bus).announce(Registration(instance_id="a"))
         await bus.close()
-        with pytest.raises(errors.Unavailable):
+        with pytest.raises(errors.Unavailable, match="a certificate that is not good.*foreign: we trust"):
             await Bus.connect(url, Login.of_stack(nats, tmp_path, stranger(tmp_path)), timeout_s=2.0)
 
 
@@ -186,7 +186,7 @@ async def test_no_password_is_sent_to_what_listens_in_place_of_the_server(tmp_pa
     false = await asyncio.start_server(claims, "127.0.0.1", 0)
     url = f"tls://127.0.0.1:{false.sockets[0].getsockname()[1]}"
     async with false:
-        with pytest.raises(errors.Unavailable):
+        with pytest.raises(errors.Unavailable, match="speaks no TLS"):
             await Bus.connect(
                 url, Login.of_stack(NatsConfig(), tmp_path, credential(tmp_path)), timeout_s=3.0
             )
@@ -312,9 +312,12 @@ async def test_our_own_server_asks_for_certificates_and_takes_replaced_ones(tmp_
     assert server.url.startswith("tls://")
     bus = await Bus.connect(server.url, server.login)
     await Registry(bus).announce(Registration(instance_id="a"))
-    foreign = Login(tmp_path / "nats" / "coordinator-credentials", stranger(tmp_path))
-    with pytest.raises(errors.Unavailable):
-        await Bus.connect(server.url, foreign, timeout_s=2.0)
+    other, (authorities, *_) = stranger(tmp_path), given.read()
+    for trusted, words in (("", "is foreign: we trust"), (authorities.decode(), "does not take our certificate")):
+        write_secret(tmp_path / "foreign.pem", other.path.read_text() + trusted)
+        foreign = Login(tmp_path / "nats" / "coordinator-credentials", Credential(tmp_path / "foreign.pem"))
+        with pytest.raises(errors.Unavailable, match=words):
+            await Bus.connect(server.url, foreign, timeout_s=2.0)
     without = server.login.encryption(with_certificate=False)
     for options in ({}, without, without | {"user": "coordinator", "password": "guess"}):
         with pytest.raises((NatsError, OSError)):
