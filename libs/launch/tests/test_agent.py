@@ -89,6 +89,15 @@ async def test_agents_start_the_rows_of_their_nodes_and_end_when_these_are_over(
     assert stacks.processes() == set()
 
 
+async def test_an_agent_that_is_cancelled_while_it_starts_begins_nothing_any_more(stacks) -> None:
+    running = asyncio.create_task(Placement(stacks).agent("head").run())
+    before = asyncio.all_tasks()
+    await stacks.wait_for("its first process", stacks.processes, 30.0)
+    running.cancel()
+    await asyncio.wait({running}, timeout=30)
+    assert stacks.processes() == set() and asyncio.all_tasks() <= before
+
+
 async def test_nats_listens_where_other_nodes_reach_it(stacks) -> None:
     placement = Placement(stacks)
     async with placement.tended("head"):

@@ -133,14 +133,16 @@ class Agent:
         """Do the work; return whether the agent was told to end meanwhile."""
         working = asyncio.create_task(work)
         ending = asyncio.create_task(self._ending.wait())
-        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        if not working.done():
-            working.cancel()
+        try:
+            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # Also when cancelled: nothing begins a process after all were stopped.
+            is_cut_short = working.cancel()
+            ending.cancel()
             await asyncio.wait({working})
-            return True
-        working.result()
-        return self._ending.is_set()
+        if not is_cut_short:
+            working.result()
+        return is_cut_short or self._ending.is_set()
 
     async def _start(self) -> None:
         """Begin every row; the status of each says how it goes."""
