@@ -129,5 +129,8 @@ def test_what_an_older_build_cannot_do_is_named_and_nothing_of_a_newer_one(
     own = protocol.major_of(protocol.PROTOCOL_VERSION)
     assert own is not None
     monkeypatch.setitem(protocol.NEW_IN, own, ("sing", "dance"))
-    assert protocol.limits(speaker(f"{own - 1}.0")) == f"speaks protocol {own - 1}.0, so it cannot sing, or dance"
+    assert (
+        protocol.limits(speaker(f"{own - 1}.0"))
+        == f"speaks protocol {own - 1}.0, so it cannot sing, or dance"
+    )
     assert protocol.limits(speaker(f"{own}.9")) == protocol.limits(speaker(f"{own + 1}.0")) == ""

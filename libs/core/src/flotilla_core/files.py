@@ -42,14 +42,20 @@ def make_private_folder(path: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write aside, for the owner alone, then rename; make the folder where it is missing."""
+def write_atomically(path: Path, text: str, *, is_lasting: bool = False) -> None:
+    """Write aside, for the owner alone, then rename; make the folder where it is missing.
+
+    What `is_lasting` is on disk before it has its name.
+    """
     make_private_folder(path.parent)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+            if is_lasting:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(aside, path)
     except OSError:
         aside.unlink(missing_ok=True)

@@ -142,7 +142,7 @@ async def test_a_server_at_tls_with_a_credential_of_the_stack_is_one_of_ours(
         bus = await Bus.connect(url, Login.of_stack(nats, tmp_path, credential(tmp_path)))
         await Registry(bus).announce(Registration(instance_id="a"))
         await bus.close()
-        with pytest.raises(errors.Unavailable, match="a certificate that is not good.*foreign: we trust"):
+        with pytest.raises(errors.Unavailable, match="is foreign: we trust"):
             await Bus.connect(url, Login.of_stack(nats, tmp_path, stranger(tmp_path)), timeout_s=2.0)
 
 
@@ -313,7 +313,10 @@ async def test_our_own_server_asks_for_certificates_and_takes_replaced_ones(tmp_
     bus = await Bus.connect(server.url, server.login)
     await Registry(bus).announce(Registration(instance_id="a"))
     other, (authorities, *_) = stranger(tmp_path), given.read()
-    for trusted, words in (("", "is foreign: we trust"), (authorities.decode(), "does not take our certificate")):
+    for trusted, words in (
+        ("", "is foreign: we trust"),
+        (authorities.decode(), "does not take our certificate"),
+    ):
         write_secret(tmp_path / "foreign.pem", other.path.read_text() + trusted)
         foreign = Login(tmp_path / "nats" / "coordinator-credentials", Credential(tmp_path / "foreign.pem"))
         with pytest.raises(errors.Unavailable, match=words):

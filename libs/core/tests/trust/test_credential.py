@@ -233,7 +233,9 @@ def test_others_may_read_the_certificates_of_a_folder_and_not_write_them(tmp_pat
             kept.read()
 
 
-def test_all_threads_get_the_same_replaced_credential(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_threads_get_the_same_replaced_credential(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By another object a server or a channel would take it for replaced once more."""
 
     def slowly(*given: Any, **options: Any) -> str:

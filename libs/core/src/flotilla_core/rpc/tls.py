@@ -149,10 +149,11 @@ def broken_by(address: str, credential: Credential) -> FlotillaError | None:
             f"{credential.path}, or have its owner make another one: flotilla token create",
         )
     if shown is not None and failure is not None:
+        own = certificates.own(ours)
         return Unavailable(
             f"the service at {address} does not take our certificate",
             where=f"{credential.key} {credential.path}",
-            why=f"we show {certificates.own_name(ours)}; its answer: {failure}",
+            why=f"we show {certificates.who(own)}, good until {own.not_valid_after_utc}; its answer: {failure}",
             next_step="copy the stack's credential to both hosts, or have its owner make another one (flotilla token "
             "create); and set their clocks",
         )

@@ -68,16 +68,12 @@ class OtlpProcessor(SpanProcessor):
         self._away = False
         self._credential = credential if endpoint.startswith(_ENCRYPTED) else None
         self._shown: Pem | None = None
-        self._channel: grpc.Channel | None = None
-        self._stub = self._dial()
+        self._dial()
         self._thread = threading.Thread(target=self._run, name=f"otlp-{endpoint}", daemon=True)
         self._thread.start()
 
-    def _dial(self) -> TraceServiceStub:
-        """Open a connection, in place of the one before it."""
+    def _dial(self) -> None:
         address = self.endpoint.rpartition("/")[2]
-        if self._channel is not None:
-            self._channel.close()
         if self._credential is None:
             self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         else:
@@ -85,7 +81,7 @@ class OtlpProcessor(SpanProcessor):
             options = (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME))
             credentials = grpc.ssl_channel_credentials(*self._shown)
             self._channel = grpc.secure_channel(address, credentials, options=options)
-        return TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def on_end(self, span: ReadableSpan) -> None:
         context = span.context
@@ -136,7 +132,8 @@ class OtlpProcessor(SpanProcessor):
     def _send_queue(self) -> bool:
         """Send batch after batch; a batch leaves the queue only once it is delivered or refused for good."""
         if self._credential is not None and self._credential.current() is not self._shown:
-            self._stub = self._dial()  # The credential was replaced.
+            self._channel.close()
+            self._dial()
         while self._queue:
             count = min(len(self._queue), BATCH_SPANS)
             timeout_s = min(EXPORT_TIMEOUT_S, self._deadline - time.monotonic())

@@ -146,12 +146,6 @@ def own(credential: Pem) -> x509.Certificate:
     return x509.load_pem_x509_certificate(credential.chain)
 
 
-def own_name(credential: Pem) -> str:
-    """Name our certificate as `who` does, and until when it is good."""
-    ours = own(credential)
-    return f"{who(ours)}, good until {clock(ours.not_valid_after_utc.timestamp())}"
-
-
 def own_problem(credential: Pem) -> str:
     """Return what is wrong with our certificate, as we can see ourselves; empty where nothing is."""
     ours, *chain = x509.load_pem_x509_certificates(credential.chain)

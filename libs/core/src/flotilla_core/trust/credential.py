@@ -31,7 +31,6 @@ CREDENTIAL_FILE = "credential.pem"
 """The file of the stack's own credential, in the stack's directory."""
 UNTIL = "# trusted until "
 _FOLDER = ("tls.crt", "tls.key", "ca.crt")
-_KEY = "PRIVATE KEY"
 _BLOCK = re.compile(
     rf"(?:^{UNTIL}(?P<end>[0-9]{{1,12}})\s*\n)?"
     r"^(?P<text>-----BEGIN (?P<label>[A-Z0-9 ]+)-----$.*?^-----END (?P=label)-----$)",
@@ -54,14 +53,10 @@ class Pem(NamedTuple):
 class Block(NamedTuple):
     """One block of a PEM text."""
 
-    label: str
+    is_key: bool
     text: str
     ends_s: float
     """Seconds since 1970 after which it is not used."""
-
-    @property
-    def is_key(self) -> bool:
-        return self.label.endswith(_KEY)
 
 
 def blocks(text: str) -> list[Block]:
@@ -74,8 +69,10 @@ def blocks(text: str) -> list[Block]:
             why=f"`{UNTIL}SECONDS` stands on the line before the certificate that it ends",
             next_step="copy the whole credential again",
         )
-    found = (Block(match["label"], match[0] + "\n", float(match["end"] or math.inf)) for match in matches)
-    return _not_ended(found)
+    return _not_ended(
+        Block(match["label"].endswith("PRIVATE KEY"), match[0] + "\n", float(match["end"] or math.inf))
+        for match in matches
+    )
 
 
 class Credential:
@@ -86,7 +83,8 @@ class Credential:
         self.path = path.absolute()
         self.key = key
         names = _FOLDER if os.path.isdir(self.path) else ("", "", "")
-        self.files = tuple(self.path / name for name in names)
+        certificate, key_file, authorities = (self.path / name for name in names)
+        self.files = certificate, key_file, authorities
         """The files of certificate, key and authorities, which may be one."""
         self._is_made = is_made
         self._serves = ""

@@ -13,18 +13,20 @@ import stat
 from pathlib import Path
 
 from flotilla_core.errors import InvalidConfig, PermissionDenied
+from flotilla_core.files import write_atomically
 
 _MOST_BYTES = 64 * 1024
 
 
 def write_secret(path: Path, text: str) -> None:
     """Write a file that only its owner can read, whole or not at all."""
-    os.replace(_write_aside(path, text), path)
+    write_atomically(path, text, is_lasting=True)
 
 
 def write_secret_once(path: Path, text: str) -> None:
     """Write a file as `write_secret` does, unless it is there: of two processes that write, the first one wins."""
-    aside = _write_aside(path, text)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    write_secret(aside, text)
     try:
         # A link, unlike a rename, leaves a file alone that another process has made meanwhile.
         os.link(aside, path)
@@ -32,20 +34,6 @@ def write_secret_once(path: Path, text: str) -> None:
         pass
     finally:
         aside.unlink()
-
-
-def _write_aside(path: Path, text: str) -> Path:
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        aside.unlink(missing_ok=True)  # a full disk shall not keep parts of secrets
-        raise
-    return aside
 
 
 def read_secret(path: Path, key: str, *, is_public: bool = False) -> str:
