@@ -33,13 +33,12 @@ from contract.fleet_state import changes, settled, state_of
 from older_fleet import OlderFleet
 
 from flotilla.common.v1.roles import ROLES
-from flotilla.trainer.v1.ranks_pb2_grpc import add_RankServiceServicer_to_server
 from flotilla_core import rpc
-from flotilla_core.config import BindConfig
 from flotilla_core.trust import Credential
 from flotilla_testing.credentials import credential
 from flotilla_testing.fuzzed_fleet import MADE_UP_SAMPLES
 from flotilla_testing.runs import small_run
+from flotilla_testing.servers import serving
 from flotilla_testing.stack import Stack
 from flotilla_trainer.agent import RankServicer
 
@@ -190,11 +189,8 @@ def test_who_does_not_belong_is_refused_on_every_call_and_changes_nothing(
 async def test_an_agent_of_a_gang_asks_for_a_credential(tmp_path: Path) -> None:
     nothing: Any = None  # A call that is not refused fails otherwise than by a refusal.
     own = credential(tmp_path)
-    server = rpc.RpcServer(BindConfig(), credential=own)
-    server.add(add_RankServiceServicer_to_server, RankServicer(nothing, nothing, nothing, nothing), RANKS)
-    address = await server.start()
-    assert await offences(address, (RANKS,), own, Callers(tmp_path, tmp_path)) == []
-    await server.stop(0)
+    async with serving(RankServicer(nothing, nothing, nothing, nothing), credential=own) as address:
+        assert await offences(address, (RANKS,), own, Callers(tmp_path, tmp_path)) == []
 
 
 def test_nats_is_behind_certificates_and_users_of_its_own(stack: Stack, folder: Path) -> None:

@@ -19,7 +19,6 @@ import grpc
 import pytest
 
 from flotilla.common.v1 import files_pb2 as files_pb
-from flotilla.common.v1 import files_pb2_grpc, operate_pb2_grpc
 from flotilla.trainer.v1 import session_pb2, trainer_pb2_grpc
 from flotilla_coordinator.trainers import session as sessions
 from flotilla_coordinator.trainers.learners import with_references
@@ -28,15 +27,15 @@ from flotilla_coordinator.trainers.session import Gang
 from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core import rpc
 from flotilla_core.config import RunConfig, StackConfig
-from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import DeadlineExceeded
 from flotilla_core.rpc import patience
 from flotilla_core.service import Activities
 from flotilla_core.service.operate import OperateServicer
-from flotilla_core.transfer import FILE_SERVICE_NAME, Files, FileServicer, folders, offers, shared_folder
+from flotilla_core.transfer import Files, FileServicer, folders, offers, shared_folder
 from flotilla_core.transfer import files as files_module
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import files_in
+from flotilla_testing.servers import serving
 from flotilla_testing.session_specs import gang_facts
 from flotilla_trainer.front import session_manager
 from flotilla_trainer.front.servicer import TrainerServicer
@@ -168,39 +167,25 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     here = files_in(tmp_path / "coordinator")
     source = SlowFiles(here.offers)
     trusted = credential(tmp_path)
-    coordinator = rpc.RpcServer(BindConfig(), credential=trusted)
-    coordinator.add(files_pb2_grpc.add_FileServiceServicer_to_server, source, FILE_SERVICE_NAME)
-    here.address = await coordinator.start()
-
-    activities, gang = Activities(), InstantGang()
-    there = files_in(tmp_path / "trainer", here.address, activities=activities)
-    stack = StackConfig(model=model)
-    manager = SessionManager(
-        cast(ranks.Gang, gang),
-        GangPlan.of_stack(stack, "trainer-0", "trainer-0-1", model, tmp_path),
-        stack,
-        activities,
-        SessionFiles(there, tmp_path / "trainer" / "remote-runs", gang.bring),
-    )
-    trainer = rpc.RpcServer(BindConfig(), credential=trusted)
-    trainer.add(
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-        TrainerServicer(manager),
-        "flotilla.trainer.v1.TrainerService",
-    )
-    operate = object.__new__(OperateServicer)
-    operate._host = cast(Any, SimpleNamespace(activities=activities))
-    trainer.add(
-        operate_pb2_grpc.add_OperateServiceServicer_to_server, operate, "flotilla.common.v1.OperateService"
-    )
-    trainer.add(
-        files_pb2_grpc.add_FileServiceServicer_to_server, FileServicer(there.offers), FILE_SERVICE_NAME
-    )
-    there.address = await trainer.start()
-    async with rpc.connect(there.address, credential=trusted) as channel:
-        yield Pair(tmp_path, here, source, gang, there.address, channel)
-    await trainer.stop(0)
-    await coordinator.stop(0)
+    async with serving(source, credential=trusted) as here.address:
+        activities, gang = Activities(), InstantGang()
+        there = files_in(tmp_path / "trainer", here.address, activities=activities)
+        stack = StackConfig(model=model)
+        manager = SessionManager(
+            cast(ranks.Gang, gang),
+            GangPlan.of_stack(stack, "trainer-0", "trainer-0-1", model, tmp_path),
+            stack,
+            activities,
+            SessionFiles(there, tmp_path / "trainer" / "remote-runs", gang.bring),
+        )
+        operate = object.__new__(OperateServicer)
+        operate._host = cast(Any, SimpleNamespace(activities=activities))
+        served = TrainerServicer(manager), operate, FileServicer(there.offers)
+        async with (
+            serving(*served, credential=trusted) as there.address,
+            rpc.connect(there.address, credential=trusted) as channel,
+        ):
+            yield Pair(tmp_path, here, source, gang, there.address, channel)
 
 
 async def test_weights_that_take_longer_than_any_silence_are_waited_for_and_shown(pair: Pair) -> None:

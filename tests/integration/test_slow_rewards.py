@@ -23,7 +23,6 @@ from flotilla_coordinator.rollouts import scoring
 from flotilla_coordinator.rollouts.scoring import Outcome, RewardServiceScorer, Scorer
 from flotilla_core import rpc
 from flotilla_core.config import RewardTermConfig
-from flotilla_core.config.stack import BindConfig
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.rpc import Replica, ReplicaPool
 from flotilla_core.trust import Credential
@@ -32,6 +31,7 @@ from flotilla_reward.scoring import Workers
 from flotilla_reward.service import RewardServicer
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import NO_FILES
+from flotilla_testing.servers import serving
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RewardService"].full_name
 SILENT_S = 1.5
@@ -90,10 +90,8 @@ class Fleet:
         return workers
 
     async def serves(self, name: str, servicer: reward_pb2_grpc.RewardServiceServicer) -> None:
-        server = rpc.RpcServer(BindConfig(), credential=self._credential)
-        server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, SERVICE_NAME)
-        await self.is_at(name, await server.start())
-        self._stack.push_async_callback(server.stop, 0)
+        server = serving(servicer, credential=self._credential)
+        await self.is_at(name, await self._stack.enter_async_context(server))
 
     async def is_at(self, name: str, address: str) -> None:
         self._known[name] = reg.Registration(

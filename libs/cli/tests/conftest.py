@@ -7,19 +7,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flotilla.coordinator.v1.coordinator_pb2_grpc import (
-    CoordinatorServiceServicer,
-    add_CoordinatorServiceServicer_to_server,
-)
 from flotilla_cli.main import main
-from flotilla_core.config.stack import BindConfig
-from flotilla_core.rpc import RpcServer
 from flotilla_testing.credentials import credential
+from flotilla_testing.servers import serving
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -56,28 +51,16 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    servers = []
+    servers = AsyncExitStack()
 
-    def start(servicer: CoordinatorServiceServicer, *others: tuple[Callable[[Any, Any], None], Any]) -> str:
-        async def begin() -> str:
-            server = RpcServer(BindConfig(), credential=own)
-            server.add(
-                add_CoordinatorServiceServicer_to_server,
-                servicer,
-                "flotilla.coordinator.v1.CoordinatorService",
-            )
-            for add, other in others:
-                server.add(add, other, f"flotilla.test.{type(other).__name__}")
-            servers.append(server)
-            return await server.start()
-
-        address = asyncio.run_coroutine_threadsafe(begin(), loop).result(10)
+    def start(*servicers: object) -> str:
+        begun = servers.enter_async_context(serving(*servicers, credential=own))
+        address = asyncio.run_coroutine_threadsafe(begun, loop).result(10)
         monkeypatch.setenv("FLOTILLA_COORDINATOR", address)
         return address
 
     yield start
-    for server in servers:
-        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
+    asyncio.run_coroutine_threadsafe(servers.aclose(), loop).result(10)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

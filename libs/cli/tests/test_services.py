@@ -129,11 +129,7 @@ class Rewards(reward_pb2_grpc.RewardServiceServicer):
 def operated(serve: Callable[..., str]) -> Operated:
     """The reward service, which a coordinator names under the same address."""
     coordinator, service = Elsewhere(), Operated()
-    coordinator.address = serve(
-        coordinator,
-        (operate_pb2_grpc.add_OperateServiceServicer_to_server, service),
-        (reward_pb2_grpc.add_RewardServiceServicer_to_server, Rewards()),
-    )
+    coordinator.address = serve(coordinator, service, Rewards())
     return service
 
 

@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.common.v1 import operate_pb2 as pb
-from flotilla.common.v1 import operate_pb2_grpc
-from flotilla_core import addresses, rpc
+from flotilla_core import addresses
 from flotilla_core.bus import Bus, NatsServer
-from flotilla_core.config import BindConfig
 from flotilla_core.rpc.interface import PORTS_VARIABLE, listener, prefer_family_of
 from flotilla_testing.credentials import ours
-
-SERVICE = "flotilla.common.v1.OperateService"
+from flotilla_testing.servers import Checked, check, serving
 
 
 def has_loopback_of_ipv6() -> bool:
@@ -31,23 +27,11 @@ pytestmark = pytest.mark.skipif(not has_loopback_of_ipv6(), reason="this host ha
 
 @pytest.mark.parametrize("written", ["::1", "[::1]", "0:0:0:0:0:0:0:1", "[0000::1]"])
 async def test_a_service_on_ipv6_is_called_by_whatever_spelling(written: str) -> None:
-    server = rpc.RpcServer(BindConfig(host=written), credential=ours())
-
-    class Operate(operate_pb2_grpc.OperateServiceServicer):
-        async def Check(self, request: pb.CheckRequest, context: object) -> pb.CheckResponse:
-            return pb.CheckResponse()
-
-    server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, Operate(), SERVICE)
-    address = await server.start()
-    try:
+    async with serving(Checked(), host=written) as address:
         assert address.startswith("[::1]:")
         port = address.rpartition(":")[2]
         for dialled in (address, f"[0:0:0:0:0:0:0:1]:{port}"):
-            async with rpc.connect(dialled, credential=ours()) as channel:
-                stub = operate_pb2_grpc.OperateServiceStub(channel)
-                await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=10)
-    finally:
-        await server.stop(0)
+            await check(dialled, ours())
 
 
 def test_a_weight_group_listens_on_ipv6_within_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from flotilla.common.v1 import weights_pb2
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla.generator.v1 import generator_pb2_grpc
 from flotilla_core import rpc
-from flotilla_core.config.stack import BindConfig, GeneratorConfig, SimConfig
+from flotilla_core.config.stack import GeneratorConfig, SimConfig
 from flotilla_core.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -36,9 +36,9 @@ from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Applied, EngineInfo, KvPolicy, WeightsNotLive
 from flotilla_generator.engine.sim.engine import SimEngine
 from flotilla_generator.request import read_request
-from flotilla_generator.service import SERVICE_NAME
 from flotilla_generator.servicer import GeneratorServicer
 from flotilla_testing.credentials import credential
+from flotilla_testing.servers import serving
 from flotilla_weights.group import Sender
 from flotilla_weights.manifest import Manifest
 
@@ -175,18 +175,12 @@ async def serve(folder: Path, sim: SimConfig) -> AsyncIterator[Replica]:
     engine = StrictSim(config, Checkpoint.read(folder))
     servicer = GeneratorServicer(engine, Activities())
     trusted = credential(folder)
-    server = rpc.RpcServer(BindConfig(), credential=trusted)
-    server.add(generator_pb2_grpc.add_GeneratorServiceServicer_to_server, servicer, SERVICE_NAME)
-    address = await server.start()
-    await engine.start()
-    servicer.open()
-    channel = rpc.connect(address, credential=trusted)
-    try:
-        yield Replica(engine, servicer, generator_pb2_grpc.GeneratorServiceStub(channel))
-    finally:
-        await channel.close()
-        await server.stop(0)
-        await engine.stop()
+    async with serving(servicer, credential=trusted) as address:
+        await engine.start()
+        servicer.open()
+        async with rpc.connect(address, credential=trusted) as channel:
+            yield Replica(engine, servicer, generator_pb2_grpc.GeneratorServiceStub(channel))
+    await engine.stop()
 
 
 @pytest.fixture

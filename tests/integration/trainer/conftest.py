@@ -23,17 +23,16 @@ from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla.trainer.v1.trainer_pb2_grpc import (
     TrainerServiceStub,
-    add_TrainerServiceServicer_to_server,
 )
 from flotilla_core import rpc
 from flotilla_core.config import BatchingConfig, StackConfig
-from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import files_in
+from flotilla_testing.servers import serving
 from flotilla_testing.session_specs import as_struct, called, wire_objective
 from flotilla_testing.tiny_qwen3 import VOCABULARY, tiny_qwen3
 from flotilla_trainer.front.servicer import TrainerServicer
@@ -43,7 +42,6 @@ from flotilla_trainer.gang.fork_server import RankForkServer
 from flotilla_trainer.gang.hosts import GangHosts
 from flotilla_trainer.gang.plan import GangPlan
 from flotilla_trainer.gang.ranks import Gang
-from flotilla_trainer.service import SERVICE_NAME
 
 CALL_TIMEOUT_S = 60.0
 Asked = str | session_pb2.Objective
@@ -276,11 +274,9 @@ async def running_trainer(
     files = SessionFiles(files_in(logs), logs / "remote-runs", GangHosts(plan, fork_server).bring)
     manager = SessionManager(gang, plan, stack, activities, files)
     trusted = credential(logs)
-    server = rpc.RpcServer(BindConfig(), credential=trusted)
-    server.add(add_TrainerServiceServicer_to_server, TrainerServicer(manager), SERVICE_NAME)
     async with AsyncExitStack() as stack_of_exits:
-        address = await server.start()
-        stack_of_exits.push_async_callback(server.stop, 0)
+        server = serving(TrainerServicer(manager), credential=trusted)
+        address = await stack_of_exits.enter_async_context(server)
         stack_of_exits.push_async_callback(gang.stop)
         await gang.start()
         channel = rpc.connect(address, credential=trusted)

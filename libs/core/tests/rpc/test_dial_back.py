@@ -13,11 +13,11 @@ import pytest
 from flotilla.common.v1 import operate_pb2, operate_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core import rpc
-from flotilla_core.config import BindConfig
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.rpc import dial_back
 from flotilla_core.rpc.dial_back import DialBack
 from flotilla_testing.credentials import ours, stranger
+from flotilla_testing.servers import serving
 
 
 class Answering(operate_pb2_grpc.OperateServiceServicer):
@@ -59,14 +59,8 @@ def registration(address: str, host: str = "") -> reg.Registration:
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[str, Answering]]:
     answering = Answering("reward-0-a")
-    server = rpc.RpcServer(BindConfig(), credential=ours())
-    server.add(
-        operate_pb2_grpc.add_OperateServiceServicer_to_server,
-        answering,
-        "flotilla.common.v1.OperateService",
-    )
-    yield await server.start(), answering
-    await server.stop(0)
+    async with serving(answering) as address:
+        yield address, answering
 
 
 @pytest.fixture(autouse=True)
@@ -123,10 +117,9 @@ async def test_a_registration_that_lies_about_its_instance_is_not_admitted(
 
 
 async def test_a_stranger_at_the_address_is_named(tmp_path: Path) -> None:
-    server = rpc.RpcServer(BindConfig(), credential=stranger(tmp_path))
-    state, why = await shown(registration(await server.start()))
+    async with serving(credential=stranger(tmp_path)) as address:
+        state, why = await shown(registration(address))
     assert state == reg.INSTANCE_STATE_STARTING and "is foreign" in why
-    await server.stop(0)
 
 
 async def test_the_loopback_of_another_host_is_refused_without_a_call(served: tuple[str, Answering]) -> None:

@@ -12,12 +12,12 @@ import pytest
 from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
 from flotilla_core import errors, rpc
-from flotilla_core.config import BindConfig
 from flotilla_core.rpc import Fence
 from flotilla_core.rpc.fence import FENCE_HEADER, NewestFences
 from flotilla_core.trust import Credential
 from flotilla_core.trust.roles import LADDER
 from flotilla_testing.credentials import ours, role_credential, stranger
+from flotilla_testing.servers import serving
 
 SERVICE = "flotilla.common.v1.OperateService"
 
@@ -48,10 +48,8 @@ class Caller:
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    server = rpc.RpcServer(BindConfig(), credential=ours())
-    server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, Operate(), SERVICE)
-    yield await server.start()
-    await server.stop(0)
+    async with serving(Operate()) as served:
+        yield served
 
 
 async def test_a_caller_behind_the_newest_fence_is_refused_in_every_kind_of_call(address: str) -> None:

@@ -13,11 +13,11 @@ import pytest
 from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
 from flotilla_core import rpc
-from flotilla_core.config import BindConfig
 from flotilla_core.errors import DeadlineExceeded, Unavailable
 from flotilla_core.rpc import patience
 from flotilla_core.rpc.patience import Patience
 from flotilla_testing.credentials import ours
+from flotilla_testing.servers import serving
 
 LIMIT_S = 20.0
 IDLE_S = 0.5
@@ -48,15 +48,10 @@ class Slow(operate_pb2_grpc.OperateServiceServicer):
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Slow, grpc.aio.Channel]]:
+async def slow_service() -> AsyncIterator[tuple[Slow, grpc.aio.Channel]]:
     slow = Slow()
-    server = rpc.RpcServer(BindConfig(), credential=ours())
-    server.add(
-        operate_pb2_grpc.add_OperateServiceServicer_to_server, slow, "flotilla.common.v1.OperateService"
-    )
-    async with rpc.connect(await server.start(), credential=ours()) as channel:
+    async with serving(slow) as address, rpc.connect(address, credential=ours()) as channel:
         yield slow, channel
-    await server.stop(0)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +68,7 @@ def asking(channel: grpc.aio.Channel, told: list[str]) -> asyncio.Task[pb.CheckR
 
 async def test_progress_keeps_a_call_alive_beyond_its_limit() -> None:
     told: list[str] = []
-    async with serving() as (slow, channel):
+    async with slow_service() as (slow, channel):
         slow.counts = True
         call = asking(channel, told)
         done, _ = await asyncio.wait({call}, timeout=3 * IDLE_S)
@@ -94,7 +89,7 @@ async def test_progress_keeps_a_call_alive_beyond_its_limit() -> None:
 async def test_a_peer_without_progress_is_given_up_with_its_last_words(
     doing: list[tuple[str, str]], words: str
 ) -> None:
-    async with serving() as (slow, channel):
+    async with slow_service() as (slow, channel):
         slow.doing = [pb.Activity(what=what, run_id=run_id) for what, run_id in doing]
         with pytest.raises(DeadlineExceeded, match=rf"no progress for 0.5 s \(the peer\): {words}"):
             await asyncio.wait_for(asking(channel, []), LIMIT_S)
@@ -102,7 +97,7 @@ async def test_a_peer_without_progress_is_given_up_with_its_last_words(
 
 
 async def test_a_caller_that_is_cancelled_cancels_the_call() -> None:
-    async with serving() as (slow, channel):
+    async with slow_service() as (slow, channel):
         call = asking(channel, [])
         await asyncio.wait_for(slow.called.wait(), LIMIT_S)
         call.cancel()

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
 from flotilla_core import errors, rpc, telemetry
-from flotilla_core.config import BindConfig
 from flotilla_core.rpc.tls import explain
 from flotilla_core.trust import Claims, Credential, write_secret
 from flotilla_core.trust.certificates import Authority
 from flotilla_testing.credentials import credential, expired, ours, role_credential, stranger
+from flotilla_testing.servers import check, serving
 
 SERVICE = "flotilla.common.v1.OperateService"
 DRAIN = f"/{SERVICE}/Drain"
@@ -49,23 +50,13 @@ class Operate(operate_pb2_grpc.OperateServiceServicer):
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Any]:
-    servers = []
+    async with AsyncExitStack() as servers:
 
-    async def start(given: Credential, **bind: Any) -> tuple[Operate, str]:
-        servicer, server = Operate(), rpc.RpcServer(BindConfig(**bind), credential=given)
-        server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, servicer, SERVICE)
-        servers.append(server)
-        return servicer, await server.start()
+        async def start(given: Credential, **bind: Any) -> tuple[Operate, str]:
+            servicer = Operate()
+            return servicer, await servers.enter_async_context(serving(servicer, credential=given, **bind))
 
-    yield start
-    for server in servers:
-        await server.stop(0)
-
-
-async def check(address: str, given: Credential | None, attempts: int = 1) -> None:
-    async with rpc.connect(address, credential=given) as channel:
-        stub = operate_pb2_grpc.OperateServiceStub(channel)
-        await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=10, attempts=attempts)
+        yield start
 
 
 def parts(path: Path, key: bytes, chain: bytes, authorities: bytes) -> Credential:
@@ -292,14 +283,10 @@ async def exported(endpoint: str, given: Credential | None) -> None:
 async def test_spans_reach_the_coordinator_only_by_a_credential_of_its_stack(
     tmp_path: Path, scheme: str, who: Any, arrive: int
 ) -> None:
-    traces, server = Traces(), rpc.RpcServer(BindConfig(), credential=credential(tmp_path))
-    server.add(
-        add_TraceServiceServicer_to_server, traces, "opentelemetry.proto.collector.trace.v1.TraceService"
-    )
-    address = await server.start()
-    await exported(f"{scheme}{address.replace('127.0.0.1', 'localhost')}", who(tmp_path))
+    traces = Traces()
+    async with serving(traces, credential=credential(tmp_path)) as address:
+        await exported(f"{scheme}{address.replace('127.0.0.1', 'localhost')}", who(tmp_path))
     assert traces.spans == arrive
-    await server.stop(0)
 
 
 @pytest.mark.parametrize("scheme", ["", "http://"])

@@ -16,7 +16,6 @@ import pytest
 from flotilla.common.v1 import files_pb2 as pb
 from flotilla.common.v1 import files_pb2_grpc
 from flotilla_core import rpc
-from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import (
     Damaged,
     DeadlineExceeded,
@@ -27,11 +26,12 @@ from flotilla_core.errors import (
     Unavailable,
 )
 from flotilla_core.rpc.channel import PART_BYTES
-from flotilla_core.transfer import FILE_SERVICE_NAME, FileServicer, Offers, shared_folder, shares
+from flotilla_core.transfer import FileServicer, Offers, shared_folder, shares
 from flotilla_core.transfer import files as files_module
 from flotilla_core.transfer.folders import FolderManifest, found_files, stamp_of
 from flotilla_testing.credentials import credential, ours
 from flotilla_testing.files import files_in
+from flotilla_testing.servers import serving
 
 LARGE = os.urandom(3 * PART_BYTES + 17)
 MODEL = {"config.json": b"{}", "model.safetensors": LARGE, "tokenizer.json": b""}
@@ -78,13 +78,8 @@ async def owner(state: Path) -> AsyncIterator[tuple[Any, Faulty]]:
     """A service that offers, under its address."""
     files = files_in(state)
     servicer = Faulty(files.offers)
-    server = rpc.RpcServer(BindConfig(), credential=ours())
-    server.add(files_pb2_grpc.add_FileServiceServicer_to_server, servicer, FILE_SERVICE_NAME)
-    files.address = await server.start()
-    try:
+    async with serving(servicer) as files.address:
         yield files, servicer
-    finally:
-        await server.stop(0)
 
 
 async def offered(files: Any, folder: Path) -> pb.FolderReference:

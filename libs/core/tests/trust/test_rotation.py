@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,17 @@ import pytest
 from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
 from flotilla_core import errors, rpc
-from flotilla_core.config import BindConfig
 from flotilla_core.rpc import server as rpc_server
 from flotilla_core.trust import Credential, write_secret
 from flotilla_core.trust.authority import rotate
 from flotilla_core.trust.certificates import own_problem
 from flotilla_testing.credentials import credential, role_credential
+from flotilla_testing.servers import Checked, check, serving
 
-SERVICE = "flotilla.common.v1.OperateService"
 OVERLAP_S = 3.0
 
 
-class Operate(operate_pb2_grpc.OperateServiceServicer):
-    async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:
-        return pb.CheckResponse()
-
+class Operate(Checked):
     async def Profile(self, request: pb.ProfileRequest, context: Any) -> pb.ProfileResponse:
         await asyncio.sleep(2)
         return pb.ProfileResponse(collapsed_stacks="whole")
@@ -46,23 +43,8 @@ async def serve(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     monkeypatch.setattr(
         rpc_server, "SERVER_OPTIONS", [*(options | {"grpc.max_connection_age_ms": 300}).items()]
     )
-    servers = []
-
-    async def start(given: Credential) -> str:
-        server = rpc.RpcServer(BindConfig(), credential=given)
-        server.add(operate_pb2_grpc.add_OperateServiceServicer_to_server, Operate(), SERVICE)
-        servers.append(server)
-        return await server.start()
-
-    yield start
-    for server in servers:
-        await server.stop(0)
-
-
-async def check(address: str, given: Credential) -> None:
-    async with rpc.connect(address, credential=given) as channel:
-        stub = operate_pb2_grpc.OperateServiceStub(channel)
-        await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=5, attempts=1)
+    async with AsyncExitStack() as servers:
+        yield lambda given: servers.enter_async_context(serving(Operate(), credential=given))
 
 
 async def calls_until(ended: asyncio.Event, address: str, given: Credential) -> int:

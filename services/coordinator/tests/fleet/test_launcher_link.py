@@ -13,9 +13,8 @@ import pytest
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
 from flotilla.launcher.v1 import launcher_pb2, launcher_pb2_grpc
 from flotilla_coordinator.fleet.launcher import LauncherLink
-from flotilla_core.config import BindConfig
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.rpc import RpcServer
+from flotilla_testing.servers import serving
 
 READY, STARTING = launcher_pb2.PROCESS_STATE_READY, launcher_pb2.PROCESS_STATE_STARTING
 FAILED, ATTACHED = launcher_pb2.PROCESS_STATE_FAILED, launcher_pb2.PROCESS_STATE_ATTACHED
@@ -41,15 +40,9 @@ class Launcher(launcher_pb2_grpc.LauncherServiceServicer):
 async def launched(folder: Path, states: Sequence[Any]) -> AsyncIterator[tuple[Launcher, LauncherLink]]:
     """A launcher that serves, and the link to it."""
     launcher = Launcher(states)
-    server = RpcServer(BindConfig(host=f"unix:{folder}/launcher"))
-    adder = launcher_pb2_grpc.add_LauncherServiceServicer_to_server
-    server.add(adder, launcher, "flotilla.launcher.v1.LauncherService")
-    await server.start()
-    (folder / "launcher.json").write_text(json.dumps({"socket": f"{folder}/launcher"}))
-    try:
+    async with serving(launcher, host=f"unix:{folder}/launcher"):
+        (folder / "launcher.json").write_text(json.dumps({"socket": f"{folder}/launcher"}))
         yield launcher, LauncherLink(folder, ready_timeout_s=5.0)
-    finally:
-        await server.stop(grace_s=0)
 
 
 @pytest.mark.parametrize(

@@ -8,29 +8,22 @@ from typing import Any
 
 import pytest
 
-from flotilla.common.v1 import files_pb2_grpc
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core import rpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
-from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import InvalidRequest
-from flotilla_core.transfer import FILE_SERVICE_NAME, Files, FileServicer, shared_folder
+from flotilla_core.transfer import Files, FileServicer, shared_folder
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import files_in
+from flotilla_testing.servers import serving
 from flotilla_trainer.front.session_files import SessionFiles
 
 
 @pytest.fixture
 async def coordinator(tmp_path: Path) -> AsyncIterator[Files]:
     files = files_in(tmp_path / "coordinator")
-    server = rpc.RpcServer(BindConfig(), credential=credential(tmp_path))
-    server.add(
-        files_pb2_grpc.add_FileServiceServicer_to_server, FileServicer(files.offers), FILE_SERVICE_NAME
-    )
-    files.address = await server.start()
-    yield files
-    await server.stop(0)
+    async with serving(FileServicer(files.offers), credential=credential(tmp_path)) as files.address:
+        yield files
 
 
 @pytest.fixture
