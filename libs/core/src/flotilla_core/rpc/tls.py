@@ -38,9 +38,7 @@ def server_credentials(credential: Credential) -> grpc.ServerCredentials:
     shown = credential.current()
 
     def configured(pem: Pem) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration(
-            [(pem.key, pem.chain)], root_certificates=pem.authorities
-        )
+        return grpc.ssl_server_certificate_configuration([(pem.key, pem.chain)], pem.authorities)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal shown
@@ -140,7 +138,7 @@ def broken_by(address: str, credential: Credential) -> FlotillaError | None:
     shown, failure = _shown(address, credential, ours, verified=True)
     if isinstance(failure, ssl.SSLCertVerificationError):
         shown, _ = _shown(address, credential, ours, verified=False)
-        why = certificates.problem_of_service(shown, ours) if shown else failure.verify_message
+        why = certificates.problem_of_service(shown, ours) if shown else ""
         return Unavailable(
             f"the service at {address} shows a certificate that is not good",
             where=address,

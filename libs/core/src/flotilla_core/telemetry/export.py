@@ -77,10 +77,9 @@ class OtlpProcessor(SpanProcessor):
         if self._credential is None:
             self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         else:
-            self._shown = self._credential.current()
+            pem = self._shown = self._credential.current()
             options = (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME))
-            credentials = grpc.ssl_channel_credentials(*self._shown)
-            self._channel = grpc.secure_channel(address, credentials, options=options)
+            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*pem), options=options)
         self._stub = TraceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def on_end(self, span: ReadableSpan) -> None:

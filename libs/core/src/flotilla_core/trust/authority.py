@@ -52,13 +52,14 @@ def create_credential(directory: Path, claims: Claims | None) -> str:
 
     with _alone(directory):
         authority = _authority(directory)
-        vouched, trusted = "", ""
+        vouched, own = "", text_of(authority.certificate)
+        trusted = own
         if (directory / CREDENTIAL_FILE).exists():
             # As long as the stack is in an overlap, its credential says what all trust.
             authorities, _, chain = Credential(directory / CREDENTIAL_FILE, "the stack's credential").read()
             vouched = "".join(block.text for block in blocks(chain.decode())[1:])
             trusted = authorities.decode()
-            if text_of(authority.certificate).strip() not in trusted:
+            if own.strip() not in trusted:
                 raise FailedPrecondition(
                     "the stack does not trust the authority that is here",
                     where=str(directory / AUTHORITY_FILE),
@@ -118,9 +119,6 @@ def _authority(directory: Path) -> Authority:
 
 def _text(authority: Authority, claims: Claims | None, vouched: str, trusted: str) -> str:
     """Return the text of a new credential: certificates that vouch for its issuer follow the holder's own."""
-    from flotilla_core.trust.certificates import text_of
-
     certificate, key = authority.issue(claims)
     holder = "service" if claims is None else f"role {claims.role}, {claims.name}"
-    trusted = trusted or text_of(authority.certificate)
     return f"# Flotilla credential: {holder}\n{certificate}{vouched}{key}{trusted}"
