@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from flotilla_core.config import StackConfig, load
 from flotilla_core.kinds import kind_name
 from flotilla_core.telemetry import names
 from flotilla_launch.placement import slots_of
+from flotilla_testing.scripts import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if (path / "pyproject.toml").exists())
@@ -39,14 +38,6 @@ def dockerfile(service: str) -> str:
     return (ROOT / "services" / service / "Dockerfile").read_text("utf-8")
 
 
-def module(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_service_has_an_image_that_runs_as_a_user_and_says_how_it_is(service: str) -> None:
     text, common = dockerfile(service), (ROOT / "deploy" / "docker" / "Dockerfile").read_text("utf-8")
@@ -65,7 +56,7 @@ def test_every_service_has_an_image_that_runs_as_a_user_and_says_how_it_is(servi
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_has_every_package_of_ours_that_its_service_needs(service: str) -> None:
     installed = set(re.findall(r"\./(libs/\w+|services/\w+)", dockerfile(service)))
-    images = module("scripts/build_images.py")
+    images = loaded(ROOT / "scripts/build_images.py")
     assert service in images.SERVICES
     programs = {f"services/{service}", *PROGRAMS_BESIDE.get(service, ())}
     assert installed == programs.union(*map(_libraries_of, programs))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from flotilla_testing.scripts import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_SENTENCE = 40  # words
@@ -104,9 +105,5 @@ def test_few_sentences_are_long() -> None:
 
 def test_the_picture_is_what_its_script_draws() -> None:
     script = ROOT / "scripts" / "draw_architecture.py"
-    spec = importlib.util.spec_from_file_location("draw_architecture", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded(script)
     assert module.PICTURE.read_text("utf-8") == module.picture(), f"run python {script.relative_to(ROOT)}"

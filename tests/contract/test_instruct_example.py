@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from flotilla_testing.scripts import loaded
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "instruct"
 FILES = ("train", "heldout", "other-kinds")
@@ -16,16 +17,7 @@ FILES = ("train", "heldout", "other-kinds")
 
 @pytest.fixture(scope="module")
 def example() -> dict[str, ModuleType]:
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    modules = {}
-    for name in ("make_data", "rewards"):
-        spec = spec_from_file_location(f"instruct_{name}", EXAMPLE / f"{name}.py")
-        assert spec and spec.loader
-        modules[name] = module_from_spec(spec)
-        sys.modules[spec.name] = modules[name]
-        spec.loader.exec_module(modules[name])
-    return modules
+    return {name: loaded(EXAMPLE / f"{name}.py") for name in ("make_data", "rewards")}
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,7 @@ import pytest
 
 from flotilla_core.roles import CRITIC, REFERENCE, TEACHER
 from flotilla_core.telemetry.metrics import METRICS
+from flotilla_testing.scripts import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITERS = (
@@ -33,14 +32,7 @@ PLAIN = {name for name, *_ in METRICS if "/" not in name}
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "generate_reference", ROOT / "scripts/generate_reference.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "scripts" / "generate_reference.py")
 
 
 def test_what_is_generated_is_what_the_script_writes_now(reference: ModuleType) -> None:

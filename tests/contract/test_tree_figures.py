@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from flotilla_testing.scripts import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_WITH_ONE_IMPORTER = 3
@@ -25,12 +25,7 @@ MOST_CONFIG_MODULES = 12
 
 @pytest.fixture(scope="module")
 def tree_figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tree_figures", ROOT / "scripts" / "tree_figures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "scripts" / "tree_figures.py")
 
 
 @pytest.fixture(scope="module")

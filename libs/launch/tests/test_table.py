@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -22,6 +21,7 @@ from flotilla_launch.ray.nodes import check as check_ray
 from flotilla_launch.slurm.job import AGENT_STARTS, Job, SlurmNodes, check, script
 from flotilla_launch.state import LauncherFile
 from flotilla_launch.table import Endpoints, Row, ThisHost, agent_rows, table_of
+from flotilla_testing.scripts import loaded
 
 ROOT = Path(__file__).resolve().parents[3]
 BIN = Path("/opt/flotilla/bin")
@@ -289,9 +289,7 @@ async def test_the_local_launcher_starts_the_rows_of_the_table(stacks) -> None:
 
 def test_the_example_of_a_job_is_fresh() -> None:
     path = ROOT / "scripts" / "generate_slurm_example.py"
-    spec = importlib.util.spec_from_file_location("generate_slurm_example", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded(path)
     assert module.FILE.read_text() == module.text(), f"run python {path.relative_to(ROOT)}"
 
 
