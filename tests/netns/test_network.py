@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import shutil
 import subprocess
@@ -14,8 +13,7 @@ from accounts import assert_accounted_for
 from netns.network import PORTS, SERVICES, Network, network, why_not
 
 from flotilla_core.trust import write_secret
-from flotilla_core.trust.authority import AUTHORITY_FILE
-from flotilla_core.trust.certificates import Authority, text_of
+from flotilla_testing.credentials import expired
 from flotilla_testing.runs import small_run
 from flotilla_testing.stack import Outcome, wait_until
 
@@ -159,9 +157,7 @@ def test_a_clock_that_is_five_seconds_off_is_named(three_hosts: Network) -> None
 
 
 def test_a_credential_that_ends_soon_is_named(three_hosts: Network) -> None:
-    authority = Authority.of((three_hosts.root / AUTHORITY_FILE).read_text())
-    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=5.5)
-    text = "".join((*authority.issue(None, soon), text_of(authority.certificate)))
-    write_secret(three_hosts.hosts["two"].home / "credential.pem", text)
+    soon = expired(three_hosts.root, 5.5 * 86_400).path
+    write_secret(three_hosts.hosts["two"].home / "credential.pem", soon.read_text())
     found = faults(doctor(three_hosts, "two"), "warning")
     assert "5 more days" in found["credential"], found

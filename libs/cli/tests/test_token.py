@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from flotilla_core.errors import InvalidConfig
-from flotilla_core.trust import Credential, write_secret
-from flotilla_core.trust.certificates import Authority, days_left, names_of, own, text_of
+from flotilla_core.trust import Credential
+from flotilla_core.trust.certificates import days_left, names_of, own
 from flotilla_testing.credentials import credential, expired, role_credential
 
 Command = Callable[..., tuple[int, str, str]]
+DAY_S = 86_400
 DIRECTORY = Path(".flotilla/local")
 
 
@@ -83,7 +83,7 @@ def test_rotation_makes_another_authority_and_says_for_how_long_the_old_one_is_g
 ) -> None:
     before = stack.read()
     code, out, _ = flotilla("token", "rotate", "--overlap", "1d", "--json")
-    assert code == 0 and json.loads(out)["overlap_s"] == 86_400
+    assert code == 0 and json.loads(out)["overlap_s"] == DAY_S
     after = stack.read()
     assert after.key != before.key and before.authorities in after.authorities
     assert flotilla("token", "rotate", "--overlap", "0s")[0] == 0
@@ -103,11 +103,8 @@ def test_doctor_and_config_check_the_credential_and_warn_before_it_ends(
     flotilla: Command, stack: Credential
 ) -> None:
     assert check(flotilla, "credential")["status"] == "passed"
-    authority = Authority.of((DIRECTORY / "authority.pem").read_text())
-    certificate, key = authority.issue(None, datetime.now(UTC) + timedelta(days=13, hours=1))
-    write_secret(Path("ends.pem"), f"{certificate}{key}{text_of(authority.certificate)}")
     for file, status, words in (
-        (Path("ends.pem"), "warning", "13 more days"),
+        (expired(DIRECTORY, 13.1 * DAY_S).path, "warning", "13 more days"),
         (role_credential(DIRECTORY, "run").path, "failed", "for callers"),
         (expired(DIRECTORY).path, "failed", "has expired"),
         (Path("nowhere.pem"), "failed", "nowhere.pem"),

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, cast
@@ -18,22 +19,21 @@ from typing import IO, cast
 import psutil
 import pytest
 
-from flotilla.common.v1 import files_pb2_grpc
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla.trainer.v1 import ranks_pb2 as pb
-from flotilla.trainer.v1.ranks_pb2_grpc import RankServiceStub, add_RankServiceServicer_to_server
+from flotilla.trainer.v1.ranks_pb2_grpc import RankServiceStub
 from flotilla_core import rpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.config import StackConfig
-from flotilla_core.config.stack import BindConfig
 from flotilla_core.errors import InvalidRequest, RankFailed, Unavailable
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.service import Activities, Host
-from flotilla_core.transfer import FILE_SERVICE_NAME, Files, FileServicer
+from flotilla_core.transfer import FileServicer
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import files_in
-from flotilla_trainer.agent import SERVICE_NAME, RankServicer
+from flotilla_testing.servers import serving
+from flotilla_trainer.agent import RankServicer
 from flotilla_trainer.gang.fork_server import RankForkServer, RankOrder
 from flotilla_trainer.gang.hosts import AgentHost, GangHosts
 from flotilla_trainer.gang.plan import GangPlan
@@ -113,26 +113,19 @@ class Pair:
         host = cast(Host, SimpleNamespace(files=self.files))
         fork_server = cast(RankForkServer, EchoForkServer())
         self.agent = RankServicer(self.there, fork_server, host, folder / "b" / "parts")
-        self.servers: list[rpc.RpcServer] = []
+        self.servers: list[AsyncExitStack] = []
         self.address = ""
 
     async def start(self) -> None:
-        self.front.address = await self._serve(self.front)
-        self.files.address = self.address = await self._serve(self.files, self.agent)
+        self.front.address = await self._serve(FileServicer(self.front.offers))
+        self.files.address = self.address = await self._serve(FileServicer(self.files.offers), self.agent)
 
-    async def _serve(self, files: Files, agent: RankServicer | None = None) -> str:
-        server = rpc.RpcServer(BindConfig(), credential=self.credential)
-        server.add(
-            files_pb2_grpc.add_FileServiceServicer_to_server, FileServicer(files.offers), FILE_SERVICE_NAME
-        )
-        if agent is not None:
-            server.add(add_RankServiceServicer_to_server, agent, SERVICE_NAME)
-        address = await server.start()
-        self.servers.append(server)
-        return address
+    async def _serve(self, *servicers: object) -> str:
+        self.servers.append(AsyncExitStack())
+        return await self.servers[-1].enter_async_context(serving(*servicers, credential=self.credential))
 
     async def stop_agent(self) -> None:
-        await self.servers.pop().stop(0)
+        await self.servers.pop().aclose()
 
     async def views(self) -> AsyncGenerator[dict[str, reg.Registration]]:
         """The registry with the agent in it."""
@@ -167,7 +160,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     yield made
     await made.agent.end()
     for server in made.servers:
-        await server.stop(0)
+        await server.aclose()
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ async def test_a_fetch_that_is_cut_off_goes_on_where_it_was(
         servicer.change = cut_off
         reference = await offered(offering, model)
         folder = await files_in(tmp_path / "here").fetch(
-            reference.digest, what="the model", address=reference.address
+            reference.digest, reference.address, what="the model"
         )
         assert (folder / "model.safetensors").read_bytes() == LARGE
         offsets = [offset for name, offset in servicer.asked if name == "model.safetensors"]
@@ -190,7 +190,7 @@ async def test_a_fetch_whose_process_was_killed_is_continued_by_the_next_one(
         await process.wait()
         servicer.pauses_at = -1
         folder = await files_in(tmp_path / "here").fetch(
-            reference.digest, what="the model", address=reference.address
+            reference.digest, reference.address, what="the model"
         )
         assert (folder / "model.safetensors").read_bytes() == LARGE
         offsets = [offset for name, offset in servicer.asked if name == "model.safetensors"]

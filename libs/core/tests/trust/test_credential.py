@@ -267,29 +267,24 @@ def test_a_service_keeps_its_credential_where_one_that_no_client_takes_is_put_ov
     assert Credential(role.path).current() == role.read(), "a caller may show it"
 
 
-def test_a_certificate_is_used_until_its_time_ends_and_nothing_has_to_be_written_then(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_certificate_is_used_until_its_time_ends_whatever_becomes_of_its_file(
+    tmp_path: Path, is_away: bool
+) -> None:
     ours, theirs = credential(tmp_path), stranger(tmp_path).read()
     end = time.time() + 1.5
     text = f"{ours.path.read_text()}{UNTIL}{end:.0f}\n{theirs.authorities.decode()}"
     write_secret(ours.path, f"{text}{UNTIL}12\n{theirs.authorities.decode()}")
     both = ours.current()
     assert both.authorities.count(b"BEGIN CERTIFICATE") == 2
+    if is_away:
+        ours.path.rename(tmp_path / "elsewhere.pem")
     while time.time() < int(f"{end:.0f}"):
         time.sleep(0.05)
     assert ours.current().authorities.count(b"BEGIN CERTIFICATE") == 1
     assert ours.current() is ours.current() is not both
-    assert Credential(ours.path).current() == ours.current(), "who looks late does not lengthen it"
-
-
-def test_an_authority_ends_also_where_its_file_is_away(tmp_path: Path) -> None:
-    ours, theirs = credential(tmp_path), stranger(tmp_path).read().authorities.decode()
-    end = time.time() + 1.5
-    write_secret(ours.path, f"{ours.path.read_text()}{UNTIL}{end:.0f}\n{theirs}")
-    assert ours.current().authorities.count(b"BEGIN CERTIFICATE") == 2
-    ours.path.rename(tmp_path / "elsewhere.pem")
-    while time.time() < int(f"{end:.0f}"):
-        time.sleep(0.05)
-    assert ours.current().authorities.count(b"BEGIN CERTIFICATE") == 1
+    if not is_away:
+        assert Credential(ours.path).current() == ours.current(), "who looks late does not lengthen it"
 
 
 @pytest.mark.parametrize("end", [f"{UNTIL}soon", f"{UNTIL}12.5", f"{UNTIL}12\n# a remark"])

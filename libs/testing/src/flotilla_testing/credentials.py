@@ -58,12 +58,11 @@ def stranger(directory: Path) -> Credential:
     return make_credential(BindConfig(), folder)
 
 
-def expired(directory: Path) -> Credential:
-    """Return a credential of the stack in `directory` itself that ended a moment ago."""
+def expired(directory: Path, in_s: float = -A_MOMENT_S) -> Credential:
+    """Return a credential of the stack in `directory` itself that ended a moment ago, or ends in some seconds."""
     credential(directory)
     authority = Authority.of((directory / AUTHORITY_FILE).read_text())
-    ended = datetime.datetime.fromtimestamp(time.time() - A_MOMENT_S, datetime.UTC)
-    certificate, key = authority.issue(None, ended)
-    path = directory / "expired.pem"
-    write_secret(path, f"{certificate}{key}{text_of(authority.certificate)}")
+    end = datetime.datetime.fromtimestamp(time.time() + in_s, datetime.UTC)
+    path = directory / f"ends-{in_s:.0f}.pem"
+    write_secret(path, "".join((*authority.issue(None, end), text_of(authority.certificate))))
     return Credential(path)

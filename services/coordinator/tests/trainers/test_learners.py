@@ -155,6 +155,14 @@ async def test_one_without_the_other_is_damaged(bench: Bench) -> None:
     assert bench.policy.loaded == bench.critic.loaded == []
 
 
+def critic_of(stub: Any) -> Critic:
+    async def nobody() -> list[str]:
+        return []
+
+    gang = Gang("critic", stub, "critic-1", 1.0, "critic", NO_FILES, None, to_nobody)
+    return Critic("run", session_pb2.SessionSpec(), gang, nobody)
+
+
 async def test_every_sample_gets_its_own_values_however_many_calls_that_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -172,15 +180,7 @@ async def test_every_sample_gets_its_own_values_however_many_calls_that_takes(
     monkeypatch.setattr(messages, "PART_BYTES", 40)
     stub: Any = SimpleNamespace(ComputeValues=compute)
 
-    async def nobody() -> list[str]:
-        return []
-
-    critic = Critic(
-        "run",
-        session_pb2.SessionSpec(),
-        Gang("critic", stub, "critic-1", 1.0, "critic", NO_FILES, None, to_nobody),
-        nobody,
-    )
+    critic = critic_of(stub)
     valued = batch(0, samples=5)
     await critic.value(valued)
     assert calls == [2, 2, 1]
@@ -207,17 +207,8 @@ async def test_others_get_their_turns_while_a_batch_is_written(monkeypatch: pyte
             turns += 1
             await asyncio.sleep(0)
 
-    async def nobody() -> list[str]:
-        return []
-
     monkeypatch.setattr(rpc, "client_stream", train)
-    stub: Any = SimpleNamespace(Train=None)
-    critic = Critic(
-        "run",
-        session_pb2.SessionSpec(),
-        Gang("critic", stub, "critic-1", 1.0, "critic", NO_FILES, None, to_nobody),
-        nobody,
-    )
+    critic = critic_of(SimpleNamespace(Train=None))
     other = asyncio.create_task(somebody_else())
     await critic.train(batch(0, samples=64))
     other.cancel()
