@@ -22,6 +22,7 @@ from flotilla.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from flotilla_core import errors, rpc
 from flotilla_core.config import BindConfig
 from flotilla_testing.credentials import ours
+from flotilla_testing.servers import serving
 
 SERVICE = "flotilla.common.v1.OperateService"
 
@@ -273,9 +274,9 @@ async def test_health_follows_its_owner(peer: Peer) -> None:
 
     watching = asyncio.create_task(watch())
     expected = [health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING]
-    for turn, serving in enumerate((True, False, True)):
+    for turn, serves in enumerate((True, False, True)):
         assert await asyncio.wait_for(states.get(), 5) == expected[turn % 2]
-        peer.server.set_serving(serving)
+        peer.server.set_serving(serves)
     watching.cancel()
 
 
@@ -376,9 +377,8 @@ async def counting() -> AsyncIterator[Any]:
     service = Counting(answer)
     server = rpc.RpcServer(BindConfig(), credential=ours())
     server.add(service.add_to, None, "test.Counting")
-    channel = rpc.connect(await server.start(), credential=ours())
-    yield channel.stream_unary("/test.Counting/Count")
-    await channel.close()
+    async with rpc.connect(await server.start(), credential=ours()) as channel:
+        yield channel.stream_unary("/test.Counting/Count")
     await server.stop(0)
 
 
@@ -425,17 +425,11 @@ async def test_a_caller_that_is_refused_while_it_still_sends_hears_why() -> None
         for _ in range(4):
             yield trainer_pb2.TrainRequest(chunk=trainer_pb2.TrainChunk())
 
-    server = rpc.RpcServer(BindConfig(), credential=ours())
-    server.add(
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server, Trainer(), "flotilla.trainer.v1.TrainerService"
-    )
-    channel = rpc.connect(await server.start(), credential=ours())
-    train = trainer_pb2_grpc.TrainerServiceStub(channel).Train
-    for number in range(200):
-        with pytest.raises(errors.StaleVersion, match="too late"):
-            await rpc.client_stream(train, requests(number), timeout_s=20)
-    await channel.close()
-    await server.stop(0)
+    async with serving(Trainer()) as address, rpc.connect(address, credential=ours()) as channel:
+        train = trainer_pb2_grpc.TrainerServiceStub(channel).Train
+        for number in range(200):
+            with pytest.raises(errors.StaleVersion, match="too late"):
+                await rpc.client_stream(train, requests(number), timeout_s=20)
 
 
 def test_an_error_with_half_a_surrogate_pair_travels_as_what_it_is() -> None:
