@@ -362,6 +362,12 @@ def test_images_are_named_by_version_by_tag_or_by_digest() -> None:
     }
 
 
+def test_a_kind_that_the_values_do_not_describe_runs_too() -> None:
+    pod = pods(rendered("demo", {"reward": None, "images": {"reward": None}}))["Deployment flotilla-reward"]
+    assert pod["spec"]["containers"][0]["image"].startswith("flotilla-reward:")
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 45
+
+
 def test_replicas_are_those_of_the_stack_unless_something_else_scales() -> None:
     manifests = rendered("demo", {"stack": {"generator": {"replicas": 0}, "trainer": {"replicas": 2}}})
     assert one(manifests, "Deployment", "flotilla-generator")["spec"]["replicas"] == 0
