@@ -24,8 +24,6 @@ from flotilla_launch.placement import Slot, replica
 from flotilla_launch.table import NATS, Resources, Row
 
 NATS_PORT = 4222
-DRAIN_S = 30
-"""The seconds to drain of a kind without a section in the values."""
 _STACK_FILE = "/etc/flotilla/config/stack.yaml"
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     f"{letter}i": 1024**power for power, letter in enumerate("KMGT", start=1)
@@ -132,7 +130,7 @@ def _row(
     environment: Environment,
 ) -> Row:
     component = kind_name(slot.kind)
-    section = release.values.get(component, {})
+    section = {**release.values["otherServices"], **release.values.get(component, {})}
     has_gpus = gpus if release.values["gpu"]["enabled"] else 0
     port = stack.bind.port
     spans = "127.0.0.1" if component == "coordinator" else _service(release, "coordinator")
@@ -142,7 +140,7 @@ def _row(
         f"--stack={_STACK_FILE}",
         f"--advertise-host={_service(release, component) if component == 'coordinator' else '$(POD_IP)'}",
         f"--otlp=https://{spans}:{port}",
-        f"--drain-grace={section.get('drainSeconds', DRAIN_S)}",
+        f"--drain-grace={section['drainSeconds']}",
     )
     return Row(workload, slot, command, environment, _resources(section, slot.name, has_gpus, port))
 

@@ -24,7 +24,7 @@ imagePullSecrets:
 priorityClassName: {{ . }}
 {{- end }}
 {{- $section := index .root.Values .component | default dict }}
-terminationGracePeriodSeconds: {{ add (int (dig "drainSeconds" 30 $section)) 15 }}
+terminationGracePeriodSeconds: {{ add (int (dig "drainSeconds" .root.Values.otherServices.drainSeconds $section)) 15 }}
 {{- with $section.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -89,7 +89,7 @@ livenessProbe:
 {{- end -}}
 
 {{- define "flotilla.resources" -}}
-{{- $resources := deepCopy ((index .root.Values .component | default dict).resources | default dict) -}}
+{{- $resources := deepCopy ((index .root.Values .component | default dict).resources | default .root.Values.otherServices.resources) -}}
 {{- if and .gpus .root.Values.gpu.enabled -}}
 {{- $_ := set $resources "limits" (merge (dict .root.Values.gpu.resource (int .gpus)) ($resources.limits | default dict)) -}}
 {{- end -}}
@@ -112,7 +112,7 @@ pod), `spans` where spans go, `loads` whether it reads the model, `keeps` whethe
     - --stack=/etc/flotilla/config/stack.yaml
     - --advertise-host={{ .advertise | default "$(POD_IP)" }}
     - --otlp=https://{{ .spans }}:{{ include "flotilla.port" . }}
-    - --drain-grace={{ int (dig "drainSeconds" 30 $section) }}
+    - --drain-grace={{ int (dig "drainSeconds" .root.Values.otherServices.drainSeconds $section) }}
   env:
     - name: POD_NAME
       valueFrom: {fieldRef: {fieldPath: metadata.name}}
