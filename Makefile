@@ -12,8 +12,11 @@ DIST ?= dist
 VERSION := $(shell cut -d + -f 1 VERSION)
 # The contracts of the last release lie in the tree, because a clone may have no tags.
 RELEASED := $(shell ls protos/released/*.binpb 2>/dev/null | sort -V | tail -n 1)
+PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard libs/*/pyproject.toml services/*/pyproject.toml))
+# What imports vLLM or torch has suites of its own below.
+LIGHT_SERVICES := $(filter-out services/generator services/trainer,$(filter services/%,$(PACKAGES)))
+LIGHT := $(addprefix libs/,core algorithms data trackers launch client workers cli) $(LIGHT_SERVICES)
 # A suite is a folder of tests/; its target test-<suite> exists when the folder holds tests.
-LIGHT := $(addprefix libs/,core algorithms data trackers launch client workers cli) services/coordinator services/reward
 SUITES := $(sort $(patsubst tests/%/,%,$(dir $(wildcard tests/*/test_*.py))))
 
 .PHONY: help
@@ -81,8 +84,8 @@ test-unit: setup  ## Run the unit tests of libs and services
 	@$(BIN)/pytest -q libs services
 
 unit-services: setup
-	@echo "==> unit tests of coordinator and reward"
-	@$(BIN)/pytest -q services/coordinator services/reward
+	@echo "==> unit tests of services without vLLM and torch"
+	@$(BIN)/pytest -q $(LIGHT_SERVICES)
 
 unit-libs: setup
 	@echo "==> unit tests of the libs"
@@ -205,7 +208,7 @@ $(DOCS)/.ready: requirements/docs.txt
 wheels: setup  ## Build a wheel of every package, with the locks that an installation needs, into dist/
 	@mkdir -p $(DIST) && rm -f $(DIST)/flotilla*.whl
 	@$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(DIST) \
-	$(addprefix ./,$(wildcard libs/* services/*))
+	$(addprefix ./,$(PACKAGES))
 	@cp requirements/{constraints,generator,generator-gpu}.txt $(DIST)
 	@cat requirements/dev-gpu.txt <(grep ^flotilla requirements/constraints.txt) > $(DIST)/constraints-gpu.txt
 	@echo "$$(ls $(DIST)/*.whl | wc -l) wheels of version $(VERSION) are in $(DIST)"

@@ -1,7 +1,9 @@
-"""Build the images of the services with Docker, from deploy/docker/Dockerfile and services/*/Dockerfile: `make images`.
+"""Build the images of the services with Docker: `make images`.
 
     .venv/bin/python scripts/build_images.py [SERVICE...] [--flavour gpu] [--base IMAGE] [--tag TAG]
     .venv/bin/python scripts/build_images.py --resolve arm64
+
+They stand on deploy/docker/Dockerfile. A service without a Dockerfile of its own has that of the folder `services`.
 
 pip of this environment downloads the wheels of the locks, so whatever it is configured for (an index, a proxy, a
 folder) works, and neither an address nor a certificate of it comes near an image. The build takes them from a server on
@@ -30,10 +32,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "images"
-DOCKERFILES = {file.parent.name: file for file in sorted(ROOT.glob("services/*/Dockerfile"))}
-SERVICES = tuple(DOCKERFILES)
+SERVICES = tuple(sorted(file.parent.name for file in ROOT.glob("services/*/pyproject.toml")))
+DOCKERFILES = {
+    service: own
+    if (own := ROOT / "services" / service / "Dockerfile").exists()
+    else ROOT / "services/Dockerfile"
+    for service in SERVICES
+}
 LOCKS = {
-    service: dict(re.findall(r"^ARG (LOCK|ENGINE)=(\S+)$", file.read_text("utf-8"), re.MULTILINE))
+    service: dict(
+        re.findall(
+            r"^ARG (LOCK|ENGINE)=(\S+)$",
+            file.read_text("utf-8").replace("${SERVICE}", service),
+            re.MULTILINE,
+        )
+    )
     for service, file in DOCKERFILES.items()
 }
 """The locks of each image, by the arguments of its Dockerfile."""
@@ -76,7 +89,7 @@ def build(service: str, flavour: str, common: str, tag: str) -> str:
     """Build one image, keep its bill of materials beside the wheels, and return its name."""
     gpu = flavour == "gpu" and (ROOT / "requirements" / f"{service}-gpu.txt").exists()
     image = f"flotilla-{service}:{tag}{'-gpu' if gpu else ''}"
-    arguments = {"COMMON": common, "VERSION": _version(), "REVISION": _revision()}
+    arguments = {"SERVICE": service, "COMMON": common, "VERSION": _version(), "REVISION": _revision()}
     if gpu:
         arguments |= {name: f"{lock}-gpu" for name, lock in LOCKS[service].items()}
         arguments["PACKAGES"] = f"libnuma1 {COMPILER}"

@@ -98,7 +98,16 @@ def chart_schema() -> dict[str, Any]:
 def chart_kinds() -> list[dict[str, Any]]:
     """Return what the templates of the chart read of each kind of service, those without replicas first."""
     kinds = sorted((kind for kind in KINDS if kind.section), key=lambda kind: kind.scales or kind.is_gang)
-    return [{"name": kind.name, "scales": kind.scales, "loadsModel": kind.loads_model} for kind in kinds]
+    stack = StackConfig()
+    return [
+        {
+            "name": kind.name,
+            "scales": kind.scales,
+            "loadsModel": kind.loads_model,
+            "replicas": getattr(getattr(stack, kind.section), "replicas", 1),
+        }
+        for kind in kinds
+    ]
 
 
 class ConfigPage:

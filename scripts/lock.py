@@ -3,8 +3,9 @@
 Invariants: constraints.txt is one consistent set for a machine without a GPU, and every CPU lock is a subset
 of it; the GPU locks are one consistent set of their own. A lock holds `name==version` lines and nothing else,
 so that it works with whatever package index pip is configured for. Only metadata is read where the index
-offers it. constraints.txt pins the packages of this repository too, because others have their names on the
-public index; a version with a label after `+` cannot be there.
+offers it. A service that has no file there needs what its package depends on. constraints.txt pins the packages of
+this repository too, because others have their names on the public index; a version with a label after `+` cannot be
+there.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "requirements"
-SERVICES = sorted(file.parent.name for file in ROOT.glob("services/*/pyproject.toml"))
+PROJECTS = [*ROOT.glob("libs/*/pyproject.toml"), *ROOT.glob("services/*/pyproject.toml")]
+SERVICES = sorted(file.parent.name for file in PROJECTS if file.parts[-3] == "services")
 CPU_SUBSETS = (*SERVICES, "coordinator-report", "light")
 GPU_SUBSETS = ("trainer-gpu", "generator-gpu")
+WITH_ALL_SERVICES = ("dev", "dev-gpu", "light", "ray")
 CUDA_LIBRARIES = re.compile(r"cuda-|nvidia-|triton$")
 # vLLM names these for images and sound, which no service uses; a wheel of another build breaks its import.
 LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
@@ -32,11 +35,10 @@ GPU_NOTE = "# Resolved from metadata, not yet run on GPUs.\n"
 Pins = dict[str, str]
 
 
-def resolve(inputs: list[Path], constraints: Path | None, *, stock_index: bool = False) -> Pins:
-    """Ask pip for the newest consistent set that satisfies `inputs` (and `constraints`)."""
+def resolve(name: str, constraints: Path | None, *, stock_index: bool = False) -> Pins:
+    """Ask pip for the newest consistent set that satisfies what a lock is made of (and `constraints`)."""
     arguments = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    for path in inputs:
-        arguments += ["--requirement", str(path)]
+    arguments += inputs(name)
     if constraints is not None:
         arguments += ["--constraint", str(constraints)]
     environment = dict(os.environ)
@@ -53,6 +55,22 @@ def resolve(inputs: list[Path], constraints: Path | None, *, stock_index: bool =
     }
 
 
+def inputs(name: str) -> list[str]:
+    """Return what a lock is made of, as pip takes it."""
+    plain = [service for service in SERVICES if not (FOLDER / f"{service}.in").exists()]
+    file = FOLDER / ("base.in" if name in plain else f"{name}.in")
+    services = [name] if name in plain else plain if name in WITH_ALL_SERVICES else []
+    found = {one for service in services for one in dependencies(f"flotilla-{service}")}
+    return ["--requirement", str(file), *sorted(found)]
+
+
+def dependencies(name: str) -> set[str]:
+    """Return what a package of this repository, and those of ours that it needs, depend on."""
+    tables = [tomllib.loads(file.read_text("utf-8"))["project"] for file in PROJECTS]
+    needs = {table["name"]: table.get("dependencies", []) for table in tables}
+    return set().union(*(dependencies(one) if one in needs else {one} for one in needs[name]))
+
+
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -60,8 +78,7 @@ def canonical(name: str) -> str:
 def own_pins() -> Pins:
     """Return the packages of this repository, all in the version that the file VERSION holds."""
     version = (ROOT / "VERSION").read_text("ascii").strip()
-    projects = [*ROOT.glob("libs/*/pyproject.toml"), *ROOT.glob("services/*/pyproject.toml")]
-    return {tomllib.loads(file.read_text("utf-8"))["project"]["name"]: version for file in projects}
+    return {tomllib.loads(file.read_text("utf-8"))["project"]["name"]: version for file in PROJECTS}
 
 
 def write_constraints(pins: Pins) -> None:
@@ -88,7 +105,7 @@ def lock_set(whole: str, output: str, subsets: tuple[str, ...], *, upgrade: bool
     note = GPU_NOTE if gpu else ""
     current = FOLDER / f"{output}.txt"
     kept = current if current.exists() and not upgrade else None
-    pins = resolve([FOLDER / f"{whole}.in"], kept, stock_index=gpu)
+    pins = resolve(whole, kept, stock_index=gpu)
     if output == "constraints":
         write_constraints(pins)
     else:
@@ -96,7 +113,7 @@ def lock_set(whole: str, output: str, subsets: tuple[str, ...], *, upgrade: bool
     if output != whole:
         write(whole, pins, note)
     for name in subsets:
-        write(name, resolve([FOLDER / f"{name}.in"], current, stock_index=gpu), note)
+        write(name, resolve(name, current, stock_index=gpu), note)
 
 
 def main() -> int:
@@ -114,17 +131,15 @@ def main() -> int:
     upgrade = arguments.upgrade
     lock_set("dev", "constraints", CPU_SUBSETS, upgrade=upgrade, gpu=False)
     lock_set("dev-gpu", "dev-gpu", GPU_SUBSETS, upgrade=upgrade, gpu=True)
-    torch = resolve([FOLDER / "torch-cuda.in"], FOLDER / "dev-gpu.txt", stock_index=True)
+    torch = resolve("torch-cuda", FOLDER / "dev-gpu.txt", stock_index=True)
     write("torch-cuda", {name: pin for name, pin in torch.items() if CUDA_LIBRARIES.match(name)})
     lock_set("tools", "tools", (), upgrade=upgrade, gpu=False)
     lock_set("docs", "docs", (), upgrade=upgrade, gpu=False)
-    write(
-        "trackers", resolve([FOLDER / "trackers.in"], None)
-    )  # older packages than ours, in an environment of its own
-    write("helm", resolve([FOLDER / "helm.in"], None))
+    write("trackers", resolve("trackers", None))  # older packages than ours, in an environment of its own
+    write("helm", resolve("helm", None))
     for name in ("ray", "docker"):
-        write(name, resolve([FOLDER / f"{name}.in"], FOLDER / "constraints.txt"))
-    write("storage", resolve([FOLDER / "storage.in"], None))
+        write(name, resolve(name, FOLDER / "constraints.txt"))
+    write("storage", resolve("storage", None))
     return 0
 
 

@@ -12,7 +12,8 @@ python=${PYTHON:-python3.11}
 lock=requirements/dev.txt
 command -v nvidia-smi >/dev/null && lock=requirements/dev-gpu.txt
 lock=${2:-$lock}
-packages=(libs/* services/*)
+packages=(libs/*/pyproject.toml services/*/pyproject.toml)
+packages=("${packages[@]%/pyproject.toml}")
 
 wanted_lock=$(sha256sum "$lock")
 wanted_packages=$(sha256sum VERSION "${packages[@]/%//pyproject.toml}")
@@ -40,6 +41,9 @@ torch_loads() { "$venv/bin/python" -c 'import torch' 2>>"$log"; }
 # pip compiles what it installs, but nothing that is editable. Where PYTHONDONTWRITEBYTECODE is set, each start of a
 # service would compile our sources again, for a third of a second. A tree that cannot be written is only slower.
 compile() { "$venv/bin/python" -m compileall -qq libs/*/src services/*/src || true; }
+
+# A wheel takes its license from the folder of its package alone.
+for package in "${packages[@]}"; do [ -e "$package/LICENSE" ] || ln -s ../../LICENSE "$package" 2>/dev/null || true; done
 
 if holds "$lock_stamp" "$wanted_lock" && holds "$packages_stamp" "$wanted_packages"; then
     compile

@@ -6,7 +6,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import ConfigModel, StackConfig
@@ -14,7 +13,6 @@ from flotilla_core.kinds import END_STAGES, KINDS, Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 WITH_SECTION = [kind for kind in KINDS if kind.section]
-CHART = yaml.safe_load((ROOT / "deploy/helm/flotilla/values.yaml").read_text("utf-8"))
 
 
 def name(kind: Kind) -> str:
@@ -45,9 +43,3 @@ def test_the_stack_file_has_the_keys_that_launchers_read(kind: Kind) -> None:
 def test_ray_knows_what_a_service_takes_and_the_stack_ends_it(kind: Kind) -> None:
     assert kind.node in type(StackConfig().ray).model_fields
     assert kind.ends in END_STAGES
-
-
-@pytest.mark.parametrize("kind", WITH_SECTION, ids=name)
-def test_the_chart_has_an_image_and_a_section(kind: Kind) -> None:
-    assert CHART["images"][kind.name]["repository"] == f"flotilla-{kind.name}"
-    assert "drainSeconds" in CHART[kind.section]

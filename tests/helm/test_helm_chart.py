@@ -6,6 +6,7 @@ No cluster is asked: that pods start, find each other and are scaled is not show
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -353,13 +354,23 @@ def test_images_are_named_by_version_by_tag_or_by_digest() -> None:
     }
     names = {pod["spec"]["containers"][0]["image"] for pod in pods(rendered("gpu", more)).values()}
     version = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))["appVersion"]
+    kinds = {one["name"] for one in json.loads((CHART / "kinds.json").read_text("utf-8"))}
+    others = kinds - {"coordinator", "generator", "trainer", "reward"}
     assert names == {
+        *(f"registry.example/team/flotilla-{kind}:{version}" for kind in others),
         f"registry.example/team/flotilla-coordinator:{version}",
         f"registry.example/team/flotilla-generator:{version}-gpu",
         f"registry.example/team/flotilla-trainer@sha256:{64 * 'a'}",
         "registry.example/team/flotilla-reward:mine",
         "registry.example/team/nats:2.12",
     }
+
+
+def test_a_kind_that_the_values_do_not_describe_runs_too() -> None:
+    pod = pods(rendered("demo", {"reward": None, "images": {"reward": None}}))["Deployment flotilla-reward"]
+    assert pod["spec"]["containers"][0]["image"].startswith("flotilla-reward:")
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 45
+    assert pod["spec"]["containers"][0]["resources"]["limits"] == {"memory": "2Gi"}
 
 
 def test_replicas_are_those_of_the_stack_unless_something_else_scales() -> None:

@@ -20,9 +20,8 @@ from flotilla_core.roles import teacher_role
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.exact_update import Policies, Rollouts
-from flotilla_trainer.batch.step_plan import StepPlan
 from flotilla_trainer.batch.tokens import ModelLimits
-from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.batch.update_batch import StepPlan, UpdateBatch
 from option_pairs.axes import LIMIT
 
 VOCABULARY = 5

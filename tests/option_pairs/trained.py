@@ -11,8 +11,7 @@ import torch
 from flotilla_coordinator.trainers.spec import critic_warmup_steps, objective, value_objective
 from flotilla_core.config import PolicyConfig, RunConfig
 from flotilla_trainer.batch.packing import Layout, Sequences, pack
-from flotilla_trainer.batch.step_plan import StepPlan
-from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.batch.update_batch import StepPlan, UpdateBatch
 from flotilla_trainer.front.updates import score_squares
 from flotilla_trainer.losses.divergence import full_divergence, teacher_divergence
 from flotilla_trainer.objective.policy import PolicyObjective

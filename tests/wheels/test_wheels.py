@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from flotilla_core.kinds import KINDS
 from flotilla_testing.runs import small_run
 
 pytestmark = pytest.mark.timeout(1200)  # the first installation may have to fetch torch
@@ -69,7 +70,8 @@ def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-m", "venv", folder, cwd=folder)
     pip = (folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     constraints = ROOT / "requirements" / "constraints.txt"
-    wanted = "flotilla[trainer,generator,reward]"
+    services = {file.parent.name for file in PROJECTS if file.parts[-3] == "services"}
+    wanted = f"flotilla[{','.join(sorted(services - {'coordinator'}))}]"
     run(*pip, "--find-links", dist, "-c", constraints, wanted, cwd=folder, timeout_s=1000)
     return folder / "bin"
 
@@ -118,13 +120,8 @@ def test_a_wheel_has_the_one_version_and_the_license(dist: Path, file: Path) -> 
 
 def test_every_command_starts(environment: Path, tmp_path: Path) -> None:
     commands = sorted(command for file in PROJECTS for command in project(file).get("scripts", {}))
-    assert commands == [
-        "flotilla",
-        *(
-            f"flotilla-{name}"
-            for name in ("coordinator", "generator", "launcher", "ranks", "reward", "trainer")
-        ),
-    ]
+    names = ("launcher", *(kind.name for kind in KINDS))
+    assert commands == ["flotilla", *sorted(f"flotilla-{name}" for name in names)]
     for command in commands:
         assert "usage" in run(environment / command, "--help", cwd=tmp_path).lower()
     assert run(environment / "flotilla", "--version", cwd=tmp_path) == f"flotilla {VERSION}\n"

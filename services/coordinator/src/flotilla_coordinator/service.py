@@ -19,7 +19,7 @@ from flotilla_coordinator.api.loop_servicer import LoopServicer
 from flotilla_coordinator.fleet.fleet import Fleet, keep_in_view
 from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.ownership import BEAT_S, Owner
+from flotilla_coordinator.ledger.writer import BEAT_S, Owner
 from flotilla_coordinator.retention import Retention
 from flotilla_coordinator.runs.registry import Runs
 from flotilla_coordinator.timeline.store import SpanStore, TraceReceiver

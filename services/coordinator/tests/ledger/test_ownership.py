@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_coordinator.ledger import ownership
+from flotilla_coordinator.ledger import writer
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import RunRecord, RunState
+from flotilla_coordinator.ledger.writer import Owner
 from flotilla_core.errors import FailedPrecondition, StaleVersion
 from flotilla_core.findings import info
 from flotilla_core.process_identity import ProcessIdentity
@@ -56,8 +56,8 @@ async def test_a_second_coordinator_is_refused_with_the_name_of_the_first(
 async def test_one_that_is_silent_is_taken_for_dead_and_writes_nothing_when_it_wakes_up(
     theirs: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = time.time() + ownership.SILENT_S
-    monkeypatch.setattr(ownership.time, "time", lambda: now)
+    now = time.time() + writer.SILENT_S
+    monkeypatch.setattr(writer.time, "time", lambda: now)
     ours = Ledger.open(theirs.path, Owner.of_this_process("coordinator-b"))
     await ours.update_run(RUN, reason=info("ours"))
     assert not theirs.lost
@@ -74,8 +74,8 @@ async def test_one_that_is_silent_is_taken_for_dead_and_writes_nothing_when_it_w
 
 
 async def test_one_that_speaks_is_not_silent(theirs: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    later = time.time() + ownership.SILENT_S
-    monkeypatch.setattr(ownership.time, "time", lambda: later)
+    later = time.time() + writer.SILENT_S
+    monkeypatch.setattr(writer.time, "time", lambda: later)
     await theirs.beat()
     with pytest.raises(FailedPrecondition, match="wrote it 0 s ago"):
         Ledger.open(theirs.path)

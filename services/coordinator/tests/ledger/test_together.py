@@ -17,7 +17,6 @@ import pytest
 from flotilla_coordinator.ledger import transitions
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
     FinishedSample,
     GroupIssue,
@@ -26,7 +25,7 @@ from flotilla_coordinator.ledger.records import (
     RunState,
     TokenSpan,
 )
-from flotilla_coordinator.ledger.writer import MOST_TOGETHER, WriterThread
+from flotilla_coordinator.ledger.writer import MOST_TOGETHER, Owner, WriterThread
 from flotilla_core.errors import Internal, InvalidRequest, NotFound
 from flotilla_core.version import Version
 from flotilla_testing.ledger_counts import counts_of

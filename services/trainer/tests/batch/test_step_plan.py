@@ -15,9 +15,8 @@ from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.session_specs import as_struct, wire_objective
 from flotilla_trainer.batch.packing import Sequences
-from flotilla_trainer.batch.step_plan import StepPlan, proximal_share
 from flotilla_trainer.batch.tokens import ModelLimits
-from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.batch.update_batch import StepPlan, UpdateBatch, proximal_share
 from flotilla_trainer.front.session_settings import session_settings
 from flotilla_trainer.objective.policy import PolicyObjective
 from flotilla_trainer.rank.objective import Objective

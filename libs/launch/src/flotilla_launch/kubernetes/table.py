@@ -130,7 +130,7 @@ def _row(
     environment: Environment,
 ) -> Row:
     component = kind_name(slot.kind)
-    section = release.values[component]
+    section = {**release.values["otherServices"], **release.values.get(component, {})}
     has_gpus = gpus if release.values["gpu"]["enabled"] else 0
     port = stack.bind.port
     spans = "127.0.0.1" if component == "coordinator" else _service(release, "coordinator")

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_coordinator.ledger import (
-    ownership,
     queries,
     run_rows,
     sample_queries,
@@ -26,7 +25,6 @@ from flotilla_coordinator.ledger import (
     transitions,
     updates,
 )
-from flotilla_coordinator.ledger.ownership import Owner
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
     DropReason,
@@ -40,7 +38,7 @@ from flotilla_coordinator.ledger.records import (
     SampleState,
     VoidedUpdate,
 )
-from flotilla_coordinator.ledger.writer import WriterThread
+from flotilla_coordinator.ledger.writer import Owner, WriterThread, renew_ownership
 from flotilla_core.disk import names_full_disk
 from flotilla_core.errors import DiskFull
 from flotilla_core.rpc import Fence
@@ -111,7 +109,7 @@ class Ledger:
 
     async def beat(self) -> None:
         """Renew the ownership; raise StaleVersion where the ledger has another owner."""
-        await self._writer.submit(ownership.beat, waits=False)
+        await self._writer.submit(renew_ownership, waits=False)
 
     async def group_issued(self, group: GroupIssue) -> Recorded:
         """Admit the samples of a group, before any generator is asked for them."""

@@ -30,8 +30,7 @@ from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Activities
 from flotilla_trainer.front.checkpoints import Checkpoints
 from flotilla_trainer.front.model_shape import check_same_shape, model_digest
-from flotilla_trainer.front.scoring import ScoringSession
-from flotilla_trainer.front.session import Session
+from flotilla_trainer.front.session import ScoringSession, Session
 from flotilla_trainer.front.session_files import SessionFiles
 from flotilla_trainer.front.session_ranks import MemoryLosses
 from flotilla_trainer.front.session_settings import scoring_batching, session_settings

@@ -9,7 +9,7 @@ from flotilla_core import roles
 from flotilla_core.config import BatchingConfig, LoraConfig, OptimizerConfig
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 from flotilla_trainer.batch.packing import Layout
-from flotilla_trainer.batch.step_plan import StepPlan
+from flotilla_trainer.batch.update_batch import StepPlan
 from flotilla_trainer.wire.objective import (
     POLICY,
     PREFERENCE,

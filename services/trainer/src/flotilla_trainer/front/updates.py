@@ -25,11 +25,9 @@ from flotilla_core import ids
 from flotilla_core.errors import NotFound
 from flotilla_core.version import Version
 from flotilla_trainer.batch.packing import MicroBatch, fed_tokens, padding_share
-from flotilla_trainer.batch.step_plan import StepPlan
-from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.batch.update_batch import StepPlan, UpdateBatch
 from flotilla_trainer.front.idempotent_calls import IdempotentCalls
-from flotilla_trainer.front.pending_gradients import PendingGradients
-from flotilla_trainer.front.session_progress import NOTHING_COUNTS, SessionProgress
+from flotilla_trainer.front.session_progress import NOTHING_COUNTS, PendingGradients, SessionProgress
 from flotilla_trainer.front.session_ranks import SessionRanks
 from flotilla_trainer.objective.base import SessionObjective
 from flotilla_trainer.objective.pairs import RewardUpdate, after_answers

@@ -38,9 +38,9 @@ labels:
 {{- end -}}
 
 {{- define "flotilla.image" -}}
-{{- $image := index .root.Values.images .component -}}
+{{- $image := index .root.Values.images .component | default dict -}}
 {{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
-{{- $image.repository -}}
+{{- $image.repository | default (printf "flotilla-%s" .component) -}}
 {{- $flavour := ternary "-gpu" "" (and .root.Values.gpu.enabled (has .component (include "flotilla.kinds" (dict "root" .root "which" "loadsModel") | fromJsonArray))) -}}
 {{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default (printf "%s%s" .root.Chart.AppVersion $flavour) }}{{ end -}}
 {{- end -}}
@@ -68,5 +68,5 @@ labels:
 
 {{- define "flotilla.priorityClassName" -}}
 {{- $own := ternary (include "flotilla.fullname" .) "" (and .root.Values.priorityClass.create (has .component (list "coordinator" "trainer" "nats"))) -}}
-{{ (index .root.Values .component).priorityClassName | default $own }}
+{{ (index .root.Values .component | default dict).priorityClassName | default $own }}
 {{- end -}}

@@ -1,10 +1,13 @@
-{{/* The parts that all pods share. Takes root, component (a section of the values) and, for services, args. */}}
+{{/*
+The parts that all pods share. Takes root, component (a section of the values, which may be absent) and, for services,
+args.
+*/}}
 
 {{- define "flotilla.podAnnotations" -}}
 checksum/stack: {{ include "flotilla.stackThatPodsKeep" . | sha256sum }}
 checksum/functions: {{ .root.Values.functions | toJson | sha256sum }}
 checksum/secrets: {{ .root.Values.auth | toJson | sha256sum }}
-{{- with (index .root.Values .component).podAnnotations }}
+{{- with (index .root.Values .component | default dict).podAnnotations }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -20,8 +23,8 @@ imagePullSecrets:
 {{- with include "flotilla.priorityClassName" . }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- $section := index .root.Values .component }}
-terminationGracePeriodSeconds: {{ add (int $section.drainSeconds) 15 }}
+{{- $section := index .root.Values .component | default dict }}
+terminationGracePeriodSeconds: {{ add (int (dig "drainSeconds" .root.Values.otherServices.drainSeconds $section)) 15 }}
 {{- with $section.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -86,7 +89,7 @@ livenessProbe:
 {{- end -}}
 
 {{- define "flotilla.resources" -}}
-{{- $resources := deepCopy (index .root.Values .component).resources -}}
+{{- $resources := deepCopy ((index .root.Values .component | default dict).resources | default .root.Values.otherServices.resources) -}}
 {{- if and .gpus .root.Values.gpu.enabled -}}
 {{- $_ := set $resources "limits" (merge (dict .root.Values.gpu.resource (int .gpus)) ($resources.limits | default dict)) -}}
 {{- end -}}
@@ -99,7 +102,7 @@ The container of a service. `name` is its slot, `advertise` the host that peers 
 pod), `spans` where spans go, `loads` whether it reads the model, `keeps` whether it reads and writes run directories.
 */}}
 {{- define "flotilla.container" -}}
-{{- $section := index .root.Values .component -}}
+{{- $section := index .root.Values .component | default dict -}}
 - name: {{ .component }}
   image: {{ include "flotilla.image" . | quote }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -109,7 +112,7 @@ pod), `spans` where spans go, `loads` whether it reads the model, `keeps` whethe
     - --stack=/etc/flotilla/config/stack.yaml
     - --advertise-host={{ .advertise | default "$(POD_IP)" }}
     - --otlp=https://{{ .spans }}:{{ include "flotilla.port" . }}
-    - --drain-grace={{ int $section.drainSeconds }}
+    - --drain-grace={{ int (dig "drainSeconds" .root.Values.otherServices.drainSeconds $section) }}
   env:
     - name: POD_NAME
       valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -200,7 +203,7 @@ spec:
 
 {{/* The volumes of a service; the coordinator's state is a claim of its StatefulSet. */}}
 {{- define "flotilla.volumes" -}}
-{{- $section := index .root.Values .component -}}
+{{- $section := index .root.Values .component | default dict -}}
 - name: config
   configMap: {name: {{ include "flotilla.fullname" . }}-stack}
 - name: secrets
