@@ -13,7 +13,7 @@ from flotilla.common.v1 import operate_pb2_grpc
 from flotilla_core import addresses, rpc
 from flotilla_core.bus import Bus, NatsServer
 from flotilla_core.config import BindConfig
-from flotilla_core.rpc.interface import PORTS_VARIABLE, listener, prefer_family_of
+from flotilla_core.rpc.interface import prefer_family_of
 from flotilla_testing.credentials import ours
 
 SERVICE = "flotilla.common.v1.OperateService"
@@ -48,16 +48,6 @@ async def test_a_service_on_ipv6_is_called_by_whatever_spelling(written: str) ->
                 await rpc.unary(stub.Check, pb.CheckRequest(), timeout_s=10)
     finally:
         await server.stop(0)
-
-
-def test_a_weight_group_listens_on_ipv6_within_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setenv(PORTS_VARIABLE, f"{port}-{port}")
-        with pytest.raises(OSError):
-            listener("::1")
-    with listener("::1") as ours, socket.create_connection(("::1", port), timeout=5):
-        assert ours.getsockname()[:2] == ("::1", port)
 
 
 async def test_nats_listens_on_ipv6_and_says_so(tmp_path: Path) -> None:
