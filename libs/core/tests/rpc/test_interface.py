@@ -25,7 +25,7 @@ from flotilla_testing.credentials import ours
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("FLOTILLA_INTERFACE", "FLOTILLA_PORTS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    for name in (*names, "FLOTILLA_CREDENTIAL_FILE"):
+    for name in (*names, "FLOTILLA_SERVICE_CREDENTIAL"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

@@ -27,7 +27,8 @@ from flotilla_core.errors import FlotillaError, InvalidRequest
 Result = TypeVar("Result")
 
 _MOST_NEWS_BYTES = 16 << 20
-_STARTING = threading.Lock()
+_STARTING = threading.RLock()
+"""One that lets a store end while its thread starts work: Python may collect garbage at any moment."""
 
 
 class StoreError(RuntimeError):
@@ -177,7 +178,8 @@ class EpochStore(Store):
 def on_thread_of_stores(work: Coroutine[Any, Any, Result]) -> Future[Result]:
     """Start work on the thread of all stores of this process."""
     with _STARTING:
-        return asyncio.run_coroutine_threadsafe(work, _loop())
+        loop = _loop()
+    return asyncio.run_coroutine_threadsafe(work, loop)
 
 
 @cache
