@@ -11,6 +11,7 @@ all questions of a process are asked and answered by one thread, however many wa
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -187,6 +188,10 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="weights-store", daemon=True).start()
     return loop
+
+
+# A fork has none of its parent's threads.
+os.register_at_fork(after_in_child=_loop.cache_clear)
 
 
 def _bytes(value: str | bytes) -> bytes:
