@@ -114,9 +114,7 @@ class _Peer:
         """Ask once: a repeated question could count twice."""
         if self._channel is None:
             # Many members dial at once.
-            self._channel = rpc.connect(
-                self._address, credential=handed_credential(), dial_s=self._timeout_s
-            )
+            self._channel = rpc.connect(self._address, credential=handed_credential(), dial_s=self._timeout_s)
             self._ask = store_pb2_grpc.StoreServiceStub(self._channel).Ask
         question.secret = self._secret
         limit_s = question.limit_s + self._timeout_s

@@ -53,7 +53,9 @@ class Table:
         if question.awaited:
             answer.yes = await self._waited(question)
             first = question.awaited[0]
-            answer.value = b"%d" % self._counts[first] if first in self._counts else self._values.get(first, b"")
+            answer.value = (
+                b"%d" % self._counts[first] if first in self._counts else self._values.get(first, b"")
+            )
             answer.number = min((self._counts.get(key, 0) for key in question.awaited), default=0)
         nbytes = 0
         for one in self._news[question.heard :]:
@@ -102,7 +104,9 @@ class Table:
 class EpochStore(Store):
     """The store as torch and the members of a group know it."""
 
-    def __init__(self, answer: Callable[[pb.AskRequest], Awaitable[pb.AskResponse]], timeout_s: float) -> None:
+    def __init__(
+        self, answer: Callable[[pb.AskRequest], Awaitable[pb.AskResponse]], timeout_s: float
+    ) -> None:
         super().__init__()
         self._answer = answer
         self._timeout_s = timeout_s
