@@ -168,7 +168,8 @@ class Link:
         try:
             if lane.carrier == CUDA_IPC:
                 buckets = self._shared_buckets(lane, device)
-                return SameGpuGroup(self._root, f"{self._prefix}/{lane.key}", self.rank, lane, buckets)
+                prefix = f"{self._prefix}/{lane.key}"
+                return SameGpuGroup(self._required_root(), prefix, self.rank, lane, buckets)
             return connected_group(
                 lane.carrier,
                 self._store_of(lane),
@@ -266,9 +267,7 @@ class Link:
 
     def _wait_for_keys(self, keys: list[str], what: Callable[[], str]) -> None:
         """Wait until members have told all of these; the store answers as soon as they have."""
-        self._required_store()
-        root, whole = self._root, [f"{self._prefix}/{key}" for key in keys]
-        assert root is not None, "a store has its root"
+        root, whole = self._required_root(), [f"{self._prefix}/{key}" for key in keys]
         # The store answers later than this end gives up.
         question = store_pb2.AskRequest(awaited=root.unknown(whole), limit_s=2 * self.timeout_s)
         pending = root.start(question)
@@ -366,6 +365,11 @@ class Link:
         if self._store is None:
             raise self.fail("the link has no store")
         return self._store
+
+    def _required_root(self) -> EpochStore:
+        self._required_store()
+        assert self._root is not None, "a store has its root"
+        return self._root
 
     def _ask(self, question: Callable[[PrefixStore], Any]) -> Any:
         store = self._required_store()
