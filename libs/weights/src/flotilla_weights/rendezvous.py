@@ -105,7 +105,8 @@ class _Peer:
 
     def __init__(self, address: str, timeout_s: float, secret: bytes) -> None:
         self._address = address
-        self._timeout_s = timeout_s
+        # The caller's own limit comes first, and says more.
+        self._timeout_s = timeout_s + 1.0
         self._secret = secret
         self._channel: grpc.aio.Channel | None = None
         self._ask: Any = None
