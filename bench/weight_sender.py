@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flotilla.common.v1 import weights_pb2
+from flotilla_testing.credentials import hand_ours_down
 from flotilla_weights.manifest import Manifest
 
 EPOCH = 1
@@ -19,6 +20,7 @@ class WeightSender:
     """Publishes the checkpoint of a folder, a little changed each time, to one receiver."""
 
     def __init__(self, folder: Path, bucket_bytes: int) -> None:
+        hand_ours_down()  # to both ends
         spawning = multiprocessing.get_context("spawn")
         self._wire, theirs = spawning.Pipe()
         self._process = spawning.Process(target=_serve, args=(theirs, str(folder), bucket_bytes), daemon=True)

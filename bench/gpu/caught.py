@@ -42,6 +42,7 @@ from flotilla_core.version import Version  # noqa: E402
 from flotilla_generator.engine.base import KvPolicy  # noqa: E402
 from flotilla_generator.engine.vllm.engine import VllmEngine  # noqa: E402
 from flotilla_generator.weights import WeightSession  # noqa: E402
+from flotilla_testing.credentials import hand_ours_down  # noqa: E402
 from flotilla_weights.group import Sender  # noqa: E402
 from flotilla_weights.manifest import Manifest  # noqa: E402
 
@@ -372,4 +373,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    hand_ours_down()
     raise SystemExit(main())

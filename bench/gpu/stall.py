@@ -47,6 +47,7 @@ from flotilla_generator.checkpoint import Checkpoint  # noqa: E402
 from flotilla_generator.engine.base import KvPolicy  # noqa: E402
 from flotilla_generator.engine.vllm import standby  # noqa: E402
 from flotilla_generator.weights import Phase, WeightSession  # noqa: E402
+from flotilla_testing.credentials import hand_ours_down  # noqa: E402
 from flotilla_weights.group import Sender  # noqa: E402
 from flotilla_weights.manifest import Manifest  # noqa: E402
 
@@ -346,4 +347,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    hand_ours_down()
     main()

@@ -33,9 +33,10 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "libs" / name / "src") for name in ("weights", "core", "proto")]
+sys.path[:0] = [str(ROOT / "libs" / name / "src") for name in ("weights", "core", "proto", "testing")]
 
 from flotilla.common.v1 import weights_pb2  # noqa: E402
+from flotilla_testing.credentials import hand_ours_down  # noqa: E402
 from flotilla_weights import digest  # noqa: E402
 from flotilla_weights.group import Receiver, Sender  # noqa: E402
 from flotilla_weights.manifest import Manifest  # noqa: E402
@@ -510,4 +511,5 @@ def tell(found: dict[str, Any], out: Path | None) -> None:
 
 
 if __name__ == "__main__":
+    hand_ours_down()
     main()

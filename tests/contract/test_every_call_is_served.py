@@ -19,6 +19,7 @@ from flotilla_launch.serve import LauncherServicer
 from flotilla_reward.service import RewardServicer
 from flotilla_trainer.agent import RankServicer
 from flotilla_trainer.front.servicer import TrainerServicer
+from flotilla_weights.rendezvous import StoreServicer
 
 SERVICERS = (
     OperateServicer,
@@ -30,6 +31,7 @@ SERVICERS = (
     RewardServicer,
     TrainerServicer,
     RankServicer,
+    StoreServicer,
 )
 ROOT = Path(flotilla.__path__[0])
 CONTRACTS = [

@@ -41,6 +41,7 @@ from flotilla_testing.runs import small_run
 from flotilla_testing.servers import serving
 from flotilla_testing.stack import Stack
 from flotilla_trainer.agent import RankServicer
+from flotilla_weights.rendezvous import StoreServicer
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -60,6 +61,7 @@ SERVED = {
     "launcher": ("flotilla.launcher.v1.LauncherService", *OPEN_TO_READERS),
 }
 RANKS = "flotilla.trainer.v1.RankService"
+STORES = "flotilla.weights.v1.StoreService"
 UNKNOWN_FENCE = rpc.Fence("ledger", 1000, "run", 1)
 AT_ONCE = 16
 REFUSED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -126,7 +128,7 @@ def run_file(arithmetic: Path, folder: Path) -> Path:
 
 
 def test_every_call_of_every_service_is_tried() -> None:
-    served = {name for names in SERVED.values() for name in names} | {RANKS}
+    served = {name for names in SERVED.values() for name in names} | {RANKS, STORES}
     assert served == set(SERVICES)
     assert {method.path for name in served for method in SERVICES[name]} == set(ROLES)
     # Who may only look is told no secret of a weight group.
@@ -186,11 +188,12 @@ def test_who_does_not_belong_is_refused_on_every_call_and_changes_nothing(
     assert stack.run(run_file, *MADE_UP_SAMPLES)["state"] == "succeeded"
 
 
-async def test_an_agent_of_a_gang_asks_for_a_credential(tmp_path: Path) -> None:
+async def test_an_agent_of_a_gang_and_a_store_of_a_group_ask_for_a_credential(tmp_path: Path) -> None:
     nothing: Any = None  # A call that is not refused fails otherwise than by a refusal.
     own = credential(tmp_path)
-    async with serving(RankServicer(nothing, nothing, nothing, nothing), credential=own) as address:
-        assert await offences(address, (RANKS,), own, Callers(tmp_path, tmp_path)) == []
+    servicers = RankServicer(nothing, nothing, nothing, nothing), StoreServicer(nothing, b"", "a store")
+    async with serving(*servicers, credential=own) as address:
+        assert await offences(address, (RANKS, STORES), own, Callers(tmp_path, tmp_path)) == []
 
 
 def test_nats_is_behind_certificates_and_users_of_its_own(stack: Stack, folder: Path) -> None:

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from flotilla_testing.credentials import hand_ours_down
 from flotilla_testing.runs import small_run
 from flotilla_testing.stack import Stack, running_stack, sim_stack
 
 # What these tests share is found by its name, also by vLLM's workers.
 sys.path.insert(0, str(Path(__file__).parent))
+
+hand_ours_down()
 
 
 @pytest.fixture(scope="session", autouse=True)

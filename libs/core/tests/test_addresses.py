@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 
 from flotilla_core import addresses
 from flotilla_core.bus import Bus, NatsServer
-from flotilla_core.rpc.interface import PORTS_VARIABLE, listener, prefer_family_of
+from flotilla_core.rpc.interface import prefer_family_of
 from flotilla_testing.credentials import ours
 from flotilla_testing.servers import Checked, check, serving
 
@@ -32,16 +31,6 @@ async def test_a_service_on_ipv6_is_called_by_whatever_spelling(written: str) ->
         port = address.rpartition(":")[2]
         for dialled in (address, f"[0:0:0:0:0:0:0:1]:{port}"):
             await check(dialled, ours())
-
-
-def test_a_weight_group_listens_on_ipv6_within_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setenv(PORTS_VARIABLE, f"{port}-{port}")
-        with pytest.raises(OSError):
-            listener("::1")
-    with listener("::1") as ours, socket.create_connection(("::1", port), timeout=5):
-        assert ours.getsockname()[:2] == ("::1", port)
 
 
 async def test_nats_listens_on_ipv6_and_says_so(tmp_path: Path) -> None:

@@ -491,7 +491,7 @@ def test_a_new_epoch_works_after_a_broken_one_and_for_its_own_members_alone(pool
         first.result(timeout=5)
     again = Sender.listen("127.0.0.1", 2, 2, "gloo", 10.0)
     for secret in (b"", b"0" * 32, broken.secret):
-        with pytest.raises(Unavailable, match="does not take us"):
+        with pytest.raises(Unavailable, match="does not prove that it is in this weight group"):
             Receiver(group_at(again.port, 2, 10.0, secret, epoch=2), 1, manifest).connect()
     second = start(pool, Receiver(group_of(again, 2, epoch=2), 1, manifest), {})
     again.connect(manifest)

@@ -15,6 +15,9 @@ import torch
 import torch._inductor.compile_fx  # each rank that compiles would import it, for a second and a half
 import torch.distributed as dist
 
+from flotilla_testing.credentials import hand_ours_down
+
+hand_ours_down()
 LIMIT_S = 240.0
 
 

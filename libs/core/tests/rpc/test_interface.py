@@ -13,18 +13,19 @@ from flotilla_core.addresses import ports_of
 from flotilla_core.config import BindConfig
 from flotilla_core.errors import InvalidConfig, PortInUse
 from flotilla_core.rpc.interface import (
-    PORTS_VARIABLE,
     check_interface,
     hand_down,
+    handed_credential,
+    handed_ports,
     interface_address,
-    listener,
 )
 from flotilla_testing.credentials import ours
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FLOTILLA_INTERFACE", "FLOTILLA_PORTS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    names = ("FLOTILLA_INTERFACE", "FLOTILLA_PORTS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in (*names, "FLOTILLA_SERVICE_CREDENTIAL"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -45,16 +46,17 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
         check_interface(BindConfig(interface="nothing0"))
 
 
-def test_ranks_and_workers_learn_the_interface() -> None:
-    hand_down(BindConfig(interface="lo", ports="9000-9001"))
+def test_ranks_and_workers_learn_interface_ports_and_credential() -> None:
+    hand_down(BindConfig(interface="lo", ports="9000-9001"), ours())
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert os.environ["FLOTILLA_PORTS"] == "9000-9001"
+    given = handed_credential()
+    assert handed_ports() == "9000-9001" and given is not None and given.path == ours().path
     assert interface_address() == "127.0.0.1"
 
 
 def test_a_variable_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    hand_down(BindConfig(interface="lo"))
+    hand_down(BindConfig(interface="lo"), ours())
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
@@ -80,12 +82,3 @@ async def test_services_take_free_ports_of_the_range_and_then_say_that_it_is_ful
     finally:
         for server in servers:
             await server.stop(0)
-
-
-def test_a_weight_group_listens_in_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, last = free_pair()
-    monkeypatch.setenv(PORTS_VARIABLE, f"{first}-{last}")
-    with listener("127.0.0.1") as one, listener("127.0.0.1") as two:
-        assert [one.getsockname()[1], two.getsockname()[1]] == [first, last]
-        with pytest.raises(OSError):
-            listener("127.0.0.1")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from flotilla_core.config import BindConfig
 from flotilla_core.files import make_private_folder
+from flotilla_core.rpc.interface import hand_down
 from flotilla_core.trust import Claims, Credential, write_secret
 from flotilla_core.trust.authority import AUTHORITY_FILE, create_credential, make_credential
 from flotilla_core.trust.certificates import Authority, text_of
@@ -41,6 +42,11 @@ def ours() -> Credential:
     folder = Path(tempfile.mkdtemp(prefix="flotilla-credential-"))
     atexit.register(shutil.rmtree, folder)
     return credential(folder)
+
+
+def hand_ours_down() -> None:
+    """Let weight groups of this process, and of those that it starts, show this credential."""
+    hand_down(BindConfig(), ours())
 
 
 def role_credential(directory: Path, role: str, name: str = "ana", ends_s: int | None = None) -> Credential:

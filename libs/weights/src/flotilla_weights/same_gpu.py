@@ -3,6 +3,7 @@
 A message is cut into pieces of one bucket each. The sender copies piece n into bucket n modulo their number and counts
 it in `ready`; a receiver copies it out and counts it in `taken/<rank>`; the sender reuses a bucket when every receiver
 has taken what was in it. Counts go through the lane's part of the store, and only after the device has ended the copy.
+One question tells what was copied and waits for the other end's count, where nothing else is to do.
 
 Invariants: the order of the messages is the same at both ends, and so are the pieces, because sizes come from the
 manifest; no process waits on the device for another process; copies are queued on the stream of the thread that
@@ -19,12 +20,15 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 
+from flotilla.weights.v1 import store_pb2 as pb
 from flotilla_core.gpu_shares import SAME_GPU_BUCKET_BYTES, SAME_GPU_BUCKETS
 from flotilla_weights.process_group import Lane
+from flotilla_weights.store import EpochStore
 
 READY = "ready"
+SLICE_S = 0.05
+"""The longest wait for the other end: an abort of this one is seen between two of them."""
 
 Ended = Callable[[], bool]
 """A function that returns whether the device has ended a copy."""
@@ -92,7 +96,7 @@ class Transfer:
 
     def advance(self) -> bool:
         """Move the messages on as far as possible now; return whether that was anywhere."""
-        return self._group.advance()
+        return self._group.advance(self._last_piece)
 
     def wait(self) -> None:
         """Raise what ended the group."""
@@ -103,17 +107,20 @@ class Transfer:
 class SameGpuGroup:
     """One member's end."""
 
-    def __init__(self, store: PrefixStore, rank: int, lane: Lane, buckets: Buckets) -> None:
+    def __init__(self, store: EpochStore, prefix: str, rank: int, lane: Lane, buckets: Buckets) -> None:
         self._store = store
         self._buckets = buckets
-        self._receivers = [_taken(other) for other in lane.receivers]
         self._sends = rank == lane.sender
-        self._own = READY if self._sends else _taken(rank)
+        own, others = (READY, map(_taken, lane.receivers)) if self._sends else (_taken(rank), [READY])
+        self._own = f"{prefix}/{own}"
+        self._others = [f"{prefix}/{other}" for other in others]
         self._waiting: deque[torch.Tensor] = deque()
         self._copying: deque[Ended] = deque()
         self._queued = 0
         self._started = 0
         self._copied = 0
+        self._told = 0
+        """Pieces of the copied ones that this end has counted."""
         self._heard = 0
         """Pieces that the other end has counted: `ready`, or what every receiver has taken."""
         self._lock = threading.Lock()
@@ -132,13 +139,16 @@ class SameGpuGroup:
         self._queued += len(pieces)
         return Transfer(self, self._queued)
 
-    def advance(self) -> bool:
-        """Start the copies that have a bucket and count those that ended; return whether there were any."""
+    def advance(self, wanted: int) -> bool:
+        """Start the copies that have a bucket and count those that ended; return whether there were any.
+
+        Only for `wanted` pieces the other end is waited for.
+        """
         with self._lock:
             if self.failure:
                 return False
             try:
-                return self._count_copies() | self._listen() | self._start_copies()
+                return self._count_copies() | self._exchange(wanted) | self._start_copies()
             except RuntimeError as error:
                 self.failure = str(error)
                 return True
@@ -166,18 +176,27 @@ class SameGpuGroup:
         while self._copying and self._copying[0]():
             self._copying.popleft()
             self._copied += 1
-        if self._copied > copied:
-            self._store.add(self._own, self._copied - copied)
         return self._copied > copied
 
-    def _listen(self) -> bool:
-        """Ask the store for the other end's count, if that can have changed."""
-        if self._heard >= (self._copied if self._sends else self._queued):
+    def _exchange(self, wanted: int) -> bool:
+        """Tell what was copied, and hear the other end's count; wait for that where nothing else is to do."""
+        untold = self._copied - self._told
+        listens = self._heard < (self._copied if self._sends else self._queued)
+        waits = listens and not self._copying and self.done < wanted
+        if not untold and not waits:
             return False
-        counts = self._receivers if self._sends else [READY]
-        heard = min(int(self._store.get(key)) for key in counts)
-        changed, self._heard = heard > self._heard, heard
-        return changed
+        question = pb.AskRequest(change=pb.CHANGE_ADD, key=self._own, number=untold)
+        self._told = self._copied
+        if not waits:
+            telling = self._store.start(question)
+            if self._told == self._queued:
+                self._store.ask(question, telling)  # no question follows that would fail where this one did
+            return False
+        question.awaited.extend(self._others)
+        question.least, question.limit_s = self._heard + 1, SLICE_S
+        answer = self._store.ask(question)
+        self._heard = answer.number
+        return answer.yes
 
 
 def gpu_of(device: torch.device) -> str:

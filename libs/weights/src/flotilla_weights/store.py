@@ -1,252 +1,201 @@
-"""The keys and values of one epoch, and the store of torch that a member asks for them.
+"""The keys and values of one meeting, and the store of torch by which its members ask for them.
 
-A value is kept in one of two ways. What is `set` is the same for all and is kept for good, so every answer to a member
-brings what was set since its last one, and a member finds it in its own copy. A count, which `add` makes, is asked for
-each time. A key that is removed is gone for a member with its next answer.
+A value is kept in one of two ways. What is `set` is the same for all, so every answer brings what was set since the
+member's last one, and a member finds it in its own copy. A count, which `add` makes, is asked for each time. A key that
+is removed is gone for a member with its next answer.
 
 Invariants: a value that is set once is the same for every member from then on; no question waits longer than its limit;
-a table whose server has ended answers with an error.
+all questions of a process are asked and answered by one thread, however many wait, and any thread may give one up.
 """
 
 from __future__ import annotations
 
-import struct
+import asyncio
+import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from enum import IntEnum
-from typing import NamedTuple, Protocol
+from functools import cache
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-SLICE_S = 0.05
-"""The longest wait of one question: an abort of this end is seen between two of them."""
-PAUSE_S = 0.001
-"""The pause between two slices: locks are not fair, and another thread may want to say something."""
-_MOST_TOLD_BYTES = 16 << 20
-_LENGTH = struct.Struct(">I")
-_HEAD = struct.Struct(">Bqd")
+from flotilla.weights.v1 import store_pb2 as pb
+from flotilla_core.errors import FlotillaError, InvalidRequest
+
+Result = TypeVar("Result")
+
+_MOST_NEWS_BYTES = 16 << 20
+_STARTING = threading.RLock()
+"""One that lets a store end while its thread starts work: Python may collect garbage at any moment."""
 
 
 class StoreError(RuntimeError):
     """Says that a store cannot answer, as torch expects it."""
 
 
-class Verb(IntEnum):
-    """The kinds of questions to a table."""
-
-    SET = 1
-    WAIT = 2
-    READ = 3
-    ADD = 4
-    SWAP = 5
-    REMOVE = 6
-    COUNT = 7
-
-
-class Question(NamedTuple):
-    """One question of a member."""
-
-    verb: Verb
-    keys: tuple[str, ...] = ()
-    value: bytes = b""
-    number: int = 0
-    limit_s: float = 0.0
-
-    def encoded(self) -> bytes:
-        """Return it as a message."""
-        head = _HEAD.pack(self.verb, self.number, self.limit_s)
-        return packed([head, self.value, *(key.encode() for key in self.keys)])
-
-    @classmethod
-    def decoded(cls, message: bytes) -> Question:
-        """Read a message; raise ValueError where it is none."""
-        head, value, *keys = unpacked(message)
-        try:
-            verb, number, limit_s = _HEAD.unpack(head)
-        except struct.error as error:
-            raise ValueError(str(error)) from error
-        return cls(Verb(verb), tuple(key.decode() for key in keys), value, number, limit_s)
-
-
-class Answer(NamedTuple):
-    """Whether it is so, with a value or a number."""
-
-    yes: bool
-    value: bytes = b""
-
-
-class Desk(Protocol):
-    """The place at which a member asks."""
-
-    @property
-    def values(self) -> Mapping[str, bytes]:
-        """Return what was set, as far as it is known here."""
-
-    def ask(self, question: Question) -> Answer:
-        """Return the answer, which takes no longer than the limit of the question; raise StoreError."""
-
-
 class Table:
-    """The keys and values, and the desk of the process that has them."""
+    """The keys and values, where they are kept."""
 
     def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
+        self._values: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
-        self._told: list[bytes] = []
-        """The entries that were set and removed, in order, as the members hear of them."""
-        self._changed = threading.Condition()
-        self._ended = False
-        self.on_change: Callable[[], None] = lambda: None
-        """Called after a change, by the thread that made it."""
+        self._news: list[pb.News] = []
+        self._changed = asyncio.Event()
 
-    def ask(self, question: Question) -> Answer:
-        with self._changed:
-            if question.verb is Verb.WAIT:
-                self._changed.wait_for(lambda: self._ended or self.has(question.keys), question.limit_s)
-            if self._ended:
-                raise StoreError("the store of the weight group is closed")
-        return self.answer(question)
-
-    def answer(self, question: Question) -> Answer:
-        """Return the answer as of now."""
-        verb, keys = question.verb, question.keys
-        key = keys[0] if keys else ""
-        with self._changed:
-            if verb is Verb.WAIT:
-                return Answer(self.has(keys))
-            if verb is Verb.READ:
-                value = self._value(key)
-                return Answer(value is not None, value or b"")
-            if verb is Verb.COUNT:
-                return Answer(True, b"%d" % (len(self.values) + len(self._counts)))
-            answer = self._change(verb, key, question)
-            self._changed.notify_all()
-        self.on_change()
+    async def answer(self, question: pb.AskRequest) -> pb.AskResponse:
+        """Change what the question changes, wait for what it awaits, and return the answer."""
+        answer = pb.AskResponse(number=len(self._values) + len(self._counts))
+        if question.change:
+            self._change(question, answer)
+        if question.awaited:
+            answer.yes = await self._waited(question)
+            first = question.awaited[0]
+            answer.value = (
+                b"%d" % self._counts[first] if first in self._counts else self._values.get(first, b"")
+            )
+            answer.number = min((self._counts.get(key, 0) for key in question.awaited), default=0)
+        nbytes = 0
+        for one in self._news[question.heard :]:
+            answer.news.append(one)
+            nbytes += len(one.value)
+            if nbytes > _MOST_NEWS_BYTES:
+                break
         return answer
 
-    def has(self, keys: Iterable[str]) -> bool:
-        """Return whether all of them exist."""
-        return all(key in self.values or key in self._counts for key in keys)
+    async def _waited(self, question: pb.AskRequest) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(question.limit_s):
+                while not self._has(question):
+                    # Each waiter holds the event of its time: a new one for the next change.
+                    await self._changed.wait()
+        return self._has(question)
 
-    def told_since(self, position: int) -> list[bytes]:
-        """Return what a member that has heard `position` entries has to hear; the rest comes with its next answer."""
-        told, nbytes = [], 0
-        for entry in self._told[position:]:
-            told.append(entry)
-            nbytes += len(entry)
-            if nbytes > _MOST_TOLD_BYTES:
-                break
-        return told
+    def _has(self, question: pb.AskRequest) -> bool:
+        least = question.least if question.HasField("least") else None
+        return all(
+            key in self._values or (key in self._counts and (least is None or self._counts[key] >= least))
+            for key in question.awaited
+        )
 
-    def end(self) -> None:
-        """Answer nothing any more."""
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def _value(self, key: str) -> bytes | None:
-        if key in self._counts:
-            return b"%d" % self._counts[key]
-        return self.values.get(key)
-
-    def _change(self, verb: Verb, key: str, question: Question) -> Answer:
-        if key in (self.values if verb is Verb.ADD else self._counts) and verb is not Verb.REMOVE:
-            raise StoreError(f"{key} is either set or counted, and not both")
-        if verb is Verb.ADD:
-            self._counts[key] = self._counts.get(key, 0) + question.number
-            return Answer(True, b"%d" % self._counts[key])
-        if verb is Verb.REMOVE:
-            existed = self._counts.pop(key, None) is not None
-            if self.values.pop(key, None) is not None:
-                self._told.append(packed([key.encode()]))
-                existed = True
-            return Answer(existed)
-        value = question.value
-        if verb is Verb.SWAP:
-            expected, value = unpacked(value)
-            held = self._value(key)
+    def _change(self, question: pb.AskRequest, answer: pb.AskResponse) -> None:
+        key, change, held = question.key, question.change, self._values.get(question.key)
+        if change == pb.CHANGE_REMOVE:
+            answer.yes = self._counts.pop(key, None) is not None or held is not None
+            if held is not None:
+                del self._values[key]
+                self._news.append(pb.News(key=key))
+        elif key in (self._values if change == pb.CHANGE_ADD else self._counts):
+            raise InvalidRequest(f"{key} is either set or counted, and not both")
+        elif change == pb.CHANGE_ADD:
+            answer.number = self._counts[key] = self._counts.get(key, 0) + question.number
+        elif change == pb.CHANGE_SWAP and (held or b"") != question.expected:
             # As TCPStore does: a key that is not there has no value, which the empty one stands for.
-            if (held or b"") != expected:
-                return Answer(False, expected if held is None else held)
-        self.values[key] = value
-        self._told.append(packed([key.encode(), value]))
-        return Answer(True, value)
+            answer.value = question.expected if held is None else held
+        else:
+            answer.value = self._values[key] = question.value
+            self._news.append(pb.News(key=key, value=question.value))
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class EpochStore(Store):
     """The store as torch and the members of a group know it."""
 
-    def __init__(self, desk: Desk, timeout_s: float) -> None:
+    def __init__(
+        self, answer: Callable[[pb.AskRequest], Awaitable[pb.AskResponse]], timeout_s: float
+    ) -> None:
         super().__init__()
-        self.desk = desk
+        self._answer = answer
         self._timeout_s = timeout_s
+        self._values: dict[str, bytes] = {}
+        self._heard = 0
+
+    def start(self, question: pb.AskRequest) -> Future[pb.AskResponse]:
+        """Ask, and return at once."""
+        return on_thread_of_stores(self._asked(question))
+
+    def ask(self, question: pb.AskRequest, pending: Future[pb.AskResponse] | None = None) -> pb.AskResponse:
+        """Return the answer, also of what was started; raise StoreError where there is none."""
+        try:
+            return (pending or self.start(question)).result()
+        except FlotillaError as error:
+            raise StoreError(str(error)) from error
+
+    async def _asked(self, question: pb.AskRequest) -> pb.AskResponse:
+        question.heard = self._heard
+        answer = await self._answer(question)
+        # Of two questions at once the later answer may come first.
+        for one in answer.news[self._heard - question.heard :]:
+            if one.HasField("value"):
+                self._values[one.key] = one.value
+            else:
+                self._values.pop(one.key, None)
+        self._heard = max(self._heard, question.heard + len(answer.news))
+        return answer
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.desk.ask(Question(Verb.SET, (key,), _bytes(value)))
+        self.ask(pb.AskRequest(change=pb.CHANGE_SET, key=key, value=_bytes(value)))
 
     def get(self, key: str) -> bytes:
         """Return the value, for which it waits."""
-        while (value := self.desk.values.get(key)) is None:
-            read = self.desk.ask(Question(Verb.READ, (key,)))
-            if read.yes:
-                return read.value
-            self.wait([key])
-        return value
+        known = self._values.get(key)
+        return self._waited([key], self._timeout_s).value if known is None else known
 
     def add(self, key: str, value: int) -> int:
-        return int(self.desk.ask(Question(Verb.ADD, (key,), number=value)).value)
+        return self.ask(pb.AskRequest(change=pb.CHANGE_ADD, key=key, number=value)).number
 
     def check(self, keys: list[str]) -> bool:
-        return self.wait_a_while(keys, 0.0)
+        unknown = self.unknown(keys)
+        return not unknown or self.ask(pb.AskRequest(awaited=unknown)).yes
 
-    def wait_a_while(self, keys: Sequence[str], limit_s: float) -> bool:
-        """Wait until all of them exist, for so long at most; return whether they do."""
-        unknown = tuple(key for key in keys if key not in self.desk.values)
-        return not unknown or self.desk.ask(Question(Verb.WAIT, unknown, limit_s=limit_s)).yes
+    def unknown(self, keys: Sequence[str]) -> list[str]:
+        """Return those keys that are not known to exist."""
+        return [key for key in keys if key not in self._values]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        ends = time.monotonic() + limit_s
-        while not self.wait_a_while(keys, max(0.0, min(SLICE_S, ends - time.monotonic()))):
-            if time.monotonic() >= ends:
-                raise StoreError(f"no {' or '.join(keys)[:200]} in the store within {limit_s:g} s")
-            time.sleep(PAUSE_S)
+        if unknown := self.unknown(keys):
+            self._waited(unknown, self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def _waited(self, keys: list[str], limit_s: float) -> pb.AskResponse:
+        answer = self.ask(pb.AskRequest(awaited=keys, limit_s=limit_s))
+        if not answer.yes:
+            raise StoreError(f"no {' or '.join(keys)[:200]} in the store within {limit_s:g} s")
+        return answer
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        swap = packed([_bytes(expected_value), _bytes(desired_value)])
-        return self.desk.ask(Question(Verb.SWAP, (key,), swap)).value
+        expected, value = _bytes(expected_value), _bytes(desired_value)
+        return self.ask(pb.AskRequest(change=pb.CHANGE_SWAP, key=key, expected=expected, value=value)).value
 
     def delete_key(self, key: str) -> bool:
-        return self.desk.ask(Question(Verb.REMOVE, (key,))).yes
+        return self.ask(pb.AskRequest(change=pb.CHANGE_REMOVE, key=key)).yes
 
     def num_keys(self) -> int:
-        return int(self.desk.ask(Question(Verb.COUNT)).value)
+        return self.ask(pb.AskRequest()).number
 
     def clone(self) -> EpochStore:
         """Return itself: any thread may ask it."""
         return self
 
 
-def packed(parts: Iterable[bytes]) -> bytes:
-    """Return byte strings as one."""
-    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+def on_thread_of_stores(work: Coroutine[Any, Any, Result]) -> Future[Result]:
+    """Start work on the thread of all stores of this process."""
+    with _STARTING:
+        loop = _loop()
+    return asyncio.run_coroutine_threadsafe(work, loop)
 
 
-def unpacked(message: bytes) -> list[bytes]:
-    """Return the byte strings of `packed`; raise ValueError where the message is none."""
-    parts, at = [], 0
-    while at < len(message):
-        begin = at + _LENGTH.size
-        if begin > len(message):
-            raise ValueError("the message is cut")
-        end = begin + _LENGTH.unpack_from(message, at)[0]
-        if end > len(message):
-            raise ValueError("the message is cut")
-        parts.append(message[begin:end])
-        at = end
-    return parts
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="weights-store", daemon=True).start()
+    return loop
+
+
+# A fork has none of its parent's threads.
+os.register_at_fork(after_in_child=_loop.cache_clear)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 
+from flotilla.weights.v1 import store_pb2
 from flotilla_core.addresses import joined
 from flotilla_core.errors import (
     FailedPrecondition,
@@ -38,9 +40,9 @@ from flotilla_weights.process_group import (
     let_go,
     pause_over,
 )
-from flotilla_weights.rendezvous import open_store, reach_store
+from flotilla_weights.rendezvous import LOOK_EVERY_S, open_store, reach_store
 from flotilla_weights.same_gpu import Buckets, SameGpuGroup, counters, gpu_of, mapped_buckets, own_buckets
-from flotilla_weights.store import PAUSE_S, SLICE_S, EpochStore
+from flotilla_weights.store import EpochStore
 
 STORE_CHECK_EVERY_S = 0.25
 
@@ -114,7 +116,7 @@ class Link:
         """Reach the sender's store, which is open before its address is published."""
         try:
             self._root = reach_store(host, port, self.timeout_s, secret, self.check)
-        except (OSError, RuntimeError, UnicodeError) as error:
+        except (OSError, RuntimeError) as error:
             # Nothing of the group's yet: a member that does not reach the sender is the one that fails.
             raise self._end(
                 Unavailable(f"the sender's store at {joined(host, port)} does not answer", why=_brief(error))
@@ -165,7 +167,9 @@ class Link:
     def _connected(self, lane: Lane, peer_host: str, device: torch.device) -> Any:
         try:
             if lane.carrier == CUDA_IPC:
-                return SameGpuGroup(self._store_of(lane), self.rank, lane, self._shared_buckets(lane, device))
+                buckets = self._shared_buckets(lane, device)
+                prefix = f"{self._prefix}/{lane.key}"
+                return SameGpuGroup(self._required_root(), prefix, self.rank, lane, buckets)
             return connected_group(
                 lane.carrier,
                 self._store_of(lane),
@@ -263,16 +267,17 @@ class Link:
 
     def _wait_for_keys(self, keys: list[str], what: Callable[[], str]) -> None:
         """Wait until members have told all of these; the store answers as soon as they have."""
-        self._required_store()
-        root, whole = self._root, [f"{self._prefix}/{key}" for key in keys]
-        assert root is not None, "a store has its root"
-        self.wait(
-            lambda: bool(self._ask(lambda _: root.wait_a_while(whole, SLICE_S))),
-            what,
-            lambda _: time.sleep(PAUSE_S),
-        )
+        root, whole = self._required_root(), [f"{self._prefix}/{key}" for key in keys]
+        # The store answers later than this end gives up.
+        question = store_pb2.AskRequest(awaited=root.unknown(whole), limit_s=2 * self.timeout_s)
+        pending = root.start(question)
+        try:
+            self.wait(pending.done, what, lambda _: futures.wait([pending], LOOK_EVERY_S))
+        finally:
+            pending.cancel()
+        self._ask(lambda _: root.ask(question, pending))
 
-    def wait(self, done: Callable[[], bool], what: Callable[[], str], pause: Callable[[int], None]) -> None:
+    def wait(self, done: Callable[[], bool], what: Callable[[], str], pause: Callable[[int], Any]) -> None:
         """Ask for `done` between two pauses within the deadline, watching for aborts and for failures of others."""
         deadline = time.monotonic() + self.timeout_s
         next_check = time.monotonic() + STORE_CHECK_EVERY_S
@@ -360,6 +365,11 @@ class Link:
         if self._store is None:
             raise self.fail("the link has no store")
         return self._store
+
+    def _required_root(self) -> EpochStore:
+        self._required_store()
+        assert self._root is not None, "a store has its root"
+        return self._root
 
     def _ask(self, question: Callable[[PrefixStore], Any]) -> Any:
         store = self._required_store()

@@ -57,7 +57,6 @@ CHANNEL_OPTIONS: _Options = [
     *_BOTH,
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     # A new channel to a restarted replica must not inherit the back-off of the old one.
     ("grpc.use_local_subchannel_pool", 1),
@@ -65,12 +64,16 @@ CHANNEL_OPTIONS: _Options = [
 
 
 def connect(
-    address: str, *, credential: Credential | None = None, fence: Callable[[], Fence | None] | None = None
+    address: str,
+    *,
+    credential: Credential | None = None,
+    fence: Callable[[], Fence | None] | None = None,
+    dial_s: float = 0.2,
 ) -> grpc.aio.Channel:
     """Return a channel to `address` (host:port). It dials at the first call and again whenever the peer was away.
 
     It shows `credential`, which only a socket file does without. `fence` says under which beginning of a run a call is
-    made, call by call.
+    made, call by call. A peer that takes longer than `dial_s` to answer the first time is called away.
     """
 
     def metadata(_: str) -> tuple[tuple[str, str], ...]:
@@ -86,7 +89,11 @@ def connect(
             why="services take no call without a certificate",
             next_step="start the stack (flotilla up), or name a credential: --credential-file FILE",
         )
-    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
+    options: _Options = [
+        *CHANNEL_OPTIONS,
+        ("grpc.min_reconnect_backoff_ms", int(dial_s * 1000)),
+        ("grpc.ssl_target_name_override", SERVER_NAME),
+    ]
     return RenewedChannel(
         credential,
         lambda pem: grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*pem), options=options),

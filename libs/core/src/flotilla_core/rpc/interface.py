@@ -1,27 +1,29 @@
-"""The interface and the ports that a stack file gives to the services of a host.
+"""The interface, the ports and the credential that a stack gives to the processes of a host.
 
 Invariants: a service whose host lacks the interface of its stack file does not start; what it starts itself (ranks,
-workers) learns both from its environment, because NCCL and gloo read theirs there as well. A variable that the user set
-is kept.
+workers) learns all three from its environment, because NCCL and gloo read theirs there as well. A variable that the
+user set is kept.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from flotilla_core import addresses
-from flotilla_core.addresses import ports_of
 from flotilla_core.errors import InvalidConfig
+from flotilla_core.trust import Credential
 
 if TYPE_CHECKING:
     from flotilla_core.config import BindConfig
 
 INTERFACE_VARIABLE = "FLOTILLA_INTERFACE"
 PORTS_VARIABLE = "FLOTILLA_PORTS"
+CREDENTIAL_VARIABLE = "FLOTILLA_SERVICE_CREDENTIAL"
 
 
 def check_interface(bind: BindConfig) -> str:
@@ -44,8 +46,8 @@ def check_interface(bind: BindConfig) -> str:
     return own[0]
 
 
-def hand_down(bind: BindConfig) -> None:
-    """Check the interface, and tell it and the ports to every process that this one starts."""
+def hand_down(bind: BindConfig, credential: Credential) -> None:
+    """Check the interface, and tell it, the ports and the credential to every process that this one starts."""
     if check_interface(bind) and bind.interface is not None:
         os.environ[INTERFACE_VARIABLE] = bind.interface
         os.environ.setdefault("GLOO_SOCKET_IFNAME", bind.interface)
@@ -54,6 +56,7 @@ def hand_down(bind: BindConfig) -> None:
     prefer_family_of(addresses.dialable(bind.advertise_host or bind.host))
     if bind.ports is not None:
         os.environ[PORTS_VARIABLE] = bind.ports
+    os.environ[CREDENTIAL_VARIABLE] = str(credential.path)
 
 
 def prefer_family_of(host: str) -> None:
@@ -68,16 +71,15 @@ def interface_address() -> str:
     return next(iter(_addresses(interface)), "") if interface else ""
 
 
-def listener(host: str, backlog: int = 512) -> socket.socket:
-    """Return a socket that listens on `host`, on a free one of the ports that were handed down."""
-    ports = ports_of(os.environ.get(PORTS_VARIABLE))
-    for port in ports:
-        try:
-            return addresses.listening(host, port, backlog)
-        except OSError:
-            if port == ports[-1]:
-                raise
-    raise AssertionError("a range has a port")
+def handed_ports() -> str | None:
+    """Return the range of ports that was handed down, if any was."""
+    return os.environ.get(PORTS_VARIABLE)
+
+
+def handed_credential() -> Credential | None:
+    """Return the credential that was handed down, if any was."""
+    path = os.environ.get(CREDENTIAL_VARIABLE)
+    return Credential(Path(path)) if path else None
 
 
 def _addresses(interface: str) -> list[str]:

@@ -131,8 +131,8 @@ class ServiceProcess:
         instance_id = ids.new_instance_id(given.name)
         name_instance(instance_id)
         check_state_directory(given.state_dir)
-        hand_down(given.stack.bind)
         credential = Credential.of_stack(given.stack.bind, given.state_dir)
+        hand_down(given.stack.bind, credential)
         credential.require_service(given.name)
         telemetry.start(self._kind_name, instance_id, list(given.otlp), credential=credential)
         user = COORDINATOR if self._kind == reg.SERVICE_KIND_COORDINATOR else SERVICE

@@ -79,6 +79,7 @@ UNTRACED_METHODS = frozenset(
         "/flotilla.generator.v1.GeneratorService/GetWeightStatus",
         "/flotilla.launcher.v1.LauncherService/List",
         "/flotilla.trainer.v1.RankService/RunRank",
+        "/flotilla.weights.v1.StoreService/Ask",
     }
 )
 """Polls and watches of ours: they say nothing about the work and would drown it."""

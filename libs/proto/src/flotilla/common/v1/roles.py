@@ -67,6 +67,7 @@ ROLES = {
     "/flotilla.generator.v1.GeneratorService/AbortWeights": "run",
     "/flotilla.generator.v1.GeneratorService/Sleep": "run",
     "/flotilla.generator.v1.GeneratorService/Wake": "run",
+    "/flotilla.weights.v1.StoreService/Ask": "admin",
     "/flotilla.reward.v1.RewardService/ListRewards": "read",
     "/flotilla.reward.v1.RewardService/Score": "run",
     "/flotilla.common.v1.FileService/GetManifest": "run",

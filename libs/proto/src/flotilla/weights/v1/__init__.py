@@ -1,0 +1,1 @@
+"""Generated code of flotilla.weights.v1."""
