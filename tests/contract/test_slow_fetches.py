@@ -200,7 +200,8 @@ async def test_weights_that_take_longer_than_any_silence_are_waited_for_and_show
         for one in pair.told
         if f"trainer-0 is fetching /not/there/weights from {pair.files.address}" in one
     ]
-    assert len(shown) > 5 and all(one.endswith("of 2.4 MiB") for one in shown)
+    # The first look may come before the first piece.
+    assert len(shown) > 5 and all(one.endswith("of 2.4 MiB") for one in shown[1:])
     assert pair.told[-1] == "", "at the end nothing is shown any more"
 
 

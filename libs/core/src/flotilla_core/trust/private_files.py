@@ -45,7 +45,7 @@ def read_secret(path: Path, key: str, *, is_public: bool = False) -> str:
     try:
         # Not blocked by a named pipe, and judged as it was opened, not as it may be later.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise InvalidConfig("the file of a secret is not there", where=where) from None
     except OSError as error:
         raise PermissionDenied(
