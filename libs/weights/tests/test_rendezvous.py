@@ -63,6 +63,7 @@ def test_a_member_finds_what_others_set_counted_swapped_and_removed(opened: tupl
     assert other.num_keys() == 2 and not other.check(["a", "n"]) and not one.check(["a"])
     with pytest.raises(StoreError, match="either set or counted"):
         one.add("failed", 1)
+    assert one.num_keys() == other.num_keys() == 2, "an error of one member costs no other"
     assert one.clone() is one
 
 

@@ -56,7 +56,7 @@ class AskRequest(_message.Message):
     LEAST_FIELD_NUMBER: _builtins.int
     LIMIT_S_FIELD_NUMBER: _builtins.int
     secret: _builtins.bytes
-    """Of the meeting: who was not told it is no member."""
+    """The secret of the meeting. Who does not know it is no member."""
     heard: _builtins.int
     """How many news the caller has heard."""
     change: Global___Change.ValueType
