@@ -238,6 +238,19 @@ async def test_what_a_step_waits_for_overtakes_the_rollouts_that_wait(bench: Ben
     assert 0 < max(waiting) < len(prompts) and waiting[-1] == 0
 
 
+async def test_samples_continue_with_right_logprobs_after_their_engine_slept(bench: Bench) -> None:
+    running = await bench.decoding(2)
+    await bench.engine.sleep()
+    later = asyncio.create_task(bench.sample(bench.prompts(2), Sampling(1.0, 8, ignore_eos=True)))
+    await bench.wait_in_engine(4)
+    ended, _ = await asyncio.wait([running, later], timeout=1.0)
+    assert not ended, "the engine decodes in its sleep"
+    await bench.engine.wake()
+    drawn = [*await running, *await later]
+    assert [len(sample.token_ids) for _, sample in drawn] == [LONG, LONG, 8, 8]
+    assert max(difference(bench.model, prompt, sample, 1.0) for prompt, sample in drawn) < TOLERANCE
+
+
 async def test_a_wrong_tensor_is_named_and_the_old_weights_go_on_serving(bench: Bench) -> None:
     tensors = tensors_of(make_model(30))
     name = "model.layers.2.self_attn.k_proj.weight"

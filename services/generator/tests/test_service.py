@@ -448,13 +448,13 @@ async def test_what_still_runs_when_a_replica_must_go_is_handed_over_in_part(slo
     assert all(from_tensor(s.token_ids).size < 16 for s in cut)
 
 
-async def test_a_sleeping_replica_refuses_work_and_weights_until_it_wakes(replica):
+async def test_a_sleeping_replica_refuses_weights_and_work_of_others_until_it_wakes(replica):
     sent = await replica.sync(1, Version(0, 1))
     await replica.call("Sleep", pb.SleepRequest(run_id="run"))
     assert (await replica.status()).asleep
     stage = pb.StageWeightsRequest(run_id="run", epoch=1, policy_version=Version(0, 2).to_proto())
     for refused in (
-        replica.samples(ask()),
+        replica.samples(ask(run_id="other")),
         replica.call("StageWeights", stage),
         replica.commit(1, Version(0, 1), sent),
     ):
@@ -489,16 +489,18 @@ async def test_a_run_that_ends_in_its_sleep_leaves_it_to_the_next_one_to_wake(re
     assert await replica.samples(ask(min_version=Version(0, 2).to_proto()))
 
 
-async def test_a_replica_falls_asleep_when_its_last_sample_has_ended(slow_replica):
-    generating = asyncio.create_task(slow_replica.samples(ask(samples=3)))
+async def test_samples_stand_still_while_their_replica_sleeps_and_end_after_it_woke(slow_replica):
+    before = asyncio.create_task(slow_replica.samples(ask("before", samples=3)))
     await running(slow_replica, 3)
-    with pytest.raises(DeadlineExceeded):
-        await slow_replica.call("Sleep", pb.SleepRequest(run_id="run"), timeout_s=0.1)
-    assert not (await slow_replica.status()).asleep
-    falling = asyncio.create_task(slow_replica.call("Sleep", pb.SleepRequest(run_id="run")))
-    assert len(await generating) == 3
-    await falling
-    assert (await slow_replica.status()).asleep
+    await slow_replica.call("Sleep", pb.SleepRequest(run_id="run"))
+    during = asyncio.create_task(slow_replica.samples(ask("during", samples=2)))
+    await running(slow_replica, 5)
+    longest_s = 16 * 0.05 + 0.05
+    ended, _ = await asyncio.wait([before, during], timeout=longest_s + 0.5)
+    assert not ended and (await slow_replica.status()).asleep
+    await slow_replica.call("Wake", pb.WakeRequest(run_id="run"))
+    async with asyncio.timeout(5):
+        assert [len(samples) for samples in await asyncio.gather(before, during)] == [3, 2]
 
 
 async def until(replica: Replica, phase: int) -> None:

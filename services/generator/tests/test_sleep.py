@@ -1,4 +1,4 @@
-"""A replica that gave its memory away: what it waits for, what it refuses, and that it always can be woken."""
+"""A replica that gave its memory away: what stands still, what it refuses, and that it always can be woken."""
 
 from __future__ import annotations
 
@@ -47,15 +47,13 @@ class Sleeper(SimEngine):
 
 
 class Replica:
-    """An engine with its sessions; a test decides whether a request runs."""
+    """An engine with its sessions."""
 
     def __init__(self, folder: Path, *, can_sleep: bool = True) -> None:
         self.engine = Sleeper(folder, can_sleep=can_sleep)
         self.weights = WeightSession(self.engine)
-        self.idle = asyncio.Event()
-        self.idle.set()
         self.activities = Activities()
-        self.sleep = Sleep(self.engine, self.weights, self.activities, self.idle.wait)
+        self.sleep = Sleep(self.engine, self.weights, self.activities)
 
     async def until(self, did: str) -> None:
         async with asyncio.timeout(LIMIT_S):
@@ -89,28 +87,14 @@ async def test_who_asks_what_a_sleeping_process_does_is_told(replica: Replica) -
     assert not replica.activities.current()
 
 
-async def test_it_waits_for_what_runs_and_begins_nothing_meanwhile(replica: Replica) -> None:
-    replica.idle.clear()
-    falling = asyncio.create_task(replica.sleep.sleep("run"))
-    await asyncio.sleep(0)
-    with pytest.raises(Unavailable):
-        replica.sleep.require_awake()
-    assert not replica.engine.did and not replica.sleep.asleep
-    replica.idle.set()
-    assert await falling == FREED
+async def test_the_run_whose_sleep_it_is_may_ask_for_samples_meanwhile(replica: Replica) -> None:
+    await replica.sleep.sleep("run")
+    replica.sleep.require_awake(unless="run")
+    with pytest.raises(Unavailable, match="run run has put it to sleep"):
+        replica.sleep.require_awake(unless="other")
 
 
-async def test_a_caller_who_gives_up_the_wait_leaves_it_awake(replica: Replica) -> None:
-    replica.idle.clear()
-    falling = asyncio.create_task(replica.sleep.sleep("run"))
-    await asyncio.sleep(0)
-    falling.cancel()
-    await asyncio.wait([falling])
-    replica.sleep.require_awake()
-    assert not replica.engine.did
-
-
-async def test_a_caller_who_gives_up_later_leaves_it_whole_and_a_wake_follows_in_order(
+async def test_a_caller_who_gives_up_leaves_it_whole_and_a_wake_follows_in_order(
     replica: Replica,
 ) -> None:
     replica.engine.may_sleep.clear()

@@ -8,6 +8,7 @@ import pytest
 
 from flotilla_coordinator.plan import checks, sampling_lines
 from flotilla_coordinator.plan.chapter import Chapter
+from flotilla_coordinator.plan.gpu_memory import sleeps_in
 from flotilla_core.config import RunConfig, StackConfig
 
 TOKENS_OF_A_STEP = 1000
@@ -89,23 +90,28 @@ def test_an_evaluation_beside_the_training_needs_a_second_generator() -> None:
     assert "with loop: client leave it out" in error
 
 
-def test_a_run_that_decodes_during_updates_is_refused_where_generators_sleep_then() -> None:
-    described = {"placement": "colocated", "generator": {"replicas": 2, "sleep_while_training": True}}
-    stack = StackConfig.model_validate(described | {"trainer": {"nproc": 2}})
-
-    def refused(**changes: Any) -> list[str]:
-        rollout = {"prompts_per_step": 16, "samples_per_prompt": 4} | changes.pop("rollout", {})
-        return Chapter.of(checks.sleep_errors(run(**changes, rollout=rollout), stack)).errors
-
-    assert not refused() and not [*checks.sleep_errors(run(), StackConfig())]
-    for changes, key in (
-        ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness = 1"),
-        ({"loop": "client"}, "loop: client"),
-        ({"evaluation": {"data": "heldout.jsonl", "pinned": True}}, "evaluation.pinned"),
-        ({"rollout": {"generators": 1}}, "rollout.generators = 1"),
-    ):
-        (error,) = refused(**changes)
-        assert key in error and "generator.sleep_while_training" in error
+@pytest.mark.parametrize(
+    ("changes", "sleep"),
+    [
+        ({}, True),
+        ({"rollout": {"max_staleness": 1}}, True),
+        ({"evaluation": {"data": "heldout.jsonl", "pinned": True}}, True),
+        ({"rollout": {"generators": 2}}, True),
+        ({"rollout": {"generators": 1}}, False),
+        ({"loop": "client"}, False),
+        ({"algorithm": {"type": "sft"}, "rewards": []}, False),
+    ],
+)
+def test_generators_sleep_in_each_run_that_knows_when_all_of_them_can(
+    changes: dict[str, Any], sleep: bool
+) -> None:
+    described = {"placement": "colocated", "generator": {"replicas": 2}, "trainer": {"nproc": 2}}
+    rollout = {"prompts_per_step": 16, "samples_per_prompt": 4} | changes.get("rollout", {})
+    config = run(**changes | {"rollout": rollout})
+    awake = StackConfig.model_validate(described)
+    lend = described | {"generator": {"replicas": 2, "sleep_while_training": True}}
+    assert sleeps_in(config, StackConfig.model_validate(lend)) is sleep
+    assert not sleeps_in(config, awake)
 
 
 @pytest.mark.parametrize(

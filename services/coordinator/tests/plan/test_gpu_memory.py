@@ -178,7 +178,7 @@ def test_generators_that_a_run_does_not_have_sleep_for_nobody() -> None:
     assert gpu_memory.rank_room(run_of(), model, stack, H200) == shared.rank_room
     assert gpu_memory.rank_room(given, model, stack, H200) == shared.room_beside
     _, (warning,) = problems(given, stack, model, shared.room_beside + GIB, H200)
-    assert "stays" in warning and gpu_memory.SLEEP not in warning
+    assert "stays" in warning and f"set {gpu_memory.SLEEP} in stack.yaml to false" in warning
 
 
 def test_a_rank_that_keeps_more_between_updates_than_the_cache_leaves_is_refused() -> None:
@@ -212,9 +212,8 @@ def test_a_rank_that_fits_only_alternately_is_told_the_key_and_what_it_would_hav
     need = shared.rank_room + GIB
     _, (warning,) = problems(config, stack_of(), model, need, SMALL_GPU)
     assert f"set {gpu_memory.SLEEP} in stack.yaml, with which it has" in warning
-    ahead = run_of(rollout={"prompts_per_step": 32, "samples_per_prompt": 8, "max_staleness": 1})
-    _, (warning,) = problems(ahead, stack_of(), model, need, SMALL_GPU)
-    assert gpu_memory.SLEEP not in warning, "such a run decodes during updates"
+    _, (warning,) = problems(run_of(loop="client"), stack_of(), model, need, SMALL_GPU)
+    assert gpu_memory.SLEEP not in warning, "nobody knows when such a run needs samples"
     assert problems(config, asleep(), model, need, SMALL_GPU) == ([], [])
     room = SharedGpu.of(model, asleep(), SMALL_GPU).rank_room
     _, (warning,) = problems(config, asleep(), model, room + GIB, SMALL_GPU)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flotilla_coordinator.plan import size_limits
-from flotilla_coordinator.plan.gpu_memory import SharedGpu, rank_room
+from flotilla_coordinator.plan.gpu_memory import SharedGpu, rank_room, token_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.placement import placed, seat_lines, seats
 from flotilla_core.config import RunConfig, StackConfig, dump_yaml, load, load_text
@@ -23,11 +23,11 @@ GIB = 1 << 30
 Host = Callable[..., None]
 
 
-def make_model(folder: Path, *, width: int = 8, layers: int = 3) -> Path:
+def make_model(folder: Path, *, width: int = 8, layers: int = 3, longest: int = 64) -> Path:
     """A model of one square matrix a layer, whose file has no data."""
     folder.mkdir()
     config = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 2, "vocab_size": 20}
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": longest}))
     shapes = {"embed": [20, width]} | {f"model.layers.{n}.w": [width, width] for n in range(layers)}
     write_header(folder, shapes)
     return folder
@@ -185,6 +185,30 @@ def test_up_and_plan_say_who_sits_where_with_how_much_memory(model: Path, host: 
     lines = list(seat_lines(stack, ModelFacts.read(model), 24 * GIB))
     assert [(name, value) for name, value, _ in lines] == [("GPU 0", "24 GiB"), ("GPU 1", "24 GiB")]
     assert [who for _, _, who in lines] == [who for _, who in found]
+
+
+def test_generators_sleep_where_a_usual_batch_has_no_room_beside_the_rank_and_the_file_does_not_say(
+    tmp_path: Path, host: Host
+) -> None:
+    wide = make_model(tmp_path / "wide", width=16_384, layers=14, longest=1024)  # 3.8 billion parameters
+    host(2, gib=80)
+    found, total = placed(stack_of(wide)), 80 * GIB
+    assert found.placement == "colocated" and found.generator.sleep_while_training
+    assert found.generator.apply_weights == "direct", "a second copy of the weights would take of the KV cache"
+    assert placed(found) == found
+    alternately, _ = seats(found)
+    assert "the rank's during updates" in alternately[0][1] and "without that" in alternately[0][1]
+    by_hand = placed(stack_of(wide, generator={"sleep_while_training": False}))
+    assert not by_hand.generator.sleep_while_training and by_hand.generator.apply_weights == "prefetch"
+    facts = ModelFacts.read(wide)
+    caches = [SharedGpu.of(facts, stack, total).kv_cache for stack in (by_hand, found)]
+    assert caches[1] > 1.25 * caches[0] and caches[0] < 256 * 1024 * token_bytes(facts, found.generator)
+    for kept in ({"generator": {"kv_cache_gib": 4}}, {"generator": {"max_running_samples": 8}}):
+        assert not placed(stack_of(wide, **kept)).generator.sleep_while_training
+    second = placed(stack_of(wide, generator={"apply_weights": "prefetch"}))
+    assert second.generator.sleep_while_training and second.generator.apply_weights == "prefetch"
+    host(2, gib=600)
+    assert not placed(stack_of(wide)).generator.sleep_while_training, "all has room at the same time"
 
 
 def test_generators_that_sleep_say_whose_memory_their_cache_is_during_updates(

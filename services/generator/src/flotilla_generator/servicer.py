@@ -2,7 +2,7 @@
 
 Invariants: a call that is cancelled leaves no request in the engine; nothing is generated before the engine has
 started, while it drains, while it sleeps, or with broken weights; calls about weights and sleep only translate here,
-their rules live in `WeightSession` and `Sleep`.
+their rules live in `WeightSession` and `Sleep`. A request of the run whose trainer has the memory waits for the wake.
 
 Samples that end at nearly the same time share one message, because a message costs both sides more than the sample in
 it. The caller may say how long a sample that has ended can wait. No sample waits longer than that, and the last ones do
@@ -59,7 +59,7 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._idle.set()
         self._unavailable = "the engine is still starting"
         self.weights = WeightSession(engine)
-        self.sleep = Sleep(engine, self.weights, activities, self._idle.wait)
+        self.sleep = Sleep(engine, self.weights, activities)
 
     def open(self) -> None:
         """Note that the engine has started."""
@@ -77,7 +77,7 @@ class GeneratorServicer(GeneratorServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self._require_open()
-        self.sleep.require_awake()
+        self.sleep.require_awake(unless=request.run_id)
         minimum = Version.from_proto(request.min_version) if request.HasField("min_version") else None
         self.weights.require_serving(request.run_id, minimum)
         live = self.weights.live

@@ -1,17 +1,16 @@
 """The sleep of this replica: its KV cache's memory is the trainer's, and nothing is generated.
 
-Invariants: what runs ends before the memory is given back, and nothing begins from the call on until the replica is
-awake; a call that is given up while it waits leaves it awake, and one that began to give the memory back is completed.
-A replica that sleeps wakes by `wake`, and before it joins a weight group: a run that begins, or goes on under another
-coordinator, joins one before it generates, so whoever put the replica to sleep need not live to wake it.
-
-It waits instead of refusing, because a request whose caller has just cancelled it is still there for a moment.
+Invariants: samples stand still while the replica sleeps, and continue when it wakes, which computes their KV again; the
+run that put it to sleep may send further requests, which begin then, and all others are refused. A call that began to
+give the memory back is completed, even if its caller has given up. A replica that sleeps wakes by `wake`, and before it
+joins a weight group: a run that begins, or goes on under another coordinator, joins one before it generates, so whoever
+put the replica to sleep need not live to wake it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -28,21 +27,13 @@ QUIET = (Phase.IDLE, Phase.BROKEN)
 class Sleep:
     """Whether the replica sleeps, and the only way to change that."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        weights: WeightSession,
-        activities: Activities,
-        wait_idle: Callable[[], Awaitable[object]],
-    ) -> None:
-        """`wait_idle` returns when no request runs."""
+    def __init__(self, engine: Engine, weights: WeightSession, activities: Activities) -> None:
         self._engine = engine
         self._weights = weights
         self._activities = activities
-        self._wait_idle = wait_idle
         self._lock = asyncio.Lock()
-        self._closed_for = ""
-        """The run for which nothing begins: the replica sleeps, or is about to."""
+        self._run_id = ""
+        """The run whose trainer has the memory, or is about to have it."""
         self._freed: int | None = None
         self._listed = ExitStack()
         """The activity of the sleep, for as long as it lasts."""
@@ -52,27 +43,22 @@ class Sleep:
         """Return whether the memory is given back, or may be."""
         return self._freed is not None
 
-    def require_awake(self) -> None:
-        """Refuse what needs the engine while it sleeps."""
-        if self._closed_for:
+    def require_awake(self, *, unless: str = "") -> None:
+        """Refuse what needs the engine while it sleeps; a request of the run `unless`, whose sleep it is, may wait."""
+        if self._run_id and self._run_id != unless:
             raise Unavailable(
                 "the replica sleeps while the trainer has its memory",
-                why=f"run {self._closed_for} has put it to sleep (generator.sleep_while_training)",
+                why=f"run {self._run_id} has put it to sleep (generator.sleep_while_training)",
                 next_step="it wakes by the call Wake, and when it joins a weight group",
             )
 
     async def sleep(self, run_id: str) -> int:
-        """Give the memory back once nothing runs, and return the bytes; again while it sleeps, return the same."""
+        """Give the memory back and return the bytes; again while it sleeps, return the same."""
         async with self._lock:
             self._require_of(run_id)
             if self._freed is not None:
                 return self._freed
-            self._closed_for = run_id
-            try:
-                await self._wait_idle()
-            except asyncio.CancelledError:
-                self._closed_for = ""
-                raise
+            self._run_id = run_id
             return await _to_its_end(self._fall_asleep())
 
     async def wake(self) -> None:
@@ -85,14 +71,14 @@ class Sleep:
         # Before the engine is asked: of an error in between nobody knows how much it has given back.
         self._freed = 0
         self._listed.enter_context(
-            self._activities.doing("asleep, while the trainer has its memory", run_id=self._closed_for)
+            self._activities.doing("asleep, while the trainer has its memory", run_id=self._run_id)
         )
         self._freed = await self._engine.sleep()
         return self._freed
 
     async def _wake_up(self) -> None:
         await self._engine.wake()
-        self._freed, self._closed_for = None, ""
+        self._freed, self._run_id = None, ""
         self._listed.close()
 
     def _require_of(self, run_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flotilla_coordinator.plan.batching_choice import batching_of_run
 from flotilla_coordinator.plan.chapter import remarks
+from flotilla_coordinator.plan.gpu_memory import sleeps_in
 from flotilla_coordinator.plan.plan import plan_run
 
-__all__ = ["batching_of_run", "plan_run", "remarks"]
+__all__ = ["batching_of_run", "plan_run", "remarks", "sleeps_in"]

@@ -28,7 +28,6 @@ def settings_chapter(config: RunConfig, stack: StackConfig) -> Entries:
     yield from config_errors(config)
     yield from fleet_warnings(config, stack)
     yield from role_errors(config.algorithm, stack)
-    yield from sleep_errors(config, stack)
     yield from map(refusal, tracker_errors(config))
 
 
@@ -86,29 +85,6 @@ def model_errors(
         yield refusal(
             f"the tokenizer has {tokenizer_vocabulary} tokens, the model has {model.vocabulary_size}: "
             "they do not belong together"
-        )
-
-
-def sleep_errors(config: RunConfig, stack: StackConfig) -> Entries:
-    """Refuse a run that needs generators during updates, on a stack where they sleep meanwhile."""
-    if not (stack.generator.sleep_while_training and config.needs_generators):
-        return
-    rollout, key = config.rollout, "generator.sleep_while_training is true in the stack"
-    if isinstance(config.algorithm, PolicyConfig) and rollout.max_staleness > 0:
-        yield refusal(
-            f"rollout.max_staleness = {rollout.max_staleness} samples during updates, but {key}, so generators have no "
-            "memory for that: set rollout.max_staleness to 0, or start the stack without the key"
-        )
-    if config.loop == "client":
-        yield refusal(
-            f"with loop: client nobody knows beforehand when samples are needed, but {key}: start the stack without it"
-        )
-    if config.evaluation is not None and config.evaluation.pinned:
-        yield refusal(f"evaluation.pinned decodes during updates, but {key}: leave evaluation.pinned out")
-    if rollout.generators is not None and rollout.generators < stack.generator.replicas:
-        yield refusal(
-            f"rollout.generators = {rollout.generators} leaves some of {stack.generator.replicas} generators awake "
-            f"during updates, but {key}: leave rollout.generators out"
         )
 
 

@@ -9,7 +9,8 @@ fit into the other half is known when the run is planned.
 
 Sleep: with `generator.sleep_while_training` the KV cache and the activations are never there at the same time, so each
 may have all that remains, the KV cache without what a rank computes for live checks. Where all weights cannot learn it
-has half of it, as ever, because nobody knows yet what the rank will keep.
+has half of it, as ever, because nobody knows yet what the rank will keep. A run for which generators do not sleep has
+what the KV cache leaves.
 
 Refusals: an estimate is refused where twice the memory would not suffice, and else warned of; so is what a rank keeps
 between updates, where the KV cache leaves less.
@@ -106,8 +107,8 @@ class SharedGpu:
         other = cls.of(model, stack.model_copy(update={"generator": asleep}), total)
         if other.fits:
             advice = (
-                f"set {SLEEP} to true for runs with max_staleness: 0, with which the KV cache has "
-                f"{shown_bytes(other.kv_cache)} and the rank {shown_bytes(other.rank_room)} alternately, "
+                f"set {SLEEP} to true, with which the KV cache has {shown_bytes(other.kv_cache)} and the rank "
+                f"{shown_bytes(other.rank_room)} alternately, "
             )
         raise FailedPrecondition(
             f"a trainer rank and a generator do not fit on one GPU of {shown_bytes(total)}",
@@ -205,12 +206,21 @@ def compiles(trainer: TrainerConfig, gpu: int | None) -> bool:
     return trainer.compile == "on" or (trainer.compile == "auto" and gpu is not None)
 
 
+def sleeps_in(config: RunConfig, stack: StackConfig) -> bool:
+    """Return whether the generators of a stack sleep during the updates of a run.
+
+    Nobody knows when a client's loop needs its next samples. Generators that a run does not have stay awake.
+    """
+    generators, wanted = stack.generator, config.rollout.generators
+    whole = wanted is None or wanted >= generators.replicas
+    return generators.sleep_while_training and config.needs_generators and config.loop != "client" and whole
+
+
 def rank_room(config: RunConfig, model: ModelFacts, stack: StackConfig, gpu: int) -> int:
     """Return the bytes that a trainer rank may use of a GPU of so many bytes."""
     if stack.placement == "colocated":
         shared = SharedGpu.of(model, stack, gpu)
-        # Only generators that the run has sleep for it.
-        room, buckets = shared.rank_room if config.needs_generators else shared.room_beside, shared.buckets
+        room, buckets = shared.rank_room if sleeps_in(config, stack) else shared.room_beside, shared.buckets
     else:
         buckets = sync_bytes(model, stack)
         room = gpu - set_aside(gpu, buckets)
@@ -224,7 +234,7 @@ def gpu_problems(
     """Refuse what cannot fit on a GPU of so many bytes, and warn of what may not, or is slow."""
     trainer, has = stack.trainer, f"and a GPU of {shown_bytes(gpu)} has"
     shared = SharedGpu.of(model, stack, gpu) if stack.placement == "colocated" else None
-    sleeps = shared is not None and shared.sleeps and config.needs_generators
+    sleeps = sleeps_in(config, stack)
     if shared is not None and sleeps:
         room = shared.room_beside
         yield from _beyond(
@@ -244,7 +254,7 @@ def gpu_problems(
         state_fits = need.state <= room or offloads(trainer)
         if not state_fits:
             neighbour += f", less than the {shown_bytes(need.state)} of its weights, gradients and moments"
-        ways = ", or ".join(_ways_to_fit(config, shared, state_fits=state_fits))
+        ways = ", or ".join(_ways_to_fit(config, shared, sleeps=sleeps, state_fits=state_fits))
         yield from _beyond(
             f"a trainer rank needs about {shown_bytes(need.total)}, {has} {shown_bytes(max(room, 0))} for it"
             f"{neighbour}: {ways}",
@@ -261,7 +271,9 @@ def _beyond(sentence: str, need: int, room: int, *, beside: int = 0) -> Entries:
         yield refusal(sentence) if need > ESTIMATE_MAY_BE_WRONG_BY * room else warning(sentence)
 
 
-def _ways_to_fit(config: RunConfig, shared: SharedGpu | None, *, state_fits: bool) -> Iterator[str]:
+def _ways_to_fit(
+    config: RunConfig, shared: SharedGpu | None, *, sleeps: bool, state_fits: bool
+) -> Iterator[str]:
     """Say what makes a rank smaller, or its part of a GPU larger."""
     batching = config.batching
     if not state_fits:
@@ -273,9 +285,11 @@ def _ways_to_fit(config: RunConfig, shared: SharedGpu | None, *, state_fits: boo
         f"{batching.logprob_chunk_tokens}"
     )
     yield "set batching.activation_checkpointing or optimizer.offload"
-    if shared is not None and not (shared.sleeps and config.needs_generators):
+    if shared is not None and not sleeps:
         yield f"lower generator.kv_cache_gib = {shared.kv_cache / GIB:.3g}"
-        if config.needs_generators and config.rollout.max_staleness == 0:
+        if shared.sleeps:
+            yield f"set {SLEEP} in stack.yaml to false, with which the KV cache is smaller"
+        elif config.needs_generators and config.loop != "client":
             yield f"set {SLEEP} in stack.yaml, with which it has {shown_bytes(shared.room_alone)}"
     yield "raise trainer.nproc"
 

@@ -2,7 +2,8 @@
 
 Invariants: a key that the file gives stays as it is. Without GPUs nothing is decided. All GPUs of the host are used
 where the file names neither ranks nor generators: each gets a rank and a generator if both fit while all weights learn,
-because then no GPU waits for the work of another. Else ranks have half of them, or as many as learning takes, and
+because then no GPU waits for the work of another. Where the KV cache beside the rank is too small for a usual batch and
+a larger one fits alternately, generators sleep during updates. Else ranks have half of them, or as many as learning takes, and
 generators the rest, each with as many workers as its weights need. Where all weights cannot learn in either way, those
 of the trainer rest in host memory. What cannot fit is refused before anything starts, with the key to change. A stack
 that was placed names everything, so it is placed alike again.
@@ -23,6 +24,7 @@ from flotilla_coordinator.plan.gpu_memory import (
     kv_cache_bytes,
     longest_sample_bytes,
     share_beside_standby,
+    token_bytes,
 )
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import HostMemory, frozen_bytes, offloads, resident_bytes
@@ -42,6 +44,10 @@ LEAST_CACHE_SHARE = 0.05
 READY_TIMEOUT_S = 480.0
 """The ready timeout on GPUs: the first start of a model compiles it and captures graphs, which takes two minutes, and
 more with several generators."""
+USUAL_TOKENS = 256 * 1024
+"""The tokens that a KV cache should hold: a usual batch of one GPU, all of whose samples decode at the same time."""
+WORTH_SLEEPING = 1.25
+"""The times as large as beside the rank that a KV cache is with which generators sleep; each step waits for that."""
 SECTIONS = ("generator", "trainer", "critic", "reference", "teacher")
 Seat = tuple[str, str]
 """The name of a GPU, and who sits there with how much memory."""
@@ -73,6 +79,7 @@ def placed(stack: StackConfig) -> StackConfig:
         stack = _beside_standby(stack, model, total)
         _require_room(stack, model, total)
         return stack.model_copy(update={"placement": "separate"})
+    stack = _asleep_in_updates(stack, model, total)
     return SharedGpu.required(model, stack, total).applied(stack)
 
 
@@ -179,6 +186,26 @@ def _decodes(stack: StackConfig, model: ModelFacts, total: int) -> bool:
     return kv_cache_bytes(model, stack, total) >= longest_sample_bytes(model, stack.generator)
 
 
+def _asleep_in_updates(stack: StackConfig, model: ModelFacts, total: int) -> StackConfig:
+    """Let generators sleep during updates where that makes a KV cache large enough, if the file does not say it.
+
+    They then receive weights in place: decoding stands still for an update anyway, and no memory is for a second copy.
+    """
+    generator = stack.generator
+    by_hand = generator.sets("sleep_while_training") or generator.kv_cache_gib is not None
+    one_trainer = stack.trainer.replicas == 1 and stack.trainer.attach is None
+    if by_hand or generator.attach or not one_trainer or stack.autoscale is not None:
+        return stack
+    update: dict[str, Any] = {"sleep_while_training": True}
+    if not generator.sets("apply_weights"):
+        update["apply_weights"] = "direct"
+    asleep = stack.model_copy(update={"generator": generator.model_copy(update=update)})
+    beside, alternately = SharedGpu.of(model, stack, total), SharedGpu.of(model, asleep, total)
+    enough = beside.fits and beside.kv_cache >= USUAL_TOKENS * token_bytes(model, generator)
+    larger = alternately.kv_cache >= WORTH_SLEEPING * max(beside.kv_cache, 1)
+    return asleep if alternately.fits and larger and not enough else stack
+
+
 def _counted(stack: StackConfig, ranks: int, generators: int, placement: str) -> StackConfig:
     generator = stack.generator.model_copy(update={"replicas": generators})
     trainer = stack.trainer.model_copy(update={"nproc": ranks})
@@ -231,7 +258,7 @@ def _memory(slot: Slot, stack: StackConfig, model: ModelFacts, total: int) -> st
     if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
         cache = kv_cache_bytes(model, stack, total)
         most = generator_process_bytes(model, stack, total)
-        asleep = ", the rank's during updates" if stack.generator.sleep_while_training else ""
+        asleep = _asleep(stack, model, total) if stack.generator.sleep_while_training else ""
         return f" (up to {shown_bytes(most)}, KV cache {shown_bytes(cache)} of it{asleep})"
     role = role_of_process(slot.name)
     if slot.kind != ServiceKind.SERVICE_KIND_TRAINER or model_of(stack, role) != stack.model:
@@ -243,3 +270,10 @@ def _memory(slot: Slot, stack: StackConfig, model: ModelFacts, total: int) -> st
         return f" (up to {shown_bytes(most)}{rests})"
     kept = resident_bytes if role in LEARNING else frozen_bytes
     return f" ({shown_bytes(kept(model, gang))})"
+
+
+def _asleep(stack: StackConfig, model: ModelFacts, total: int) -> str:
+    """Say what generators that sleep during updates win."""
+    update = {"sleep_while_training": False, "kv_cache_gib": None}
+    awake = stack.model_copy(update={"generator": stack.generator.model_copy(update=update)})
+    return f", the rank's during updates, {shown_bytes(kv_cache_bytes(model, awake, total))} without that"

@@ -20,7 +20,7 @@ from flotilla_coordinator.fleet.autoscale import Autoscaler, IdleShares
 from flotilla_coordinator.fleet.launcher import LauncherLink
 from flotilla_coordinator.fleet.run_fleet import RunFleet, SleepingGenerators
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.plan import batching_of_run
+from flotilla_coordinator.plan import batching_of_run, sleeps_in
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation, Sampler
@@ -190,7 +190,7 @@ class RunWiring:
         )
         self._fleet.users.append(sync)
         self._fleet.weight_mover = sync
-        if stack.generator.sleep_while_training and self._config.needs_generators:
+        if sleeps_in(self._config, stack):
 
             def let_go(replica: GeneratorReplica, error: FlotillaError) -> None:
                 sync.let_go(replica.instance_id)

@@ -229,9 +229,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def sleep(self) -> int:
-        """Forget all KV, give its GPU memory back, and return the bytes; the weights stay where they are.
+        """Stop all samples, forget their KV, give its GPU memory back, and return the bytes; the weights stay.
 
-        Nothing is asked of the engine before `wake`, which also repairs what an error here left half done.
+        Samples, and those that are asked for meanwhile, continue after `wake`, which also repairs what an error here
+        left half done. Nothing about weights is asked of the engine before.
         """
 
     @abstractmethod

@@ -160,10 +160,11 @@ class SimEngine(Engine):
         return False
 
     async def sleep(self) -> int:
+        self.schedule.stand_still()
         return 0
 
     async def wake(self) -> None:
-        pass
+        self.schedule.go_on()
 
     @asynccontextmanager
     async def _standing_still(self, kv_policy: KvPolicy) -> AsyncIterator[None]:

@@ -33,6 +33,8 @@ class Schedule:
         """False lets no sample begin, whatever place is free."""
         self.ending = True
         """False lets no sample end in its time."""
+        self._still_since: float | None = None
+        """The time from which on nothing decodes; empty while it does."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -64,6 +66,22 @@ class Schedule:
         for one in samples:
             if one in self._running or one in self._waiting:
                 self._remove(one)
+        self.look()
+
+    def stand_still(self) -> None:
+        """Let no sample decode until `go_on`."""
+        self.beginning = self.ending = False
+        if self._still_since is None:
+            self._still_since = asyncio.get_running_loop().time()
+
+    def go_on(self) -> None:
+        """Let all samples decode again; the time in between is added to their ends."""
+        if self._still_since is not None:
+            still_s, self._still_since = asyncio.get_running_loop().time() - self._still_since, None
+            self._ends = [(end + still_s, number, one) for end, number, one in self._ends]
+            for one in self._running:
+                one.started += still_s
+        self.beginning = self.ending = True
         self.look()
 
     def look(self) -> None:
