@@ -140,9 +140,9 @@ class GeneratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Give the GPU memory of the KV cache back, for a trainer that shares the GPU; the weights stay. It takes no new
-        work from then on and waits for the samples that it has, within the deadline of the call. While it sleeps,
-        Generate is UNAVAILABLE, and weights are neither staged nor committed. A repeated call changes nothing.
+        """Give the GPU memory of the KV cache back, for a trainer that shares the GPU; the weights stay. Samples stand still
+        from then on, and continue after Wake. While it sleeps, Generate of the same run waits, that of another run is
+        UNAVAILABLE, and weights are neither staged nor committed. A repeated call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,9 +56,9 @@ class GeneratorServiceStub:
     AbortWeights: _grpc.UnaryUnaryMultiCallable[_generator_pb2.AbortWeightsRequest, _generator_pb2.AbortWeightsResponse]
     """Drop what is staged or being received, and the group with it; the live weights stay."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_generator_pb2.SleepRequest, _generator_pb2.SleepResponse]
-    """Give the GPU memory of the KV cache back, for a trainer that shares the GPU; the weights stay. It takes no new
-    work from then on and waits for the samples that it has, within the deadline of the call. While it sleeps,
-    Generate is UNAVAILABLE, and weights are neither staged nor committed. A repeated call changes nothing.
+    """Give the GPU memory of the KV cache back, for a trainer that shares the GPU; the weights stay. Samples stand still
+    from then on, and continue after Wake. While it sleeps, Generate of the same run waits, that of another run is
+    UNAVAILABLE, and weights are neither staged nor committed. A repeated call changes nothing.
     """
     Wake: _grpc.UnaryUnaryMultiCallable[_generator_pb2.WakeRequest, _generator_pb2.WakeResponse]
     """Take that memory again, and decode. JoinWeightGroup does the same first, so whoever brings weights finds it awake."""
@@ -91,9 +91,9 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     AbortWeights: _aio.UnaryUnaryMultiCallable[_generator_pb2.AbortWeightsRequest, _generator_pb2.AbortWeightsResponse]  # type: ignore[assignment]
     """Drop what is staged or being received, and the group with it; the live weights stay."""
     Sleep: _aio.UnaryUnaryMultiCallable[_generator_pb2.SleepRequest, _generator_pb2.SleepResponse]  # type: ignore[assignment]
-    """Give the GPU memory of the KV cache back, for a trainer that shares the GPU; the weights stay. It takes no new
-    work from then on and waits for the samples that it has, within the deadline of the call. While it sleeps,
-    Generate is UNAVAILABLE, and weights are neither staged nor committed. A repeated call changes nothing.
+    """Give the GPU memory of the KV cache back, for a trainer that shares the GPU; the weights stay. Samples stand still
+    from then on, and continue after Wake. While it sleeps, Generate of the same run waits, that of another run is
+    UNAVAILABLE, and weights are neither staged nor committed. A repeated call changes nothing.
     """
     Wake: _aio.UnaryUnaryMultiCallable[_generator_pb2.WakeRequest, _generator_pb2.WakeResponse]  # type: ignore[assignment]
     """Take that memory again, and decode. JoinWeightGroup does the same first, so whoever brings weights finds it awake."""
@@ -171,9 +171,9 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generator_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generator_pb2.SleepResponse, _abc.Awaitable[_generator_pb2.SleepResponse]]:
-        """Give the GPU memory of the KV cache back, for a trainer that shares the GPU; the weights stay. It takes no new
-        work from then on and waits for the samples that it has, within the deadline of the call. While it sleeps,
-        Generate is UNAVAILABLE, and weights are neither staged nor committed. A repeated call changes nothing.
+        """Give the GPU memory of the KV cache back, for a trainer that shares the GPU; the weights stay. Samples stand still
+        from then on, and continue after Wake. While it sleeps, Generate of the same run waits, that of another run is
+        UNAVAILABLE, and weights are neither staged nor committed. A repeated call changes nothing.
         """
 
     @_abc_1.abstractmethod
