@@ -112,8 +112,6 @@ def main() -> int:
         asked.shape, sizes = "tiny", Work(4, 2, 16)
     if asked.steps <= WARMING:
         cli.error(f"--steps must be above {WARMING}")
-    if asked.sleep and any(asked.staleness):
-        cli.error("--sleep needs --staleness 0")
     asked.out.mkdir(parents=True, exist_ok=True)
     work: Path = asked.work or asked.out / "work"
     show_gpus(0 if asked.small else asked.gpus)
@@ -190,6 +188,9 @@ def _as_started(stack: Stack) -> dict[str, Any]:
         "generators": generator["replicas"],
         "dtypes": [trainer["dtype"], generator["dtype"]],
         "kv_cache_gib": generator["kv_cache_gib"],
+        "sleep_while_training": generator["sleep_while_training"],
+        "apply_weights": generator["apply_weights"],
+        "cpu_offload": trainer["cpu_offload"],
     }
 
 
