@@ -3,8 +3,8 @@
 The import takes longer than all else that a start does on a CPU. The server also gives vLLM the process in which it
 looks at a model's class when it first meets it.
 
-Invariants: the service forks the server while it has one thread, no socket, lock or log file of its own and no CUDA,
-and never forks again; the server computes nothing and touches no GPU, so that its forks may; a fork takes the
+Invariants: the service forks the server while it has one thread, no CUDA, and nothing open of its own, and never forks
+again; the server computes nothing and touches no GPU, so that its forks may; a fork takes the
 environment and the number of threads from the service as they are when it starts; the server ends with the service.
 A server that died is replaced by one that imports vLLM again, and so is one that no fork preceded.
 """
@@ -104,7 +104,10 @@ def _modules() -> list[str]:
 
 
 def _descriptors() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
+    listed = map(int, os.listdir("/proc/self/fd"))
+    return {
+        one for one in listed if os.path.exists(f"/proc/self/fd/{one}")
+    }  # without the one by which it was listed
 
 
 def _serve(passed: Sequence[int], opened: set[int]) -> NoReturn:
@@ -112,12 +115,9 @@ def _serve(passed: Sequence[int], opened: set[int]) -> NoReturn:
     try:
         _call_this_process("fork server")
         for descriptor in opened.difference(passed):
-            with suppress(OSError):  # the one by which they were listed
-                os.close(descriptor)
+            os.close(descriptor)
         serving: Any = forkserver
-        serving._forkserver = (
-            forkserver.ForkServer()
-        )  # as in a new interpreter: the lock of the other one is taken
+        serving._forkserver = forkserver.ForkServer()  # as a new interpreter has it: this one's lock is taken
         serving.main(*passed, preload=[])
     finally:  # also of its end, which is a SystemExit: what the service has to do at its own is not done here
         if failed := not isinstance(sys.exc_info()[1], SystemExit):
