@@ -1,7 +1,7 @@
 """AsyncLLM behind the `Engine` seam.
 
-Invariants: the service answers while vLLM starts; a stop is never taken for the death of vLLM. Works on vLLM 0.26 to
-0.32.
+Invariants: the service answers while the engine starts; a stop is never taken for the death of vLLM. Works on vLLM 0.26
+to 0.32.
 """
 
 from __future__ import annotations
