@@ -90,6 +90,17 @@ def test_operators_see_into_services_and_samples(stack: Stack, finished_run: dic
     assert all(one["prompt"] and one["policy_versions"] and one["reward"] is not None for one in samples)
 
 
+def test_a_generator_imports_vllm_once(stack: Stack) -> None:
+    """The server and the engine are forks: a process that imported vLLM itself would have another command line."""
+    service = stack.process("generator-0")
+    (server,) = (one for one in service.children() if one.cmdline() == service.cmdline())
+    (engine,) = server.children()
+    assert engine.cmdline() == service.cmdline() and (server.name(), engine.name()) == (
+        "fork server",
+        "engine",
+    )
+
+
 def test_second_up_changes_nothing(stack: Stack) -> None:
     before = stack.process("coordinator").pid
     outcome = stack.flotilla("up")

@@ -29,7 +29,7 @@ from flotilla_testing.credentials import credential
 
 # What a service's main.py looks like; its behaviour is chosen by the first argument.
 SERVICE = """
-import asyncio, sys
+import asyncio, sys, threading
 from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core.errors import Mismatch
 from flotilla_core.service import run_service
@@ -49,8 +49,12 @@ class Toy:
     async def drain(self, grace_s): print("drained", flush=True)
     async def stop(self): print("stopped by host", flush=True)
 
+def first(arguments):
+    print(f"{arguments.name} first, threads: {threading.active_count()}", flush=True)
+    if MODE == "lacks a package": import no_such_package
+
 MODE = sys.argv.pop(1)
-sys.exit(run_service(reg.SERVICE_KIND_REWARD, Toy))
+sys.exit(run_service(reg.SERVICE_KIND_REWARD, Toy, first=first))
 """
 
 
@@ -227,6 +231,16 @@ async def test_failure_ends_in_one_message_and_exit_code_1(
     assert await toy.ended() == 1
     assert toy.output.endswith(message)
     assert "stopped by host" in toy.output
+
+
+async def test_what_a_service_does_first_sees_one_thread_and_fails_with_a_message(
+    tmp_path: Path, nats: NatsServer, stack_file: Path
+) -> None:
+    toy = await Toy.start("lacks a package", tmp_path, stack_file, "--nats", nats.url)
+    assert await toy.ended() == 1
+    assert toy.output.startswith("reward-0 first, threads: 1\n")
+    why = "ModuleNotFoundError: No module named 'no_such_package'"
+    assert toy.output.endswith(f"error: the service failed (reward): {why}\n")
 
 
 async def test_a_replica_on_another_host_advertises_its_own_name_and_says_where_its_credential_is(

@@ -100,7 +100,8 @@ def _engine(host: Host, checkpoint: Checkpoint) -> Engine:
         from flotilla_generator.engine.sim.engine import SimEngine
 
         return SimEngine(config, checkpoint)
+    from flotilla_generator.engine.vllm.boot import CACHE
     from flotilla_generator.engine.vllm.engine import VllmEngine
 
-    engine = VllmEngine(config, checkpoint, cache=host.state_dir / "cache" / "vllm")
+    engine = VllmEngine(config, checkpoint, cache=host.state_dir / CACHE)
     return engine if config.slowed_by is None else cast("Engine", SlowedEngine(engine, config.slowed_by))

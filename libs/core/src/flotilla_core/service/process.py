@@ -1,7 +1,7 @@
 """The life of a service process, the same for every service, from its command line to its exit code.
 
-Order: telemetry, NATS, build, open port (health NOT_SERVING, announce file), `start`, READY. SIGTERM: DRAINING,
-`drain`, `stop`, flush, exit 0; a second signal ends the process at once.
+Order: what the service has to do `first`, telemetry, NATS, build, open port (health NOT_SERVING, announce file),
+`start`, READY. SIGTERM: DRAINING, `drain`, `stop`, flush, exit 0; a second signal ends the process at once.
 
 Invariants: health and registry never say READY before `start` has returned, nor after draining has begun; the service
 is stopped exactly once, whatever came before; the registration is withdrawn before the process ends. The announce file
@@ -380,11 +380,16 @@ class LoopWatch:
 
 
 def run_service(
-    kind: ServiceKind.ValueType, build: Callable[[Host], Service], arguments: Sequence[str] | None = None
+    kind: ServiceKind.ValueType,
+    build: Callable[[Host], Service],
+    arguments: Sequence[str] | None = None,
+    *,
+    first: Callable[[Arguments], None] = lambda _: None,
 ) -> int:
     """Run the service that `build` makes until it is told to stop; returns the exit code.
 
-    `arguments` are those of the command line where they are not given.
+    `arguments` are those of the command line where they are not given. `first` is called before all else, in a process
+    that has one thread and has opened nothing.
     """
     if arguments is None:
         speak_utf8()
@@ -398,6 +403,7 @@ def run_service(
         tolerate_lost_lines()
         configure_logs(given.name)
         with names_full_disk("the service cannot write its files", given.state_dir):
+            first(given)
             return asyncio.run(ServiceProcess(kind, name, given, build).run())
     except FlotillaError as error:
         return _say(error)

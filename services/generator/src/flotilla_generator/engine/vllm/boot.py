@@ -22,6 +22,8 @@ from flotilla_core.logger import get_logger
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.vllm.parent_watch import SERVICE_PID
 
+CACHE = Path("cache") / "vllm"
+"""Where a stack keeps what its engines compile, below its folder."""
 WORKER_EXTENSION = "flotilla_generator.engine.vllm.worker.WeightWorker"
 SCHEDULER = "flotilla_generator.engine.vllm.scheduler.recording_scheduler"
 
@@ -96,6 +98,8 @@ def prepare_environment(config: GeneratorConfig, cache: Path | None = None) -> N
     """Set what vLLM reads from the environment, here and in its children; `cache` keeps all code that they compile."""
     import torch
 
+    # As vLLM does: another look for GPUs starts CUDA, which no fork of this process could use any more.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     variables = dict(ENVIRONMENT)
     if cache is not None:
         variables |= {

@@ -1,7 +1,7 @@
 """AsyncLLM behind the `Engine` seam.
 
-Invariants: the service answers while vLLM starts; a stop is never taken for the death of vLLM. Works on vLLM 0.26 to
-0.32.
+Invariants: the service answers while the engine starts; a stop is never taken for the death of vLLM. Works on vLLM 0.26
+to 0.32.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from flotilla_generator.engine.vllm.boot import (
 )
 from flotilla_generator.engine.vllm.decoding import Decoding
 from flotilla_generator.engine.vllm.engine_process import (
-    import_ahead,
     look_at_classes,
+    start_server,
     use_forks,
 )
 from flotilla_generator.engine.vllm.stop_texts import TOKENIZER_FILE
@@ -84,7 +84,7 @@ class VllmEngine(Engine):
         return self._info
 
     async def start(self) -> None:
-        # Importing and booting take seconds: on a thread, so that the service answers meanwhile.
+        # Booting takes seconds: on a thread, so that the service answers meanwhile.
         self.llm, versions = await asyncio.to_thread(self._boot)
         self._info = EngineInfo(
             max_model_tokens=int(self.llm.model_config.max_model_len),
@@ -169,7 +169,7 @@ class VllmEngine(Engine):
 
     def _boot(self) -> tuple[Any, dict[str, str]]:
         prepare_environment(self._config, self._cache)
-        import_ahead()
+        start_server()
         import torch
         import vllm
         from vllm import AsyncEngineArgs

@@ -1,26 +1,41 @@
-"""vLLM's engine process is a fork of a server that imports vLLM while the service does the same.
+"""vLLM's engine process is a fork of a server, which is itself a fork of the service: vLLM is imported once.
 
-A process of its own would import vLLM again, after the service has: that is half of a second start on a GPU. The same
-goes for the process in which vLLM looks at a model's class when it first meets it.
+The import takes longer than all else that a start does on a CPU. The server also gives vLLM the process in which it
+looks at a model's class when it first meets it.
 
-Invariants: the server computes nothing and touches no GPU, so that its forks may; a fork takes the environment and the
-number of threads from the service as they are when it starts; the server ends with the service.
+Invariants: the service forks the server while it has one thread, no CUDA, and nothing open of its own, and never forks
+again; the server computes nothing and touches no GPU, so that its forks may; a fork takes the
+environment and the number of threads from the service as they are when it starts; the server ends with the service.
+A server that died is replaced by one that imports vLLM again, and so is one that no fork preceded.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import importlib
 import multiprocessing
 import os
+import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.logger import get_logger
+from flotilla_generator.engine.vllm.boot import prepare_environment
 
 IMPORTED = ("vllm.v1.engine.core", "flotilla_generator.engine.vllm.worker")
 """Modules that every engine process needs."""
 GPU_WORKER = "vllm.v1.worker.gpu_worker"
 CPU_WORKER = "vllm.v1.worker.cpu_worker"
+PR_SET_NAME = 15
+
+logger = get_logger()
 
 
 class EngineProcess(ForkServerProcess):
@@ -35,6 +50,7 @@ class EngineProcess(ForkServerProcess):
         """Take over the environment; torch has read the number of threads when the server imported it."""
         import torch
 
+        _call_this_process("engine")
         os.environ.clear()
         os.environ.update(self._environment)
         if (threads := os.environ.get("OMP_NUM_THREADS")) is not None:
@@ -48,13 +64,71 @@ class EngineContext(ForkServerContext):
     Process = EngineProcess
 
 
-def import_ahead() -> None:
-    """Start the server; vLLM need not be imported here yet, but its environment has to be prepared."""
+def import_once(config: GeneratorConfig, cache: Path) -> None:
+    """Import vLLM into the service, which has one thread yet, and fork the server off."""
+    logger.info("importing vLLM")
+    prepare_environment(config, cache)
+    gc.disable()  # looks for garbage would take a quarter of the import, which makes little of it
+    for name in _modules():
+        importlib.import_module(name)
+    gc.enable()
+    gc.freeze()  # a look at what was imported would copy its pages, which both processes share
+    opened = _descriptors()
+    resource_tracker.ensure_running()
+    launching: Any = util  # Python knows no option for it either
+
+    def fork(_: str, __: list[str], passed: Sequence[int]) -> int:
+        """Do in a fork what Python would let a new interpreter do."""
+        sys.stdout.flush()
+        if (pid := os.fork()) != 0:
+            return pid
+        _serve(passed, _descriptors() - opened)
+
+    interpreter, launching.spawnv_passfds = launching.spawnv_passfds, fork
+    try:
+        start_server()
+    finally:
+        launching.spawnv_passfds = interpreter
+
+
+def start_server() -> None:
+    """Start the server where none runs; vLLM need not be imported here, but its environment has to be prepared."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_modules())
+    forkserver.ensure_running()
+
+
+def _modules() -> list[str]:
     import torch
 
-    worker = GPU_WORKER if torch.cuda.is_available() else CPU_WORKER
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*IMPORTED, worker])
-    forkserver.ensure_running()
+    return [*IMPORTED, GPU_WORKER if torch.cuda.is_available() else CPU_WORKER]
+
+
+def _descriptors() -> set[int]:
+    listed = map(int, os.listdir("/proc/self/fd"))
+    return {
+        one for one in listed if os.path.exists(f"/proc/self/fd/{one}")
+    }  # without the one by which it was listed
+
+
+def _serve(passed: Sequence[int], opened: set[int]) -> NoReturn:
+    """Be the server until the service and all forks have closed their ends of the pipe that is among `passed`."""
+    try:
+        _call_this_process("fork server")
+        for descriptor in opened.difference(passed):
+            os.close(descriptor)
+        serving: Any = forkserver
+        serving._forkserver = forkserver.ForkServer()  # as a new interpreter has it: this one's lock is taken
+        serving.main(*passed, preload=[])
+    finally:  # also of its end, which is a SystemExit: what the service has to do at its own is not done here
+        if failed := not isinstance(sys.exc_info()[1], SystemExit):
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(failed)
+
+
+def _call_this_process(name: str) -> None:
+    """Set what `ps` and `top` call it: its command line is that of the service."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def use_forks() -> None:
