@@ -262,6 +262,8 @@ def sections(annotation: Any, suffix: str = "") -> dict[str, list[type[ConfigMod
 def default(field: FieldInfo) -> str:
     """Return the default of a key as a file would say it."""
     value = field.get_default(call_default_factory=True, validated_data={})
+    if value == {} and isinstance(section := field.annotation, type) and issubclass(section, ConfigModel):
+        value = section()
     if value is PydanticUndefined:
         return "required"
     if value is None:

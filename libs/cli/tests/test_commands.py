@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -215,6 +216,26 @@ def test_commands_that_call_load_nothing_that_serves_or_records() -> None:
     code = f"import sys, flotilla_client, flotilla_launch.client; print([m for m in {heavy!r} if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_plans_load_nothing_that_calls_serves_or_shows() -> None:
+    heavy = ["grpc", "nats", "pyarrow", "structlog", "psutil", "jinja2", "opentelemetry", "rich.console"]
+    code = f"import sys, flotilla_cli.run, flotilla_coordinator.plan; print([m for m in {heavy!r} if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_a_command_looks_through_no_installed_packages(tmp_path: Path) -> None:
+    """Pydantic would, for plugins."""
+    code = (
+        "import importlib.metadata as m, flotilla_cli.main; m.entry_points = None; flotilla_cli.main.main()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYDANTIC_DISABLE_PLUGINS"}
+    command = [sys.executable, "-c", code, "run", "list"]
+    shown = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (shown.returncode, "is not running" in shown.stderr) == (3, True), shown.stderr
 
 
 def test_every_mistake_in_a_stack_file_is_said_with_line_and_suggestion(flotilla: Command) -> None:

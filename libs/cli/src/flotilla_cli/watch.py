@@ -8,6 +8,7 @@ run of thousands of quick steps takes one page. Nothing is repeated.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import textwrap
@@ -66,6 +67,7 @@ _SHOWN = (
 def stay_with(run_id: str, stack: str | None, coordinator: str | None, *, as_json: bool) -> None:
     """Show progress on stderr until the run ends, then the run; exit with code 1 when it failed."""
     told = Told()
+    gc.set_threshold(50_000)  # Whoever follows a run for days must not keep the garbage of days.
 
     async def stay() -> Run:
         async with client_of(stack, coordinator) as client:

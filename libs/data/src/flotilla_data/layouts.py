@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
@@ -42,8 +41,7 @@ READS = {"": "cat", ".gz": "gzip -dc", ".zst": "zstd -dc"}
 """The command that prints what is in a file, by its compression."""
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """A row as an algorithm reads it."""
 
     prompt: Said

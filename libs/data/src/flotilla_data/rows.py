@@ -14,12 +14,11 @@ from array import array
 from bisect import bisect
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,15 +57,14 @@ Proof = Callable[["pa.RecordBatch"], bool]
 """Says whether a look at whole columns shows that all of their rows can be used."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One row of a data set."""
 
     number: int
     where: str
     """File and line, or file and row, for messages."""
     values: dict[str, Any]
-    error: InvalidConfig | None = field(default=None, compare=False)
+    error: InvalidConfig | None = None
     """The reason why the row has no values."""
 
 

@@ -7,6 +7,7 @@ stack.yaml. With `--node` it is the agent of one node of a stack that an engine 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def main() -> None:
     from flotilla_core.files import keep_private, speak_utf8
 
     speak_utf8()
+    gc.set_threshold(50_000)  # Nothing of an import is garbage.
     parser = argparse.ArgumentParser(
         prog="flotilla-launcher", description="Supervises the processes of one stack."
     )

@@ -309,6 +309,10 @@ def withdraw(path: Path) -> None:
         pass  # It is gone or not ours: nothing to take back.
 
 
+_SELDOM = (100_000, 50, 1000)
+"""Objects, and collections of younger ones, after which Python looks for garbage."""
+
+
 class GarbageCollection:
     """Collects cyclic garbage when the process has grown, until `stop`, and otherwise young objects alone.
 
@@ -320,7 +324,7 @@ class GarbageCollection:
     def __init__(self, *, look_every_s: float = _LOOK_AT_MEMORY_EVERY_S) -> None:
         gc.collect()
         gc.freeze()
-        gc.set_threshold(100_000, 50, 1000)
+        gc.set_threshold(*_SELDOM)
         self._resident = resident_bytes()
         self._looking = asyncio.create_task(self._collect_when_grown(look_every_s), name="garbage collection")
 
@@ -394,6 +398,7 @@ def run_service(
     if arguments is None:
         speak_utf8()
     keep_private()
+    gc.set_threshold(*_SELDOM)  # Nothing of an import is garbage.
     faulthandler.enable()
     # A loop that hangs cannot answer DumpStacks: SIGUSR1 writes the stacks of all threads to stderr.
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -133,7 +133,7 @@ class GivenAnswers:
             )
             return LeftOut(one.number, error)
         prompt = np.array(tokens[0][:begin][-self.config.max_prompt_tokens :], np.int32)
-        return replace(one, prompt=replace(one.prompt, token_ids=prompt, given=tuple(answers)))
+        return one._replace(prompt=replace(one.prompt, token_ids=prompt, given=tuple(answers)))
 
 
 def chat_parts(texts: list[ChatText], tokenizer: Tokenizer) -> list[list[Part]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,7 @@ CHARACTERS_PER_TOKEN = 16
 NAMED_BAD_ROWS = 5
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A given answer, with the token that ends it."""
 
     text: str
@@ -224,8 +223,7 @@ class DataSetFacts:
     """The rows by ascending difficulty, where the configuration names its column."""
 
 
-@dataclass(frozen=True)
-class LeftOut:
+class LeftOut(NamedTuple):
     """A row without a prompt."""
 
     number: int
@@ -233,8 +231,7 @@ class LeftOut:
     """The reason why it is bad; None where its prompt is too long."""
 
 
-@dataclass(frozen=True)
-class Made:
+class Made(NamedTuple):
     """A prompt, with the place of its row for messages."""
 
     prompt: Prompt
@@ -265,8 +262,7 @@ class Stage(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class PromptText:
+class PromptText(NamedTuple):
     """The text of a prompt before it is tokenized."""
 
     text: str

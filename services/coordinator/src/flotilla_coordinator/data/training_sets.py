@@ -261,7 +261,7 @@ class _ChosenTeacher:
     def finish(self, made: list[Made], columns: Columns) -> list[Made | LeftOut]:
         """Return the prompts with their teachers."""
         return [
-            replace(one, prompt=replace(one.prompt, teacher=teacher_role(value_at(one.values, self._column))))
+            one._replace(prompt=replace(one.prompt, teacher=teacher_role(value_at(one.values, self._column))))
             for one in made
         ]
 
