@@ -140,6 +140,10 @@ def test_weights_that_do_not_fit_beside_the_live_ones_wait_in_host_memory(
                 zip(dict(staged.as_sent()), sent, strict=True)
             )
             assert all(torch.equal(tensor, weights[name]) for name, tensor in staged.tensors(CPU))
+        receiving = pool.submit(inbox.receive, on_host=True)
+        sender.publish(manifest, ordered(manifest, weights))
+        receiving.result()
+        assert inbox.take() is not None and not asked, "nobody planned memory of the device for it"
     assert caplog.text.count("no room for") == 1
     sender.close()
     receiver.close()

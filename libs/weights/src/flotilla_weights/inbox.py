@@ -85,10 +85,17 @@ class Inbox:
         """The digests of the last publication by the names of their tensors."""
         return dict(zip((spec.name for spec in self._manifest.all_tensors), self.digests, strict=True))
 
-    def receive(self, progress: Progress = lambda buckets: None, keep: Keep | None = None) -> None:
+    def receive(
+        self,
+        progress: Progress = lambda buckets: None,
+        keep: Keep | None = None,
+        *,
+        on_host: bool = False,
+    ) -> None:
         """Take one publication; `progress` receives the count of its messages as they are staged.
 
-        Where `keep` is given, it takes tensors as they arrive, and nothing is staged but what has adapters.
+        Where `keep` is given, it takes tensors as they arrive, and nothing is staged but what has adapters. What is
+        staged waits in host memory where the device has no room, or nobody planned any (`on_host`).
         """
         self.staged, self.digests, self._earlier_buckets = None, [], 0
         adapters = self._manifest.adapters
@@ -96,7 +103,7 @@ class Inbox:
             self.digests = self._receiver.receive(keep, lent=True)
             return
         if adapters is None:
-            crowded = not self._receiver.has_room_for(self._manifest.nbytes)
+            crowded = not on_host and not self._receiver.has_room_for(self._manifest.nbytes)
             if crowded and not self._told:
                 self._told = True
                 log.warning(
@@ -104,7 +111,7 @@ class Inbox:
                     "copies them back, which takes seconds; lower generator.memory_fraction",
                     self._manifest.nbytes / (1 << 30),
                 )
-            weights, self.digests = self._moved(self._manifest, progress, to_host=crowded)
+            weights, self.digests = self._moved(self._manifest, progress, to_host=on_host or crowded)
             self.staged = StagedModel(weights, self.digests, {}, 0.0)
             return
         if not self._resting:

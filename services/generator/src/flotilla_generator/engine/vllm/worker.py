@@ -84,7 +84,8 @@ class WorkerWeights:
 
         def receive() -> None:
             filling = self.live.begin()
-            inbox.receive(keep=None if filling is None else filling.put)
+            # The first version in place is staged, and the plan has no memory of the GPU for a second copy.
+            inbox.receive(keep=None if filling is None else filling.put, on_host=in_place)
             staged = inbox.take()
             if filling is not None:
                 prepared: Following = self.live.fill(filling, staged, inbox.told)
