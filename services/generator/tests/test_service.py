@@ -20,7 +20,6 @@ from flotilla_core import rpc
 from flotilla_core.config.stack import GeneratorConfig, SimConfig
 from flotilla_core.errors import (
     AlreadyExists,
-    DeadlineExceeded,
     FailedPrecondition,
     FlotillaError,
     InvalidRequest,

@@ -194,7 +194,7 @@ def test_generators_sleep_where_a_usual_batch_has_no_room_beside_the_rank_and_th
     host(2, gib=80)
     found, total = placed(stack_of(wide)), 80 * GIB
     assert found.placement == "colocated" and found.generator.sleep_while_training
-    assert found.generator.apply_weights == "direct", "a second copy of the weights would take of the KV cache"
+    assert found.generator.apply_weights == "direct", "no room for a second copy"
     assert placed(found) == found
     alternately, _ = seats(found)
     assert "the rank's during updates" in alternately[0][1] and "without that" in alternately[0][1]

@@ -162,87 +162,40 @@ def raft_plus_plus(high: float) -> Token:
     return loss
 
 
+def clips(low: float, high: float, **more: Any) -> dict[str, Any]:
+    return {"clip_low": low, "clip_high": high, **more}
+
+
+def limits(high: float, low: float | None = None, ratio_cap: float | None = None) -> dict[str, Any]:
+    return {"limit": high, "limit_low": low, "ratio_cap": ratio_cap}
+
+
 TABLE: dict[str, tuple[str, dict[str, Any], np.ndarray, Token]] = {
-    "ppo": (
-        "ppo",
-        {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
-        MIXED,
-        ppo(0.2, 0.2, None, MIXED),
-    ),
-    "ppo, higher": (
-        "ppo",
-        {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
-        MIXED,
-        ppo(0.2, 0.28, None, MIXED),
-    ),
-    "ppo, dual": (
-        "ppo",
-        {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.5},
-        MIXED,
-        ppo(0.2, 0.2, 1.5, MIXED),
-    ),
+    "ppo": ("ppo", clips(0.2, 0.2, dual_clip=None), MIXED, ppo(0.2, 0.2, None, MIXED)),
+    "ppo, higher": ("ppo", clips(0.2, 0.28, dual_clip=None), MIXED, ppo(0.2, 0.28, None, MIXED)),
+    "ppo, dual": ("ppo", clips(0.2, 0.2, dual_clip=1.5), MIXED, ppo(0.2, 0.2, 1.5, MIXED)),
     "reinforce": ("reinforce", {}, MIXED, lambda i, new: -MIXED[i] * new[i]),
-    "gspo": (
-        "gspo",
-        {"clip_low": 0.01, "clip_high": 0.02, "over": "sequence"},
-        ADVANTAGES,
-        gspo(0.01, 0.02),
-    ),
-    "gspo, wide": (
-        "gspo",
-        {"clip_low": 0.4, "clip_high": 0.4, "over": "sequence"},
-        ADVANTAGES,
-        gspo(0.4, 0.4),
-    ),
-    "gspo, by turns": (
-        "gspo",
-        {"clip_low": 0.2, "clip_high": 0.3, "over": "segment"},
-        ADVANTAGES,
-        gspo(0.2, 0.3, SEGMENTS),
-    ),
-    "gmpo": ("gmpo", {"clip_low": 0.4, "clip_high": 0.3}, ADVANTAGES, gmpo(0.4, 0.3)),
+    "gspo": ("gspo", clips(0.01, 0.02, over="sequence"), ADVANTAGES, gspo(0.01, 0.02)),
+    "gspo, wide": ("gspo", clips(0.4, 0.4, over="sequence"), ADVANTAGES, gspo(0.4, 0.4)),
+    "gspo, by turns": ("gspo", clips(0.2, 0.3, over="segment"), ADVANTAGES, gspo(0.2, 0.3, SEGMENTS)),
+    "gmpo": ("gmpo", clips(0.4, 0.3), ADVANTAGES, gmpo(0.4, 0.3)),
     "cispo": (
         "cispo",
-        {"clip_low": 0.2, "clip_high": 0.3},
+        clips(0.2, 0.3),
         ADVANTAGES,
         constant_weight(lambda i, new: clip(ratio(i, new), 0.8, 1.3)),
     ),
     "sapo": ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}, MIXED, sapo(1.0, 1.05)),
-    "clip_cov": ("clip_cov", {"clip_low": 0.2, "clip_high": 0.2}, MIXED, clip_cov(0.2, 0.2)),
+    "clip_cov": ("clip_cov", clips(0.2, 0.2), MIXED, clip_cov(0.2, 0.2)),
     "kl_cov": ("kl_cov", {"penalty": 0.7}, MIXED, kl_cov(0.7)),
-    "dppo_tv": (
-        "dppo_tv",
-        {"limit": 0.05, "limit_low": None, "ratio_cap": None},
-        MIXED,
-        dppo(total_variation, 0.05),
-    ),
-    "dppo_tv, truncated": (
-        "dppo_tv",
-        {"limit": 0.1, "limit_low": 0.02, "ratio_cap": 1.2},
-        MIXED,
-        dppo(total_variation, 0.1, 0.02, 1.2),
-    ),
-    "dppo_kl": (
-        "dppo_kl",
-        {"limit": 0.02, "limit_low": None, "ratio_cap": None},
-        MIXED,
-        dppo(binary_kl, 0.02),
-    ),
-    "dppo_kl, truncated": (
-        "dppo_kl",
-        {"limit": 0.05, "limit_low": 0.002, "ratio_cap": 1.1},
-        MIXED,
-        dppo(binary_kl, 0.05, 0.002, 1.1),
-    ),
+    "dppo_tv": ("dppo_tv", limits(0.05), MIXED, dppo(total_variation, 0.05)),
+    "dppo_tv, truncated": ("dppo_tv", limits(0.1, 0.02, 1.2), MIXED, dppo(total_variation, 0.1, 0.02, 1.2)),
+    "dppo_kl": ("dppo_kl", limits(0.02), MIXED, dppo(binary_kl, 0.02)),
+    "dppo_kl, truncated": ("dppo_kl", limits(0.05, 0.002, 1.1), MIXED, dppo(binary_kl, 0.05, 0.002, 1.1)),
     "topr": ("topr", {"negative_cap": 1.0}, ADVANTAGES, topr(1.0)),
     "kimi": ("kimi", {"tau": 0.3}, ADVANTAGES, kimi(0.3)),
     "dro": ("dro", {"beta": 0.3}, MIXED, dro(0.3)),
-    "raft_plus_plus": (
-        "raft_plus_plus",
-        {"clip_high": 0.25},
-        MIXED,
-        raft_plus_plus(0.25),
-    ),
+    "raft_plus_plus": ("raft_plus_plus", {"clip_high": 0.25}, MIXED, raft_plus_plus(0.25)),
 }
 WHOLE_SEQUENCES = {"kimi"}
 """Losses whose tokens carry shares that are only defined together: they are compared by their sums over sequences."""

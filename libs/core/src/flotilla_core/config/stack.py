@@ -205,9 +205,9 @@ class GeneratorConfig(ConfigModel):
     pause. `direct` receives it in the live weights and pauses for the whole transfer: no second copy, but after a
     transfer that broke off the replica decodes nothing until the next one."""
     sleep_while_training: bool = False
-    """Leave the GPU memory of the KV cache to the trainer rank on the same GPU during each update, in which samples stand
-    still. Needs `placement: colocated` and one trainer; it costs each step the time to give and to take it. Where the
-    file does not say it, `flotilla up` decides by the size of the KV cache."""
+    """Leave the GPU memory of the KV cache to the trainer rank on the same GPU during each update, in which samples
+    stand still. Needs `placement: colocated` and one trainer; it costs each step the time to give and to take it. Where
+    the file does not say it, `flotilla up` decides by the size of the KV cache."""
     engine_options: dict[str, Any] = Field(default_factory=dict, max_length=256)
     """Arguments of vLLM's engine by its own names, such as `block_size: 32`. They win over what Flotilla would choose;
     what has a key of its own here, or must be as it is, is refused by name when the generator starts."""

@@ -3,10 +3,10 @@
 Invariants: a key that the file gives stays as it is. Without GPUs nothing is decided. All GPUs of the host are used
 where the file names neither ranks nor generators: each gets a rank and a generator if both fit while all weights learn,
 because then no GPU waits for the work of another. Where the KV cache beside the rank is too small for a usual batch and
-a larger one fits alternately, generators sleep during updates. Else ranks have half of them, or as many as learning takes, and
-generators the rest, each with as many workers as its weights need. Where all weights cannot learn in either way, those
-of the trainer rest in host memory. What cannot fit is refused before anything starts, with the key to change. A stack
-that was placed names everything, so it is placed alike again.
+a larger one fits alternately, generators sleep during updates. Else ranks have half of them, or as many as learning
+takes, and generators the rest, each with as many workers as its weights need. Where all weights cannot learn in either
+way, those of the trainer rest in host memory. What cannot fit is refused before anything starts, with the key to
+change. A stack that was placed names everything, so it is placed alike again.
 """
 
 from __future__ import annotations
