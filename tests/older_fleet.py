@@ -49,8 +49,9 @@ def older_fleet(folder: Path, version: str, **described: Any) -> Iterator[OlderF
     refused = Stack(guarded, older / "state" / "sim").flotilla("up")
     assert refused.code != 0
     with running_stack(described, older) as stack:
-        (paused,) = stack.ok("run", "list")["runs"]
-        wait_until("the run under the new coordinator", lambda: stack.state(paused) == "paused")
+        (found,) = stack.ok("run", "list")["runs"]
+        wait_until("the run under the new coordinator", lambda: stack.state(found) == "paused")
+        paused = stack.ok("run", "show", found["run_id"])
         stack.ok("run", "resume", paused["run_id"])
         wait_until("the end of the run", lambda: stack.state(paused) not in ("running", "paused"))
         yield OlderFleet(stack, refused.err, paused, stack.ok("run", "show", paused["run_id"]))
