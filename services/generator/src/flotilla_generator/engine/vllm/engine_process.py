@@ -4,9 +4,9 @@ The import takes longer than all else that a start does on a CPU. The server als
 looks at a model's class when it first meets it.
 
 Invariants: the service forks the server while it has one thread, no CUDA, and nothing open of its own, and never forks
-again; the server computes nothing and touches no GPU, so that its forks may; a fork takes the
-environment and the number of threads from the service as they are when it starts; the server ends with the service.
-A server that died is replaced by one that imports vLLM again, and so is one that no fork preceded.
+again; the server computes nothing and touches no GPU, so that its forks may; a fork takes the environment and the
+number of threads from the service as they are when it starts; the server ends with the service. Where a server has
+died, or none was forked, a new interpreter that imports vLLM itself takes its place.
 """
 
 from __future__ import annotations
@@ -104,10 +104,8 @@ def _modules() -> list[str]:
 
 
 def _descriptors() -> set[int]:
-    listed = map(int, os.listdir("/proc/self/fd"))
-    return {
-        one for one in listed if os.path.exists(f"/proc/self/fd/{one}")
-    }  # without the one by which it was listed
+    # The one by which they are listed is closed by then.
+    return {int(one) for one in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{one}")}
 
 
 def _serve(passed: Sequence[int], opened: set[int]) -> NoReturn:
