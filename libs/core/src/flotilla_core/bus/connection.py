@@ -190,21 +190,21 @@ class Bus:
         try:
             await asyncio.wait_for(connecting, timeout_s)
         except (TimeoutError, OSError, nats.errors.Error) as error:
-            if bus._refusal:
-                raise Unauthenticated(
-                    "NATS refuses this stack",
-                    where=url,
-                    why=bus._refusal,
-                    next_step="set nats.credentials_file in stack.yaml to a file with user:password, or a token, of "
-                    "that server",
-                ) from None
             silent = Unavailable(
                 "NATS does not answer",
                 where=url,
                 why=str(error) or f"no connection within {timeout_s:g} s",
                 next_step="start the stack (flotilla up), or set nats.url in stack.yaml",
             )
-            raise await login.explained(url, silent) from None
+            refused = Unauthenticated(
+                "NATS refuses this stack",
+                where=url,
+                why=bus._refusal,
+                next_step="set nats.credentials_file in stack.yaml to a file with user:password, or a token, of "
+                "that server",
+            )
+            # A server that reads its files again refuses the login of a client that is connecting: certificates first.
+            raise await login.explained(url, refused if bus._refusal else silent) from None
         if not login.insecure and await _takes_anybody(url, login):
             await bus.close()
             raise FailedPrecondition(
