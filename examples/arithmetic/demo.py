@@ -21,7 +21,8 @@ from commands import ROOT, DemoFailed, chapter, fleet, flotilla, make, told, tra
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.relative_to(ROOT)
 FILES = {"topr": ("stack.yaml", "topr.yaml"), "ppo": ("stack-ppo.yaml", "ppo.yaml")}
-"""The stack and the run of algorithms that need others than GRPO's."""
+FILES_OF_OTHERS = ("stack.yaml", "grpo.yaml")
+"""The stack and the run of an algorithm."""
 MOE_STACK, MOE_MODEL = "stack-moe.yaml", HERE / "model-moe"
 WITHOUT_RATIO = ("gpg", "opo", "reinforce", "remax", "rloo")
 """Algorithms whose loss does not know how far the policy is from the one that sampled."""
@@ -37,33 +38,51 @@ DEFAULT = "topr"
 
 def demo(seed: int, algorithm: str, *, lora: bool, moe: bool, control: bool) -> None:
     """The whole story; raises `DemoFailed` where it ends otherwise."""
-    stack_file, file = FILES.get(algorithm, ("stack.yaml", "grpo.yaml"))
-    if moe:
-        stack_file = MOE_STACK
-        if not MOE_MODEL.is_dir():  # `flotilla up` makes the rest of the example.
-            make(HERE / "make_model.py", "--moe")
-    stack = ("--stack", str(EXAMPLE / stack_file))
-    chapter(1, f"fleet: generator, trainer, rewards and coordinator on this machine ({stack_file})")
+    if moe and not MOE_MODEL.is_dir():  # `flotilla up` makes the rest of the example.
+        make(HERE / "make_model.py", "--moe")
+    file = MOE_STACK if moe else FILES.get(algorithm, FILES_OF_OTHERS)[0]
+    stack = stack_of(file)
+    chapter(1, f"fleet: generator, trainer, rewards and coordinator on this machine ({file})")
     with fleet(stack):
         chapter(2, f"warm-up: imitation, until held-out accuracy is 0.5 or more (seed {seed})")
-        warm = train(stack, [EXAMPLE / "sft.yaml"], f"seed={seed}")
-
+        start = warm_up(stack, seed)
         if control:
             chapter(3, "control: the training of the demo on shuffled rewards, which must not teach anything")
         else:
             learner = "adapters beside the warmed-up weights" if lora else "from the warmed-up weights"
             chapter(3, f"{algorithm}: {learner}, by rewards alone")
-        files = [file, *laid_over(algorithm, lora=lora), *["control.yaml"] * control]
-        start = f"initial_weights={warm['directory']}/model"
-        run = train(
-            stack, [EXAMPLE / name for name in files], f"seed={seed}", start, f"algorithm.type={algorithm}"
-        )
+        run = learn(stack, start, seed, algorithm, lora=lora, control=control)
         timeline = Path(run["directory"]) / "timeline.json"
         flotilla("timeline", run["run_id"], "-o", str(timeline), *stack)
     chapter(4, "what came of it")
     report(run, timeline)
-    lowest_end = LOWEST_END if algorithm == DEFAULT and not moe else LOWEST_END_OF_OTHERS
-    judge(run["metrics"], lowest_end, control=control)
+    judge(run["metrics"], lowest_end(algorithm, moe=moe), control=control)
+
+
+def stack_of(file: str) -> tuple[str, ...]:
+    """Return what names a stack of this example to a command."""
+    return ("--stack", str(EXAMPLE / file))
+
+
+def warm_up(stack: tuple[str, ...], seed: int) -> str:
+    """Teach the untrained model by imitation; returns the folder of the weights that came of it."""
+    return str(train(stack, [EXAMPLE / "sft.yaml"], f"seed={seed}")["directory"]) + "/model"
+
+
+def learn(
+    stack: tuple[str, ...],
+    start: str,
+    seed: int,
+    algorithm: str,
+    *,
+    lora: bool = False,
+    control: bool = False,
+) -> dict[str, Any]:
+    """Train the weights in the folder `start` by rewards alone; returns the run."""
+    file = FILES.get(algorithm, FILES_OF_OTHERS)[1]
+    files = [file, *laid_over(algorithm, lora=lora), *["control.yaml"] * control]
+    overrides = (f"seed={seed}", f"initial_weights={start}", f"algorithm.type={algorithm}")
+    return train(stack, [EXAMPLE / name for name in files], *overrides)
 
 
 def laid_over(algorithm: str, *, lora: bool) -> list[str]:
@@ -85,7 +104,12 @@ def report(run: dict[str, Any], timeline: Path) -> None:
     print(f"everything else           {directory}", flush=True)
 
 
-def judge(metrics: dict[str, float], lowest_end: float, *, control: bool) -> None:
+def lowest_end(algorithm: str, *, moe: bool = False) -> float:
+    """Return the accuracy that a run must reach."""
+    return LOWEST_END if algorithm == DEFAULT and not moe else LOWEST_END_OF_OTHERS
+
+
+def judge(metrics: dict[str, float], lowest: float, *, control: bool = False) -> None:
     """Raise unless the run showed what it should."""
     before, after = metrics["eval/accuracy_before"], metrics["eval/accuracy"]
     if control:
@@ -96,8 +120,8 @@ def judge(metrics: dict[str, float], lowest_end: float, *, control: bool) -> Non
         return
     if before > HIGHEST_START:
         raise DemoFailed(f"accuracy before is {before:.3f}, above {HIGHEST_START}: nothing is left to learn")
-    if after < lowest_end:
-        raise DemoFailed(f"accuracy after is {after:.3f}, below {lowest_end}")
+    if after < lowest:
+        raise DemoFailed(f"accuracy after is {after:.3f}, below {lowest}")
 
 
 def main() -> int:

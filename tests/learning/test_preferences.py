@@ -25,16 +25,16 @@ def finished(stack: Stack, file: str, *overrides: str) -> dict[str, Any]:
     return run
 
 
+def described(arithmetic: Path, **sections: Any) -> dict[str, Any]:
+    trainer = {"nproc": 2, "dtype": "float32"}
+    return {"name": "preferences", "model": str(arithmetic / "model"), "trainer": trainer, **sections}
+
+
 def test_held_out_accuracy_rises_from_the_warm_up(arithmetic: Path, tmp_path: Path) -> None:
     data = arithmetic / "data"
     held_out = f"evaluation.data={data / 'heldout.jsonl'}"
-    description = {
-        "name": "preferences",
-        "model": str(arithmetic / "model"),
-        "generator": {"dtype": "float32", "max_model_tokens": 64},
-        "trainer": {"nproc": 2, "dtype": "float32"},
-    }
-    with running_stack(description, tmp_path) as stack:
+    generator = {"dtype": "float32", "max_model_tokens": 64}
+    with running_stack(described(arithmetic, generator=generator), tmp_path) as stack:
         warm = finished(stack, "sft.yaml", held_out, f"data.train={data / 'sft.jsonl'}")
         start = f"initial_weights={warm['directory']}/model"
         run = finished(stack, "dpo.yaml", held_out, f"data.train={data / 'preferences.jsonl'}", start)
@@ -49,22 +49,14 @@ def test_a_reward_model_ranks_held_out_sums_on_a_fleet_of_one_trainer(
     arithmetic: Path, tmp_path: Path
 ) -> None:
     data = arithmetic / "data"
-    description = {
-        "name": "reward-model",
-        "model": str(arithmetic / "model"),
-        "trainer": {"nproc": 2, "dtype": "float32"},
-        "generator": {"replicas": 0},
-        "reward": {"replicas": 0},
-    }
-    with running_stack(description, tmp_path) as stack:
+    nobody = {"replicas": 0}
+    with running_stack(described(arithmetic, generator=nobody, reward=nobody), tmp_path) as stack:
         blind = ("evaluation=null", "stop=null", "rewards=[]", f"steps={WARM_UP_STEPS}")
         warm = finished(stack, "sft.yaml", f"data.train={data / 'sft.jsonl'}", *blind)
+        held_out = f"evaluation.data={data / 'heldout-preferences.jsonl'}"
+        start = f"initial_weights={warm['directory']}/model"
         run = finished(
-            stack,
-            "reward_model.yaml",
-            f"data.train={data / 'preferences.jsonl'}",
-            f"evaluation.data={data / 'heldout-preferences.jsonl'}",
-            f"initial_weights={warm['directory']}/model",
+            stack, "reward_model.yaml", f"data.train={data / 'preferences.jsonl'}", held_out, start
         )
     assert run["metrics"]["eval/accuracy_before"] == 0.5  # A head of zeros prefers nothing.
     assert run["metrics"]["eval/accuracy"] >= LEAST_RANKED_RIGHT
