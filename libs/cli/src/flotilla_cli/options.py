@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Coroutine
@@ -84,6 +83,9 @@ def make_folder_of(output: Path) -> None:
 
 def wait(work: Coroutine[Any, Any, Result], *, interrupted: str = "interrupted") -> Result:
     """Return the result; on Ctrl-C cancel the work in order, print `interrupted`, and exit with code 130."""
+    # A command that waits for nobody does not import it.
+    import asyncio
+
     try:
         return asyncio.run(work)
     except KeyboardInterrupt:

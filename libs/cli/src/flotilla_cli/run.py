@@ -8,7 +8,6 @@ lines twice, and sends nothing again that was taken.
 
 from __future__ import annotations
 
-import asyncio
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from flotilla_cli.options import (
     Stack,
     make_folder_of,
     split_arguments,
+    wait,
 )
 from flotilla_cli.output import (
     age,
@@ -317,6 +317,8 @@ def track(
     run: Latest = "latest", stack: Stack = None, coordinator: Coordinator = None, as_json: Json = False
 ) -> None:
     """Send the trackers of an ended run what they have not taken; also while the stack is down."""
+    from asyncio import gather
+
     from flotilla_trackers.environment import tracker_errors
     from flotilla_trackers.follow import TrackerProcess
 
@@ -339,9 +341,9 @@ def track(
     async def send() -> None:
         for process in processes:
             process.end(state_name(found))
-        await asyncio.gather(*(process.run(lambda _, text: say(text)) for process in processes))
+        await gather(*(process.run(lambda _, text: say(text)) for process in processes))
 
-    asyncio.run(send())
+    wait(send())
     left = {process.name: process.behind() for process in processes}
     if as_json:
         print_json({"behind": left})

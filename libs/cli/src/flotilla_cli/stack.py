@@ -27,6 +27,7 @@ from flotilla_launch.state import is_up
 
 if TYPE_CHECKING:
     from flotilla_client import Client
+    from flotilla_client.discovery import CoordinatorAddress
     from flotilla_coordinator.views.stored import StoredAnswers
 
     Answers = Client | StoredAnswers
@@ -78,10 +79,15 @@ def stack_paths(given: str | None) -> StackPaths:
     return paths
 
 
+def coordinator_of(given: str | None, coordinator: str | None) -> CoordinatorAddress:
+    """Return where the stack's coordinator is, or the one that was named."""
+    stack = load_stack(given)
+    return flotilla_client.find_coordinator(stack.name, stack.state_dir, coordinator, bind=stack.bind)
+
+
 def client_of(given: str | None, coordinator: str | None) -> Client:
     """Return a client of the stack's coordinator, or of the one that was named."""
-    stack = load_stack(given)
-    found = flotilla_client.find_coordinator(stack.name, stack.state_dir, coordinator, bind=stack.bind)
+    found = coordinator_of(given, coordinator)
     return flotilla_client.Client(found.address, credential=found.credential)
 
 
@@ -89,9 +95,10 @@ def call(
     question: Callable[[Client], Coroutine[Any, Any, Result]], stack: str | None, coordinator: str | None
 ) -> Result:
     """Return the coordinator's answer."""
+    found = coordinator_of(stack, coordinator)
 
     async def answer() -> Result:
-        async with client_of(stack, coordinator) as client:
+        async with flotilla_client.Client(found.address, credential=found.credential) as client:
             return await question(client)
 
     return wait(answer())
