@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.relative_to(ROOT)
 FILES = {"topr": ("stack.yaml", "topr.yaml"), "ppo": ("stack-ppo.yaml", "ppo.yaml")}
 FILES_OF_OTHERS = ("stack.yaml", "grpo.yaml")
-"""The stack and the run of an algorithm."""
+"""The stack and the run of an algorithm; those that `FILES` does not name share the last two."""
 MOE_STACK, MOE_MODEL = "stack-moe.yaml", HERE / "model-moe"
 WITHOUT_RATIO = ("gpg", "opo", "reinforce", "remax", "rloo")
 """Algorithms whose loss does not know how far the policy is from the one that sampled."""

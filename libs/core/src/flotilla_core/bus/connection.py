@@ -203,7 +203,7 @@ class Bus:
                 next_step="set nats.credentials_file in stack.yaml to a file with user:password, or a token, of "
                 "that server",
             )
-            # A server that reads its files again refuses the login of a client that is connecting: certificates first.
+            # A server that reads its files again refuses whoever is connecting then, so certificates are asked first.
             raise await login.explained(url, refused if bus._refusal else silent) from None
         if not login.insecure and await _takes_anybody(url, login):
             await bus.close()
