@@ -11,7 +11,8 @@ model are written after the last step. Ends with an error where a run fails, a s
 two ends differ; a run that `--limit` cuts short says so.
 
 `python bench/gpu/loop.py --gpus 2 --staleness 0 1 --steps 12 --out DIR`; `--shape 4b --prompts 64 --tokens 1024` for
-another size; `--small` tries the bench itself on a CPU. To compare with another program, give it the same prompts, on
+another size; `--uneven` for lengths of a log-normal distribution up to `--tokens`, with the same ones in every step;
+`--small` tries the bench itself on a CPU. To compare with another program, give it the same prompts, on
 the same host.
 """
 
@@ -33,6 +34,7 @@ from typing import Any
 
 import yaml
 from figures import say
+from forced_lengths import drawn, environment
 from process_memory import watched
 from random_model import SHAPES
 
@@ -94,6 +96,7 @@ def main() -> int:
     cli.add_argument("--prompts", type=int, default=Work.prompts, help="prompts of a step")
     cli.add_argument("--samples", type=int, default=Work.samples, help="samples of a prompt")
     cli.add_argument("--tokens", type=int, default=Work.tokens, help="the most tokens of a sample")
+    cli.add_argument("--uneven", action="store_true", help="lengths of a log-normal distribution, median 600")
     cli.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True)
     cli.add_argument("--limit", type=float, default=RUN_LIMIT_S, help="seconds after which a run is stopped")
     cli.add_argument("--set", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the stack file")
@@ -116,6 +119,9 @@ def main() -> int:
     work: Path = asked.work or asked.out / "work"
     show_gpus(0 if asked.small else asked.gpus)
     model = make_files(work, shape=asked.shape, model=asked.model)
+    if asked.uneven:
+        lengths = drawn(sizes.prompts * sizes.samples, sizes.tokens)
+        os.environ.update(environment(work / "forced", lengths))
     description: dict[str, Any] = {"name": "loop", "model": str(model)}
     if asked.placement is not None:
         description["placement"] = asked.placement
@@ -128,7 +134,7 @@ def main() -> int:
     try:
         started = time.monotonic()
         with running_stack(document.values, work) as stack, watched(asked.out, stack):
-            bench.say(up_s=round(time.monotonic() - started, 1), **_as_started(stack))
+            bench.say(up_s=round(time.monotonic() - started, 1), **as_started(stack))
             alone = bench.alone(stack) if asked.alone else {}
             for staleness in asked.staleness:
                 bench.loop(stack, staleness, asked.steps, alone)
@@ -138,23 +144,32 @@ def main() -> int:
     return 0
 
 
-def show_gpus(count: int) -> None:
-    """Let the fleet have so many GPUs of the host, the first ones."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
+def show_gpus(count: int, first: int = 0) -> None:
+    """Let the fleet have so many GPUs of the host, from the first one on."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + count)))
 
 
-def make_files(work: Path, *, shape: str = "0.6b", model: Path | None = None) -> Path:
-    """Make data, reward and model in a folder that does not have them; return the model's folder."""
+def make_files(
+    work: Path,
+    *,
+    shape: str = "0.6b",
+    model: Path | None = None,
+    prompt_tokens: int = Work.prompt_tokens,
+) -> Path:
+    """Make data, reward and model in a folder that does not have them; return the model's folder.
+
+    A shape has a name, or is the JSON of its own numbers; then the folder holds only one such model.
+    """
     work.mkdir(parents=True, exist_ok=True)
     (work / "reward.py").write_text(REWARD)
     draw = random.Random(0)
     with (work / "prompts.jsonl").open("w") as file:
         for _ in range(ROWS):
-            prompt = "".join(draw.choices(PROMPT_CHARACTERS, k=Work.prompt_tokens))
+            prompt = "".join(draw.choices(PROMPT_CHARACTERS, k=prompt_tokens))
             file.write(json.dumps({"prompt": prompt, "answer": ""}) + "\n")
     if model is not None:
         return model.absolute()
-    folder = (work / f"model-{shape}").absolute()
+    folder = (work / f"model-{shape if shape in SHAPES else 'drawn'}").absolute()
     if not folder.exists():
         subprocess.run([sys.executable, HERE / "random_model.py", shape, folder], check=True)
     return folder
@@ -178,7 +193,7 @@ def run_file(name: str, folder: Path, work: Work, steps: int, staleness: int) ->
     }
 
 
-def _as_started(stack: Stack) -> dict[str, Any]:
+def as_started(stack: Stack) -> dict[str, Any]:
     """Return what was chosen for the stack."""
     started = yaml.safe_load((stack.directory / "stack.yaml").read_text())
     trainer, generator = started["trainer"], started["generator"]

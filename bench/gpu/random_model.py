@@ -1,8 +1,8 @@
 """Write a Qwen3 of a real size with random weights, and a tokenizer that takes a character for a token.
 
 Every token of the vocabulary is a character, so prompts have an exact length, and a reward sees every sampled token.
-`python bench/gpu/random_model.py 4b FOLDER`. It is a process of its own, so that the GPU which draws the weights is
-free again afterwards.
+`python bench/gpu/random_model.py 4b FOLDER`; in place of a name, JSON may say what differs from the shape of 0.6B. It
+is a process of its own, so that the GPU which draws the weights is free again afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": 32,
     },
     "0.6b": QWEN3_0_6B,
     "1.7b": QWEN3_0_6B | {"hidden_size": 2048, "intermediate_size": 6144},
@@ -90,10 +90,10 @@ def write_model(folder: Path, shape: dict[str, Any], dtype: str) -> None:
 def main() -> int:
     """Write weights and tokenizer."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("shape", choices=SHAPES)
+    cli.add_argument("shape", help=f"{', '.join(SHAPES)}, or JSON")
     cli.add_argument("folder", type=Path)
     asked = cli.parse_args()
-    shape = SHAPES[asked.shape]
+    shape = SHAPES[asked.shape] if asked.shape in SHAPES else QWEN3_0_6B | json.loads(asked.shape)
     asked.folder.mkdir(parents=True, exist_ok=True)
     write_model(asked.folder, shape, "float32" if asked.shape == "tiny" else "bfloat16")
     build_tokenizer(shape["vocab_size"]).save(str(asked.folder / "tokenizer.json"))

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import forced_lengths
+
 PROMPT_TOKENS = 100
 PROMPT_CHARACTERS = "0123456789+"
 ROWS = 4096
@@ -71,6 +73,7 @@ def main() -> int:
     cli.add_argument("--samples", type=int, default=8)
     cli.add_argument("--tokens", type=int, default=512)
     cli.add_argument("--steps", type=int, default=5)
+    cli.add_argument("--uneven", action="store_true", help="lengths as those of loop.py --uneven")
     cli.add_argument("--microbatch", type=int, default=32, help="samples of a micro-batch of a GPU")
     cli.add_argument("--memory", type=float, default=0.5, help="vLLM's share of a GPU")
     cli.add_argument("--limit", type=float, default=345.0, help="seconds after which verl is ended")
@@ -84,7 +87,15 @@ def main() -> int:
     asked.work.mkdir(parents=True)
     asked.out.mkdir(parents=True, exist_ok=True)
     prepare(asked.model, asked.work)
+    if asked.uneven:
+        os.environ.update(forced_lengths.environment(asked.work / "forced", lengths(asked)))
     return Verl(asked).run()
+
+
+def lengths(asked: argparse.Namespace) -> list[int]:
+    """Return how long the samples of a step are."""
+    count = asked.prompts * asked.samples
+    return forced_lengths.drawn(count, asked.tokens) if asked.uneven else [asked.tokens] * count
 
 
 def settings(asked: argparse.Namespace) -> list[str]:
@@ -274,7 +285,7 @@ class Verl:
             for sooner, later in zip(self.steps, rest, strict=False)
         ]
         step_s = statistics.median(step["step_s"] for step in rest)
-        tokens = self.asked.prompts * self.asked.samples * self.asked.tokens
+        tokens = sum(lengths(self.asked))
         self._say(
             verl="0.9.1",
             steps=len(rest),
