@@ -107,8 +107,7 @@ class LoadFigures:
     cpu_seconds: dict[str, float]
     """CPU seconds per 1,000 samples, by kind of process."""
     slower: float
-    """How many times `LOOP_S` a fixed loop took meanwhile. CPU seconds get longer where
-    two processors are one core and both are busy."""
+    """How many times `LOOP_S` a fixed loop took meanwhile: more than once where two busy processors are one core."""
 
     @property
     def all_cpu_seconds(self) -> float:
