@@ -56,9 +56,9 @@ def numbers(
     return [frozen, live.detach(), *torch.autograd.grad(live.sum(), learning)]
 
 
-def same(found: list[Tensor], right: list[Tensor]) -> None:
+def same(found: list[Tensor], right: list[Tensor], tolerance: float = TOLERANCE) -> None:
     for ours, theirs in zip(found, right, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
 def test_adapters_take_part_from_few_graphs_and_go_again(counter: CompileCounterWithBackend) -> None:
@@ -120,7 +120,8 @@ def test_one_graph_serves_rows_of_every_kind(
     monkeypatch.setattr(packed_rows, "takes_rows", lambda query: True)
     compiled.on = True
     for lengths, right in zip(ROWS, expected, strict=True):
-        same(packed_numbers(policy, lengths), right)
+        # Another kernel adds in another order.
+        same(packed_numbers(policy, lengths), right, 5 * TOLERANCE)
         # One without gradient, one with it.
         assert counter.frame_count == 2, lengths
 
