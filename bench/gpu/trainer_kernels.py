@@ -16,8 +16,8 @@ from trainer_work import Record, shape
 
 from flotilla_trainer.rank import fused_head, packed_rows
 from flotilla_trainer.rank.fused_head import PLAIN, head_scores
-from flotilla_trainer.rank.row_attention import Grid, RowLayout, within_sequences
 from flotilla_trainer.rank.head_rules import HeadRules
+from flotilla_trainer.rank.row_attention import Grid, RowLayout, within_sequences
 
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 REPEATS = 5

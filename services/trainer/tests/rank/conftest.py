@@ -65,7 +65,7 @@ Tensor = torch.Tensor
 
 @pytest.fixture
 def kernels_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put torch's dense kernels for CPUs, which want as many key heads as query heads, in the place of those of GPUs."""
+    """Put dense kernels for CPUs, which want as many key heads as query heads, in the place of those of GPUs."""
     monkeypatch.setattr(row_attention, "_exact_sizes", set())
     monkeypatch.setattr(row_attention, "grid_of", lambda lengths, device: row_attention.Grid.of(lengths))
     for kernel in (dense_forward, dense_backward, ragged_forward, ragged_backward):
@@ -110,7 +110,9 @@ def ragged_forward(
     assert not window
     found = [dense_forward(*heads, scale) for heads in sequences(borders, reach, query, key, value)]
     outputs, normalizers = zip(*found, strict=True)
-    return torch.cat([one[0].transpose(0, 1) for one in outputs]), torch.cat([one[0] for one in normalizers], 1)
+    return torch.cat([one[0].transpose(0, 1) for one in outputs]), torch.cat(
+        [one[0] for one in normalizers], 1
+    )
 
 
 def ragged_backward(
@@ -131,4 +133,6 @@ def ragged_backward(
         dense_backward(*heads[:5], heads[5][..., 0].contiguous(), scale)
         for heads in sequences(borders, reach, *given)
     ]
-    return tuple(torch.cat([one[0].transpose(0, 1) for one in gradients]) for gradients in zip(*found, strict=True))
+    return tuple(
+        torch.cat([one[0].transpose(0, 1) for one in gradients]) for gradients in zip(*found, strict=True)
+    )

@@ -1,4 +1,4 @@
-"""Attention of packed rows is attention within each sequence, whatever kernel computes it and whatever fills a grid up."""
+"""Attention of packed rows is attention within each sequence, by whatever kernel, and whatever fills a grid up."""
 
 from __future__ import annotations
 

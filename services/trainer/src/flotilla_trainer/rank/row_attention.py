@@ -1,13 +1,13 @@
 """Attention within the sequences of a packed row on a GPU: one operation for compilers, whose graphs serve every row.
 
-The operation looks at the layout of a row when it runs, and chooses a kernel. Sequences of about one length go to cuDNN's
-dense kernel, which takes a little more than half the time of the other one on Hopper and later. It wants a grid: as many
-rows as there are sequences, all of one length. Other sequences, and layers with a window, go to the flash kernel for
-variable lengths. Invariants: what a graph sees of a row are tensors of one rank and type, whatever the row is like; each
-sequence lies at the beginning of its row of the grid, so that causal attention shows none of its tokens what fills the
-row up; what fills it up gets no gradient and gives none. A grid is made only where it costs less than it saves. cuDNN
-plans every size of grid anew, so sizes are rounded up to few, and only the first sizes of grids without any filling are
-taken as they are.
+The operation looks at the layout of a row when it runs, and chooses a kernel. Sequences of about one length go to the
+dense kernel of cuDNN, which takes a little more than half the time of the other one on Hopper and later. It wants a
+grid: as many rows as there are sequences, all of one length. Other sequences, and layers with a window, go to the
+flash kernel for variable lengths. Invariants: a graph sees tensors of one rank and type, whatever the row is like;
+each sequence lies at the beginning of its row of the grid, so that causal attention shows none of its tokens what
+fills the row up; what fills it up gets no gradient and gives none. A grid is made only where it costs less than it
+saves. cuDNN plans every size of grid anew, so sizes are rounded up to few, and only the first sizes of grids without
+any filling are taken as they are.
 """
 
 from __future__ import annotations
@@ -99,12 +99,10 @@ class RowLayout:
         borders = torch.tensor([0, *lengths]).cumsum(0).int()
         size = (0, 0) if grid is None else (grid.rows, grid.length)
         ways = torch.zeros(NO_WAYS, dtype=torch.long)
-        filled = grid is not None and grid.places is not None and grid.back is not None
-        if filled:
-            ways = torch.cat([grid.places, grid.back])
-        return cls(
-            torch.tensor([reach, *size, int(filled)]), sent(borders, device), sent(ways, device)
-        )
+        filled = 0
+        if grid is not None and grid.places is not None and grid.back is not None:
+            ways, filled = torch.cat([grid.places, grid.back]), 1
+        return cls(torch.tensor([reach, *size, filled]), sent(borders, device), sent(ways, device))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -281,7 +279,18 @@ def ragged_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output as the queries, and the normalizers as [heads, tokens]."""
     found = torch.ops.aten._flash_attention_forward(
-        query, key, value, borders, borders, reach, reach, 0.0, not window, False, scale=scale, **_seen(window)
+        query,
+        key,
+        value,
+        borders,
+        borders,
+        reach,
+        reach,
+        0.0,
+        not window,
+        False,
+        scale=scale,
+        **_seen(window),
     )
     return found[0], found[1]
 
