@@ -89,6 +89,7 @@ def main() -> int:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--out", type=Path, required=True)
     cli.add_argument("--gpus", type=int, default=2)
+    cli.add_argument("--first-gpu", type=int, default=0)
     cli.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
     cli.add_argument("--steps", type=int, default=12)
     cli.add_argument("--placement", choices=("separate", "colocated"), help="in place of our choice")
@@ -117,7 +118,7 @@ def main() -> int:
         cli.error(f"--steps must be above {WARMING}")
     asked.out.mkdir(parents=True, exist_ok=True)
     work: Path = asked.work or asked.out / "work"
-    show_gpus(0 if asked.small else asked.gpus)
+    show_gpus(0 if asked.small else asked.gpus, asked.first_gpu)
     model = make_files(work, shape=asked.shape, model=asked.model)
     if asked.uneven:
         lengths = drawn(sizes.prompts * sizes.samples, sizes.tokens)
