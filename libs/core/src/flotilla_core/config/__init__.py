@@ -15,6 +15,7 @@ from flotilla_core.config.stack import (
     AutoscaleConfig,
     BindConfig,
     CoordinatorConfig,
+    EnvironmentServiceConfig,
     GangConfig,
     GeneratorConfig,
     NatsConfig,

@@ -329,6 +329,19 @@ class RewardServiceConfig(ConfigModel):
     """Addresses of replicas that were started outside this stack."""
 
 
+class EnvironmentServiceConfig(ConfigModel):
+    """One environment replica."""
+
+    replicas: int = Field(default=0, ge=0, le=MOST_REPLICAS)
+    """Number of replicas that the launcher starts: 1 or more for runs with episodes of several turns."""
+    workers: int = Field(default=2, ge=1, le=1024)
+    """Killable worker processes for the episodes of each run. One holds many episodes and works for one at a time."""
+    environment: Environment = Field(default={})
+    """Variables of each replica, in addition to those of the launcher: text, or the place of a secret."""
+    attach: tuple[str, ...] = Field(default=(), max_length=256)
+    """Addresses of replicas that were started outside this stack."""
+
+
 class RetentionConfig(ConfigModel):
     """Limits of the records on disk; the oldest ended runs are removed first."""
 
@@ -403,7 +416,7 @@ class RayNodeConfig(ConfigModel):
     """The resources of Ray that a service of one kind takes."""
 
     cpus: int = Field(default=1, ge=1, le=4096)
-    """CPUs of one gang on each of its hosts, of one generator, of one reward, or of the head."""
+    """CPUs of one gang on each of its hosts, of one generator, of one reward, of one environment, or of the head."""
     memory_mib: int | None = Field(default=None, ge=16, le=1 << 30)
     """Memory; empty takes none of what Ray counts."""
     resources: dict[Annotated[str, Field(pattern=_WORD)], Annotated[float, Field(gt=0, le=1e6)]] = Field(
@@ -427,6 +440,8 @@ class RayConfig(ConfigModel):
     """Each generator."""
     reward: RayNodeConfig = Field(default_factory=RayNodeConfig)
     """Each reward replica."""
+    environment: RayNodeConfig = Field(default_factory=RayNodeConfig)
+    """Each environment replica."""
 
 
 class KubernetesConfig(ConfigModel):
@@ -493,6 +508,8 @@ class StackConfig(ConfigModel):
     """Named teachers, for runs that learn from several or choose one: a section like `teacher` for each name."""
     reward: RewardServiceConfig = Field(default_factory=RewardServiceConfig)
     """Reward replicas."""
+    environment: EnvironmentServiceConfig = Field(default_factory=EnvironmentServiceConfig)
+    """Environment replicas, which play episodes of several turns."""
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
     """The coordinator."""
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)
