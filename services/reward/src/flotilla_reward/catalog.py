@@ -6,7 +6,9 @@ imported into the service: a worker loads it, and `problem` in the process of a 
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,10 @@ from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BUILTIN, BuiltinReward
 from flotilla_reward.worker import load
-from flotilla_workers.catalog import Catalog, did_you_mean
 from flotilla_workers.functions import Target
 from flotilla_workers.worker import answer
 
-CATALOG = Catalog("reward", "function", "flotilla.rewards", BUILTIN)
+ENTRY_POINT_GROUP = "flotilla.rewards"
 DEFAULT_TIMEOUT_S = 10.0
 
 
@@ -54,7 +55,8 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
             return Term(spec.reward, timeout_s, builtin, None)
         target = Target("builtin", spec.reward, parameters=parameters)
         return Term(spec.reward, timeout_s, None, target, builtin.blames_response)
-    return Term(spec.reward, timeout_s, None, CATALOG.target(spec.reward, parameters, code))
+    target = _user_target(spec.reward, parameters, code)
+    return Term(spec.reward, timeout_s, None, target)
 
 
 def problem(reward: str, parameters: dict[str, Any]) -> str:
@@ -77,8 +79,19 @@ def list_rewards() -> list[pb.RewardInfo]:
         schema = struct_pb2.Struct()
         schema.update(reward.model_json_schema())
         found.append(pb.RewardInfo(name=name, description=(reward.__doc__ or "").strip(), parameters=schema))
-    found += [pb.RewardInfo(name=name, description=text) for name, text in CATALOG.described_entry_points()]
+    for name, point in sorted(_entry_points().items()):
+        package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
+        found.append(pb.RewardInfo(name=name, description=f"Entry point {point.value}{package}."))
     return found
+
+
+def hidden_entry_points() -> list[str]:
+    """Entry points that can never run because a built-in has their name."""
+    return sorted(set(_entry_points()) & set(BUILTIN))
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def _builtin(name: str, parameters: dict[str, Any]) -> BuiltinReward:
@@ -97,6 +110,37 @@ def _builtin(name: str, parameters: dict[str, Any]) -> BuiltinReward:
 def _problem(location: tuple[int | str, ...], kind: str, message: str, known: list[str]) -> str:
     key = ".".join(map(str, location))
     if kind == "extra_forbidden":
-        return f"unknown parameter {key}{did_you_mean(key, known)}"
+        return f"unknown parameter {key}{_did_you_mean(key, known)}"
     message = message.removeprefix("Value error, ")
     return f"{key}: {message}" if key else message
+
+
+def _user_target(name: str, parameters: dict[str, Any], code: Path | None) -> Target:
+    file, colon, function = name.rpartition(":")
+    if colon and file.endswith(".py"):
+        path = code or Path(file).absolute()
+        if not function.isidentifier():
+            raise InvalidConfig(f"reward {name} names no function", next_step="Write it as path.py:function.")
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise InvalidConfig(
+                f"the file of reward {name} cannot be read", where=str(path), why=error.strerror or str(error)
+            ) from error
+        stamp = f"{state.st_mtime_ns}.{state.st_size}"
+        return Target("file", str(path), function, parameters, stamp)
+    points = _entry_points()
+    if name in points:
+        return Target("entry_point", points[name].module, points[name].attr, parameters)
+    if name.endswith(".py"):
+        raise InvalidConfig(f"reward {name} names no function", next_step=f"Write it as {name}:function.")
+    known = sorted({*BUILTIN, *points})
+    raise InvalidConfig(
+        f"there is no reward {name!r}{_did_you_mean(name, known)}",
+        next_step=f"Known are {', '.join(known)}; a function of your own is path.py:function.",
+    )
+
+
+def _did_you_mean(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
