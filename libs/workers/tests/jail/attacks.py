@@ -51,10 +51,13 @@ except OSError as error:
     "make a device": 'tries(lambda: os.mknod("device", 0o600 | 0o060000, os.makedev(254, 0)))',
     "change its root": "allowed(161, 51, b'/')",
     # Environment and descriptors
-    "read its own environment": 'host["secret"] in "".join(os.environ.values()).replace(os.environ["HOST"], "") and reached()',
+    "read its own environment": """
+told = os.environ.pop("HOST")
+host["secret"] in "".join(os.environ.values()) and reached()""",
     "read the environment of its first process": """
 try:
-    host["secret"].encode() in open("/proc/1/environ", "rb").read().replace(os.environ["HOST"].encode(), b"") and reached()
+    told = open("/proc/1/environ", "rb").read().replace(os.environ["HOST"].encode(), b"")
+    host["secret"].encode() in told and reached()
 except OSError as error:
     print("held:", error)""",
     "read the environment of its parent": """
@@ -84,14 +87,18 @@ for name in names:
             continue
         host["marked"] in told.replace("\\0", " ").split() and reached(told)""",
     "signal a process of the host": 'tries(lambda: os.kill(host["process"], 0))',
-    "kill everything": "os.fork() or (time.sleep(0.2), os._exit(0))\ntry:\n    os.kill(-1, signal.SIGTERM)\nexcept OSError:\n    pass",
+    "kill everything": """
+try:
+    os.kill(-1, signal.SIGTERM)
+except OSError as error:
+    print("held:", error)""",
     "trace its parent": "allowed(101, 117, 16, os.getppid(), 0, 0)",
     "trace its first process": "allowed(101, 117, 0x4206, 1, 0, 0)",
     "read memory of its parent": """
 local = ctypes.create_string_buffer(8)
 allowed(310, 270, os.getppid(), struct.pack("PN", ctypes.addressof(local), 8), 1, struct.pack("PN", 4096, 8), 1, 0)""",
     "take a descriptor of its parent": "allowed(438, 438, os.getppid(), 0, 0)",
-    "raise its own limits": 'tries(lambda: resource.setrlimit(resource.RLIMIT_DATA, (-1, -1)))',
+    "raise its own limits": "tries(lambda: resource.setrlimit(resource.RLIMIT_DATA, (-1, -1)))",
     "raise its priority": "tries(lambda: os.nice(-5))",
     "become root": "tries(*[lambda: os.setuid(0)] * (os.getuid() != 0))",
     "become root by a program": """
@@ -128,14 +135,17 @@ except OSError as error:
     "a socket in a folder of the host": 'tries(lambda: socket.socket(socket.AF_UNIX).connect(host["unix"]))',
     "an abstract socket of the host": 'tries(lambda: socket.socket(socket.AF_UNIX).connect("\\0" + host["abstract"]))',
     "a socket to the machine below": "tries(lambda: socket.socket(40, socket.SOCK_STREAM))",
-    "a raw socket": "tries(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW), lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))",
+    "a raw socket": "tries(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))",
+    "a socket of the link": "tries(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW))",
     "a socket of the kernel's cryptography": "tries(lambda: socket.socket(38, socket.SOCK_SEQPACKET))",
     "shared memory of the host": """
 place = call(29, 194, host["shared_memory"], 0, 0)
 place >= 0 and reached(place)""",
     # Too much
     "memory": "tries(lambda: bytearray(host['memory'] + (1 << 20)))",
-    "a long file": 'signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\ntries(lambda: open("long", "wb").truncate(host["tmp"] + 1))',
+    "a long file": """
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+tries(lambda: open("long", "wb").truncate(host["tmp"] + 1))""",
     "a full disk": """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 written = 0

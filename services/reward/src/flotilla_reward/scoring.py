@@ -28,6 +28,7 @@ from flotilla_reward.builtin import CannotScore, Sample
 from flotilla_reward.catalog import Term
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
+from flotilla_workers.jail.jail import Jail
 from flotilla_workers.pool import WorkerPool
 from flotilla_workers.process import Failure, Timeout
 
@@ -54,9 +55,9 @@ Outcome = Value | Failure | Timeout
 Workers = WorkerPool[Value]
 
 
-def workers(count: int) -> Workers:
-    """Return a pool whose workers score samples."""
-    return WorkerPool(count, "flotilla_reward.worker:load", _value)
+def workers(count: int, jail: Jail) -> Workers:
+    """Return a pool whose workers score samples, by functions of users in this jail."""
+    return WorkerPool(count, "flotilla_reward.worker:load", _value, jail)
 
 
 def _value(target: Target, said: Any) -> Value:

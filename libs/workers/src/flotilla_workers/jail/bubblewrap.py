@@ -14,7 +14,17 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/localtime",
+)
 HOME = "/tmp"
 
 
@@ -40,7 +50,15 @@ def command(
     # As root the command becomes another user, who may not, and the filter refuses it too.
     ours = [] if os.geteuid() == 0 else ["--unshare-user", "--disable-userns"]
     return [
-        *(bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", *ours),
+        *(
+            bwrap,
+            "--unshare-ipc",
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-uts",
+            "--unshare-cgroup-try",
+            *ours,
+        ),
         *("--die-with-parent", "--new-session", "--hostname", "jail", "--seccomp", str(filter_fd)),
         *(part for path in SYSTEM for part in _shown(path)),
         *("--proc", "/proc", "--dev", "/dev"),

@@ -1,8 +1,8 @@
 """The jail of this host: the highest level that works here, and how a command runs in it.
 
-Invariants: a level counts only where a probe ran in it on this host, in this process' own rights. Whoever demands a level
-that is not there gets an error that says why, and nothing runs. A command inherits no descriptor and no variable of the
-environment but those that are given by name. Its processes, memory, files and cores are bounded.
+Invariants: a level counts only where a probe ran in it on this host, with the rights of this process. Whoever demands a
+level that is not there gets an error that says why, and nothing runs. A command inherits no descriptor and no variable
+of the environment but those that are given by name. Its processes, memory, files and cores are bounded.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 
-from flotilla_core.errors import FailedPrecondition
+from flotilla_core.config import IsolationConfig
 from flotilla_workers.jail import bubblewrap, landlock, system_calls
 
 PROBE_LIMIT_S = 20.0
@@ -69,8 +69,14 @@ class Jail:
     level: Level
     why_not_higher: str = ""
     """Why the next level does not work here."""
+    refusal: str = ""
+    """Why code of users does not run here, where the level is lower than what is demanded."""
     bwrap: str = ""
     bounds: Bounds = field(default_factory=Bounds)
+    readable: tuple[Path, ...] = ()
+    """What all may read, beside the folders of Python and of its packages."""
+    environment: tuple[str, ...] = ()
+    """The variables of this process that all see."""
 
     @contextmanager
     def start(
@@ -87,13 +93,16 @@ class Jail:
         `folder` is where a level without namespaces lets it write; its caller removes it. As root the command becomes a
         user that nobody else is, one for each slot: it owns nothing, and the kernel counts its processes apart.
         """
-        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", **(environment or {})}
+        ours = {name: os.environ[name] for name in self.environment if name in os.environ}
+        variables = (
+            {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | ours | dict(environment or {})
+        )
         if self.level is Level.NONE:
-            yield Start([*command], dict(os.environ) | variables, ())
+            yield Start([*command], dict(os.environ), ())
             return
         user = FIRST_USER + slot % USERS if os.geteuid() == 0 else None
         bounded = [*_becomes(user), *self._limits(), *command]
-        shown = [*interpreter_folders(), *readable]
+        shown = [*interpreter_folders(), *self.readable, *readable]
         if self.level is Level.LANDLOCK:
             assert folder is not None
             if user is not None:
@@ -128,6 +137,35 @@ class Jail:
         ]
 
 
+class Cell:
+    """A jail for one worker, and the folder that it may need; `close` when the worker has ended."""
+
+    def __init__(self, jail: Jail, readable: Iterable[Path] = (), slot: int = 0) -> None:
+        self.level = jail.level
+        self._jail = jail
+        self._readable = tuple(readable)
+        self._slot = slot
+        self._folder: Path | None = None
+
+    @contextmanager
+    def start(self, command: Sequence[str]) -> Iterator[Start]:
+        """Give what starts the worker; the block lasts until it has started."""
+        if self.level is Level.LANDLOCK:
+            self._folder = Path(tempfile.mkdtemp(prefix="flotilla-jail-"))
+        with self._jail.start(
+            command, readable=self._readable, slot=self._slot, folder=self._folder
+        ) as start:
+            yield start
+
+    def close(self) -> None:
+        """Remove what the worker wrote."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+NO_JAIL = Jail(Level.NONE)
+
+
 def _becomes(user: int | None) -> list[str]:
     if user is None:
         return []
@@ -141,24 +179,29 @@ def interpreter_folders() -> list[Path]:
     return [Path(path) for path in dict.fromkeys(of_python) if os.path.isabs(path) and os.path.isdir(path)]
 
 
-def find(at_least: Level = Level.NONE, bounds: Bounds | None = None) -> Jail:
-    """Return the highest level that works here; raise where it is below the one that is demanded."""
-    bounds, reasons = bounds or Bounds(), []
+def find(asked: IsolationConfig | None = None) -> Jail:
+    """Return the highest level that works here, within what a stack asks for."""
+    asked = asked or IsolationConfig()
+    if asked.unsafe:
+        return NO_JAIL
+    bounds = Bounds(int(asked.memory_gib * (1 << 30)), asked.processes)
+    given = Jail(Level.NONE, bounds=bounds, readable=asked.readable, environment=asked.environment)
+    reasons: list[str] = []
     for level in (Level.NAMESPACES, Level.LANDLOCK):
-        jail = Jail(level, "; ".join(reasons), bubblewrap.executable() or "", bounds)
+        jail = replace(
+            given, level=level, why_not_higher="; ".join(reasons), bwrap=bubblewrap.executable() or ""
+        )
         why = _why_not(jail)
         if not why:
             break
         reasons.append(f"{level}: {why}")
     else:
-        jail = Jail(Level.NONE, "; ".join(reasons), bounds=bounds)
-    if jail.level < at_least:
-        raise FailedPrecondition(
-            f"this host has no jail of level {at_least}",
-            why=jail.why_not_higher,
-            next_step="install bubblewrap and let this user make namespaces, or demand a lower level",
-        )
-    return jail
+        jail = replace(given, why_not_higher="; ".join(reasons))
+    if jail.level >= Level[asked.at_least.upper()]:
+        return jail
+    way = "install bubblewrap and let this user make namespaces, or set reward.isolation in stack.yaml"
+    demanded = f"this host has no jail of level {asked.at_least}, which functions of users run in"
+    return replace(jail, refusal=f"{demanded}: {jail.why_not_higher}. {way[0].upper()}{way[1:]}.")
 
 
 def _why_not(jail: Jail) -> str:
@@ -187,4 +230,6 @@ def _why_not(jail: Jail) -> str:
         return str(error)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return "" if probe.stdout == "in jail\n" else (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    return (
+        "" if probe.stdout == "in jail\n" else (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    )

@@ -1,7 +1,7 @@
 """The lower level, where no namespaces can be made: Landlock and the filter of system calls.
 
-Run as `python -I -S landlock.py WRITABLE READABLE... -- COMMAND...`; only the standard library and the filter beside this
-file are read. It takes rights from itself and becomes the command.
+Run as `python -I -S landlock.py WRITABLE READABLE... -- COMMAND...`. It reads the standard library and the filter
+beside this file alone, takes rights from itself and becomes the command.
 
 Invariants: the command reads the folders that it is given, writes in one, and in no other; it makes no socket, so it
 reaches no network and no service of this host, and sends no signal but to its own. It sees no /proc. It changes neither

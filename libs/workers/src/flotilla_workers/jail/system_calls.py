@@ -1,8 +1,8 @@
 """The filter of system calls: what no verdict needs, and what the kernel's namespaces do not fence.
 
-Invariants: the filter names what is refused, and everything else passes, so that Python, numpy and compilers run. What is
-refused gives an error, not a signal: a library that tries goes on without. A call by another ABI than the machine's own
-is refused, because its numbers mean other calls. Nothing is imported here but the standard library: a jail starts with
+Invariants: the filter names what is refused, and everything else passes, so that Python, numpy and compilers run. What
+is refused gives an error, not a signal: a library that tries goes on without. A call by another ABI than the machine's
+own is refused, because its numbers mean other calls. Only the standard library is imported here: a jail starts with
 this.
 """
 
@@ -138,12 +138,14 @@ MACHINES = {
 def program(*, namespaces: bool, machine: str = "") -> bytes:
     """Return the filter as the kernel takes it; without namespaces it refuses what these would fence, sockets too.
 
-    Pairs of sockets can always be made. Raise LookupError on an architecture whose numbers nobody has written down here.
+    Pairs of sockets can always be made. Raise LookupError on an architecture whose numbers are not written down here.
     """
     name = machine or platform.machine()
     if name not in MACHINES:
         raise LookupError(f"the system calls of {name} are not known")
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in _instructions(MACHINES[name], namespaces))
+    return b"".join(
+        struct.pack("HBBI", *instruction) for instruction in _instructions(MACHINES[name], namespaces)
+    )
 
 
 def _instructions(machine: Machine, namespaces: bool) -> Iterator[tuple[int, int, int, int]]:
