@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,16 @@ class RewardProcess:
 
 
 @asynccontextmanager
-async def reward_process(folder: Path, *, workers: int = 2) -> AsyncIterator[RewardProcess]:
-    """Start a reward service whose state is below the folder, and end it."""
+async def reward_process(
+    folder: Path, *, workers: int = 2, isolation: Mapping[str, Any] | None = None
+) -> AsyncIterator[RewardProcess]:
+    """Start a reward service whose state is below the folder, and end it; functions run in no jail by default."""
     directory = folder / "state" / "tested"
     make_private_folder(directory)
     credential = make_credential(BindConfig(), directory)
     stack = folder / "stack.yaml"
-    stack.write_text(f"name: tested\nstate_dir: {folder}/state\nreward: {{workers: {workers}}}\n")
+    reward = {"workers": workers, "isolation": {"unsafe": True} if isolation is None else isolation}
+    stack.write_text(json.dumps({"name": "tested", "state_dir": f"{folder}/state", "reward": reward}))
     nats = await NatsServer.start(directory / "nats", credential=credential)
     try:
         process = await ProcessGroup.start(

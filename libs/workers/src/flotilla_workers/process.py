@@ -72,7 +72,14 @@ class WorkerProcess:
             # Only installed packages: nothing in the current folder can pose as one of them.
             with cell.start([sys.executable, "-P", "-m", "flotilla_workers.worker", loader]) as start:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno())),
+                    *(
+                        sys.executable,
+                        "-I",
+                        "-S",
+                        keeper.__file__,
+                        str(theirs.fileno()),
+                        ":".join(cell.groups),
+                    ),
                     *start.command,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,

@@ -19,7 +19,8 @@ from enum import IntEnum
 from pathlib import Path
 
 from flotilla_core.config import IsolationConfig
-from flotilla_workers.jail import bubblewrap, landlock, system_calls
+from flotilla_workers.jail import bubblewrap, groups, landlock, system_calls
+from flotilla_workers.jail.groups import Group
 
 PROBE_LIMIT_S = 20.0
 PRLIMIT, SETPRIV = "/usr/bin/prlimit", "/usr/bin/setpriv"
@@ -146,19 +147,30 @@ class Cell:
         self._readable = tuple(readable)
         self._slot = slot
         self._folder: Path | None = None
+        self._group: Group | None = None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The entries of the groups that the worker joins."""
+        return self._group.entries if self._group else ()
 
     @contextmanager
     def start(self, command: Sequence[str]) -> Iterator[Start]:
         """Give what starts the worker; the block lasts until it has started."""
         if self.level is Level.LANDLOCK:
             self._folder = Path(tempfile.mkdtemp(prefix="flotilla-jail-"))
+        if self.level:
+            bounds = self._jail.bounds
+            self._group = groups.make(self._slot, bounds.memory_bytes, bounds.processes)
         with self._jail.start(
             command, readable=self._readable, slot=self._slot, folder=self._folder
         ) as start:
             yield start
 
     def close(self) -> None:
-        """Remove what the worker wrote."""
+        """Remove what the worker wrote, and its group."""
+        if self._group is not None:
+            self._group.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
