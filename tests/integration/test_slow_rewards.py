@@ -29,10 +29,10 @@ from flotilla_core.trust import Credential
 from flotilla_reward import scoring as reward_scoring
 from flotilla_reward.scoring import Workers
 from flotilla_reward.service import RewardServicer
-from flotilla_workers.jail.jail import NO_JAIL
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import NO_FILES
 from flotilla_testing.servers import serving
+from flotilla_workers.jail.jail import NO_JAIL
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RewardService"].full_name
 SILENT_S = 1.5
