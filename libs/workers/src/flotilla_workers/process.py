@@ -133,7 +133,7 @@ class WorkerProcess:
             {"do": "load", "target": asdict(target)},
             LOAD_LIMIT_S,
             "loaded",
-            lambda said: None if "loaded" in said else _failure(said),
+            lambda said: None if "loaded" in said else self._failure(said),
         )
         if isinstance(outcome, Timeout):
             return Failure(f"did not finish loading within {LOAD_LIMIT_S:g} s")
@@ -152,7 +152,7 @@ class WorkerProcess:
             {"do": "answer", "key": target.key, "question": question},
             limit_s,
             "answered",
-            lambda said: read(said["value"]) if "value" in said else _failure(said),
+            lambda said: read(said["value"]) if "value" in said else self._failure(said),
         )
 
     async def _ask(
@@ -211,19 +211,21 @@ class WorkerProcess:
             self._cell.close()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
+    def _failure(self, said: dict[str, Any]) -> Failure:
+        message, traceback = said.get("failed"), said.get("traceback", "")
+        if not isinstance(message, str) or not isinstance(traceback, str):
+            raise frames.NoAnswer("it is neither a value nor a failure")
+        match said.get("system"):
+            case [int(number), str(path)]:
+                message += self._cell.way_out(number, path)
+        return Failure(unicode_text(message), unicode_text(traceback))
+
     def _end_group(self) -> None:
         """Kill what the worker started in its group: user code can kill the keeper, which does this otherwise."""
         # Long after its end the number may be another process's.
         if self.pid and ProcessIdentity.of(self.pid) in (None, self._identity):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-
-
-def _failure(said: dict[str, Any]) -> Failure:
-    message, traceback = said.get("failed"), said.get("traceback", "")
-    if not isinstance(message, str) or not isinstance(traceback, str):
-        raise frames.NoAnswer("it is neither a value nor a failure")
-    return Failure(unicode_text(message), unicode_text(traceback))
 
 
 def _log() -> int:
