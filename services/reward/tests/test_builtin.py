@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_reward.builtin import BUILTIN, CannotScore, Math, Sample
+from flotilla_reward.builtin import CannotScore, Math, Sample
+from flotilla_reward.table import BUILTIN
 
 
 def score(name: str, response: str, answer: str = "", **parameters: object) -> float:

@@ -24,7 +24,7 @@ from flotilla_core.config import LARGEST_REWARD
 from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward import catalog
-from flotilla_reward.builtin import CannotScore, Sample
+from flotilla_reward.builtin import CannotScore, Sample, Unreadable
 from flotilla_reward.catalog import Term
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
@@ -150,6 +150,8 @@ async def _run(term: Term, sample: Sample, pool: Workers, run_id: str) -> tuple[
         outcome = Value(term.builtin.score(sample))
     except CannotScore as error:
         outcome = Failure(str(error))
+    except Unreadable:
+        outcome = Value(0.0, unreadable=True)
     return outcome, asyncio.get_running_loop().time() - started
 
 
