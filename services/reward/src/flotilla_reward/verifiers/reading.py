@@ -13,14 +13,19 @@ from typing import Any
 
 from flotilla_reward.builtin import Unreadable
 
-INVISIBLE = frozenset({"Cf", "Cc", "Mn"})
-"""Categories of Unicode that stand for no letter: joiners, marks of direction, controls, variation selectors."""
+INVISIBLE = frozenset({"Cf", "Cc"})
+"""Categories of Unicode without a picture: joiners, marks of direction, controls."""
+SELECTORS = frozenset({0x34F, *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)})
+"""Characters that choose a picture of the one before."""
 SPACES = re.compile(r"[^\S\n]+")
 # Han, kana, Thai, Lao, Burmese and Khmer: languages that set no spaces between words.
 UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
-WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+(?:[.,'’\-][^\W_{UNSPACED}]+)*")
+# Accents and vowel signs, which are part of a word.
+MARKS = "\u0300-\u036f\u0591-\u05c7\u064b-\u065f\u0900-\u0903\u093a-\u094f\u0981-\u0dff"
+LETTER = rf"(?:[^\W_{UNSPACED}]|[{MARKS}])"
+WORD = re.compile(rf"[{UNSPACED}]|{LETTER}+(?:[.,'’\-]{LETTER}+)*")
 FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 
 
@@ -29,12 +34,15 @@ class _Folding(dict[int, str]):
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
-        if character in "\n\t\r":
-            folded = character
-        elif unicodedata.category(character) in INVISIBLE and not unicodedata.combining(character):
+        normal = unicodedata.normalize("NFKC", character)
+        if character in "\u2028\u2029":
+            folded = "\n"
+        elif character.isspace():
+            folded = character if character in "\n\t\r" else " "
+        elif code in SELECTORS or unicodedata.category(character) in INVISIBLE:
             folded = ""
         else:
-            folded = unicodedata.normalize("NFKC", character)
+            folded = normal if len(normal) == 1 else character
         self[code] = folded
         return folded
 
