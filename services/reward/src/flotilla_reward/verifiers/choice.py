@@ -25,7 +25,10 @@ NOUN = r"(?:answers?|choices?|solution|guess|(?:correct|right|best|final) (?:opt
 # From the noun to its verb, within a sentence and without a negation.
 BETWEEN = rf"(?:(?!{NOT})[^.\n:=]){{0,40}}?"
 COPULA = r"(?:\b(?:is|are|was|be)\b(?!n['’]t)|:|=|->|→)"
-VERB = rf"(?<!not )(?<!n't )(?<!n’t )\b(?:choos(?:e|ing)|chose|pick|select(?:ed)?|going with|go with|opt for|answer with)\b"
+VERB = (
+    r"(?<!not )(?<!n't )(?<!n’t )"
+    r"\b(?:choos(?:e|ing)|chose|pick|select(?:ed)?|going with|go with|opt for|answer with)\b"
+)
 # "not B but" before the option that is meant.
 INSTEAD = r"(?:not [^.\n]{1,40}? but )?"
 DECORATION = (
@@ -35,7 +38,8 @@ DECORATION = (
 )
 CLAIM = (
     rf"(?:\b{NOUN}\b{BETWEEN}{COPULA}|{VERB}|<answer>|\\boxed\{{|"
-    r"(?:(?<=\s)|(?<![^\n]))(?:therefore|thus|hence|so)\b,?(?= [(*]{0,3}(?:option )?[(*]{0,3}\w{1,12}[)*]{0,3}(?:[.!]|$)))"
+    r"(?:(?<=\s)|(?<![^\n]))(?:therefore|thus|hence|so)\b,?"
+    r"(?= [(*]{0,3}(?:option )?[(*]{0,3}\w{1,12}[)*]{0,3}(?:[.!]|$)))"
     rf"[*_\"']{{0,3}} ?{INSTEAD}{DECORATION}"
 )
 CLOSING = r"[\s*_)\]}\"'”’`$>,;/|&\\]{0,8}"
@@ -43,7 +47,10 @@ JOINED = rf"(?:{CLOSING}(?:\b(?:and|or|nor|plus)\b|[,/&|;]){CLOSING}){DECORATION
 NO_WORD = r"(?![\w+#]|['’-]\w|[.,]\d)"
 # After an article or a pronoun, only such words go on about a letter.
 CONNECTIVE = r"(?! (?!(?:because|since|as|for|and|or|while|but)\b)[a-z])"
-RIGHT = r"\b(?:is|would be|must be|seems) (?:the |most likely |clearly |definitely ){0,2}(?:correct|right|best|true)\b(?! only)"
+RIGHT = (
+    r"\b(?:is|would be|must be|seems) (?:the |most likely |clearly |definitely ){0,2}"
+    r"(?:correct|right|best|true)\b(?! only)"
+)
 GAP = re.compile(r"[\s\W_]*(?:(?:and|or|also|either|final|the|correct)[\s\W_]*)*", re.IGNORECASE)
 
 BESIDE = re.compile(r"[\s*_)\]}.:,\"'\\-]{1,6}")
@@ -66,7 +73,9 @@ class Options:
 
     def __init__(self, labels: tuple[str, ...], texts: tuple[str, ...]) -> None:
         self.by_name = {label.casefold(): label for label in labels}
-        self.by_text = {_plain(text): label for text, label in zip(texts, labels, strict=False) if _plain(text)}
+        self.by_text = {
+            _plain(text): label for text, label in zip(texts, labels, strict=False) if _plain(text)
+        }
         # The longest first: one text may begin with another.
         names = "|".join(re.escape(label) for label in sorted(labels, key=len, reverse=True))
         worded = "|".join(map(re.escape, sorted(self.by_text, key=len, reverse=True))) or r"(?!)"
@@ -103,7 +112,7 @@ class Choice(BuiltinReward):
         default=None,
         min_length=2,
         max_length=MOST_OPTIONS,
-        description="Names of the options; by default letters, as many as the row has `choices` or `options`, else A to J.",
+        description="Names of the options; by default letters, as many as the row has options, else A to J.",
     )
     after: str | None = Field(
         default=None,
@@ -133,7 +142,9 @@ class Choice(BuiltinReward):
 
     def _options(self, info: dict[str, Any]) -> Options:
         labels, texts = _columns(next((info[name] for name in COLUMNS if info.get(name)), []))
-        labels = self.labels or labels or (tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")[: len(texts)] if texts else LETTERS)
+        labels = (
+            self.labels or labels or (tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")[: len(texts)] if texts else LETTERS)
+        )
         if len(labels) < len(texts):
             raise CannotScore(f"the row has {len(texts)} options, and there are {len(labels)} labels")
         return _compiled(labels, texts)
@@ -146,7 +157,11 @@ def _compiled(labels: tuple[str, ...], texts: tuple[str, ...]) -> Options:
 
 def _columns(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return labels and texts of a list of texts, a table of both, or texts by their labels."""
-    if isinstance(value, dict) and isinstance(value.get("text"), list) and isinstance(value.get("label"), list):
+    if (
+        isinstance(value, dict)
+        and isinstance(value.get("text"), list)
+        and isinstance(value.get("label"), list)
+    ):
         labels, texts = value["label"], value["text"]
     elif isinstance(value, dict):
         labels, texts = list(value), list(value.values())
@@ -180,7 +195,9 @@ def claimed_options(text: str, options: Options) -> frozenset[str]:
         last = claims.pop()
         labels, start = last.labels, last.start
         # "Answer: A, answer: B" is one claim of both.
-        while claims and (claims[-1].end >= start or GAP.fullmatch(text[claims[-1].end : start][:200] or " ")):
+        while claims and (
+            claims[-1].end >= start or GAP.fullmatch(text[claims[-1].end : start][:200] or " ")
+        ):
             labels, start = labels | claims[-1].labels, min(start, claims[-1].start)
             claims.pop()
         return labels

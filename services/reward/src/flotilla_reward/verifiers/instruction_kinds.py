@@ -11,6 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -24,11 +25,24 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Phrase = Annotated[str, Field(min_length=1)]
 Phrases = Annotated[list[Phrase], Field(min_length=1)]
 Script = Literal[
-    "arabic", "bengali", "cyrillic", "devanagari", "greek", "han", "hangul", "hebrew", "japanese", "latin", "tamil", "thai"
+    "arabic",
+    "bengali",
+    "cyrillic",
+    "devanagari",
+    "greek",
+    "han",
+    "hangul",
+    "hebrew",
+    "japanese",
+    "latin",
+    "tamil",
+    "thai",
 ]
 
 # A dot behind these, or behind a single letter, ends no sentence.
-ABBREVIATION = re.compile(r"(?:\b(?:dr|mr|mrs|ms|prof|st|vs|fig|approx|e\.g|i\.e|cf|inc|jr|sr)|\b[A-Z])\.$", re.IGNORECASE)
+ABBREVIATION = re.compile(
+    r"(?:\b(?:dr|mr|mrs|ms|prof|st|vs|fig|approx|e\.g|i\.e|cf|inc|jr|sr)|\b[A-Z])\.$", re.IGNORECASE
+)
 SENTENCE_END = re.compile(
     rf"(?<![.!?…])[.!?…]++[\"'”’)\]*_]*+(?=\s|$|[{UNSPACED}])|[。｡]+[」』”]*|\n[^\S\n]*\n"
 )
@@ -41,7 +55,7 @@ PICTURE = "[\U0001f300-\U0001faff\u2600-\u27bf\u2b50\u2b55\u231a\u231b]"
 EMOJI = re.compile(
     rf"[\U0001f1e6-\U0001f1ff]{{2}}|{PICTURE}(?:[\ufe0f\U0001f3fb-\U0001f3ff]|\u200d{PICTURE})*"
 )
-COMMAS = frozenset(",،、﹐﹑，､⸲⹁")
+COMMAS = frozenset(",،、⸲⹁")
 QUESTION_MARKS = ("?", "؟", ";")
 SCRIPTS = {"han": {"CJK"}, "japanese": {"CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"}}
 
@@ -51,13 +65,18 @@ def _within(count: float, at_least: float, at_most: float | None) -> bool:
 
 
 def _squeezed(text: str) -> str:
-    return " ".join(visible(text).casefold().split())
+    return " ".join(text.casefold().split())
+
+
+def _asked(phrase: str) -> str:
+    """Return a phrase of the instruction in the form of squeezed texts."""
+    return _squeezed(visible(phrase))
 
 
 @lru_cache(maxsize=1024)
 def _pattern(keyword: str) -> re.Pattern[str]:
     """Return the pattern of a keyword as a whole word; scripts without spaces have no ends of words."""
-    word = _squeezed(keyword)
+    word = _asked(keyword)
     before = r"(?<!\w)" if re.match(rf"[^\W{UNSPACED}]", word) else ""
     after = r"(?!\w)" if re.search(rf"[^\W{UNSPACED}]$", word) else ""
     return re.compile(before + re.escape(word) + after)
@@ -113,7 +132,11 @@ def keywords_in_order(text: str, *, keywords: Phrases) -> bool:
 
 
 def letter_count(
-    text: str, *, letter: Annotated[str, Field(min_length=1, max_length=1)], at_least: Count = 0, at_most: Most = None
+    text: str,
+    *,
+    letter: Annotated[str, Field(min_length=1, max_length=1)],
+    at_least: Count = 0,
+    at_most: Most = None,
 ) -> bool:
     return _within(text.casefold().count(letter.casefold()), at_least, at_most)
 
@@ -130,7 +153,9 @@ def sentences(text: str, *, at_least: Count = 0, at_most: Most = None) -> bool:
     return _within(len(_sentences(text)), at_least, at_most)
 
 
-def paragraphs(text: str, *, at_least: Count = 0, at_most: Most = None, divider: Phrase | None = None) -> bool:
+def paragraphs(
+    text: str, *, at_least: Count = 0, at_most: Most = None, divider: Phrase | None = None
+) -> bool:
     return _within(len(_paragraphs(text, divider)), at_least, at_most)
 
 
@@ -218,7 +243,7 @@ def table(text: str) -> bool:
     rows = _lines(text)
     return any(
         "|" in head and "|" in rule and "-" in rule and set(rule) <= set("|-: ")
-        for head, rule in zip(rows, rows[1:], strict=False)
+        for head, rule in pairwise(rows)
     )
 
 
@@ -236,11 +261,11 @@ def quoted(text: str) -> bool:
 
 
 def starts_with(text: str, *, phrase: Phrase) -> bool:
-    return _squeezed(text).startswith(_squeezed(phrase))
+    return _squeezed(text).startswith(_asked(phrase))
 
 
 def ends_with(text: str, *, phrase: Phrase) -> bool:
-    return _squeezed(text).endswith(_squeezed(phrase))
+    return _squeezed(text).endswith(_asked(phrase))
 
 
 def lines_start_with(text: str, *, phrase: Phrase) -> bool:
@@ -264,12 +289,12 @@ def two_responses(text: str, *, separator: Phrase = "******") -> bool:
 
 
 def repeats(text: str, *, prompt: Phrase) -> bool:
-    rest = _squeezed(text).removeprefix(_squeezed(prompt))
+    rest = _squeezed(text).removeprefix(_asked(prompt))
     return rest != _squeezed(text) and any(map(str.isalnum, rest))
 
 
 def one_of(text: str, *, options: Phrases) -> bool:
-    return _squeezed(text).rstrip(".") in {_squeezed(option).rstrip(".") for option in options}
+    return _squeezed(text).rstrip(".") in {_asked(option).rstrip(".") for option in options}
 
 
 def json_only(text: str) -> bool:
@@ -298,10 +323,39 @@ def script(text: str, *, script: Script, at_least: Share = 0.9) -> bool:
 KINDS: dict[str, Callable[..., bool]] = {
     kind.__name__: kind
     for kind in (
-        *(keywords_present, keywords_absent, keyword_count, keywords_in_order, letter_count, characters_absent),
-        *(words, characters, sentences, paragraphs, lines, digits, emoji, word_length, sentence_words, distinct_words),
+        *(
+            keywords_present,
+            keywords_absent,
+            keyword_count,
+            keywords_in_order,
+            letter_count,
+            characters_absent,
+        ),
+        *(
+            words,
+            characters,
+            sentences,
+            paragraphs,
+            lines,
+            digits,
+            emoji,
+            word_length,
+            sentence_words,
+            distinct_words,
+        ),
         *(capital_words, capital_share, upper_case, lower_case, no_commas),
-        *(bullets, numbered_items, sections, placeholders, highlights, code_blocks, table, title, postscript, quoted),
+        *(
+            bullets,
+            numbered_items,
+            sections,
+            placeholders,
+            highlights,
+            code_blocks,
+            table,
+            title,
+            postscript,
+            quoted,
+        ),
         *(starts_with, ends_with, lines_start_with, paragraph_starts, ends_with_question),
         *(two_responses, repeats, one_of, json_only, script),
     )

@@ -27,9 +27,8 @@ class Instruction(NamedTuple):
     kind: str
     parameters: dict[str, Any]
 
-    def followed_by(self, response: str) -> bool:
-        """Return whether a response follows it."""
-        seen = visible(response)
+    def followed_by(self, response: str, seen: str) -> bool:
+        """Return whether a response follows it, also given as a reader sees it."""
         return bool(seen) and KINDS[self.kind](response if self.kind in RAW else seen, **self.parameters)
 
 
@@ -70,7 +69,8 @@ class Instructions(BuiltinReward):
             raise CannotScore(f"the row has no instructions in {COLUMN}, and there are none as a parameter")
         instructions = read_instructions(given)
         texts = [sample.response] if self.mode == "strict" else loosened(sample.response)
-        followed = [any(map(instruction.followed_by, texts)) for instruction in instructions]
+        seen = [(text, visible(text)) for text in texts]
+        followed = [any(item.followed_by(*pair) for pair in seen) for item in instructions]
         return sum(followed) / len(followed) if self.value == "share" else float(all(followed))
 
 
@@ -109,7 +109,9 @@ def _read(item: dict[str, Any]) -> Instruction:
 def _problem(problem: Any, known: list[str]) -> str:
     name = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
-        return f"unknown parameter {name}{_nearest(name, known) or '; it takes ' + (', '.join(known) or 'none')}"
+        return (
+            f"unknown parameter {name}{_nearest(name, known) or '; it takes ' + (', '.join(known) or 'none')}"
+        )
     return f"{name}: {problem['msg']}"
 
 

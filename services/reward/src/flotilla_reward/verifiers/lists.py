@@ -18,11 +18,11 @@ from flotilla_reward.verifiers.reading import UNSPACED, json_list, visible
 
 REFERENCES = ("answers", "references")
 ARTICLES = frozenset({"a", "an", "the"})
-PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}‘’“”«»…–—，。、！？：；（）「」]")
+PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}‘’“”«»…–—。、「」]")
 TOKEN = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
 ITEM_MARK = re.compile(r"[ \t]*(?:[-*•–]|\d{1,6}[.)])[ \t]+")
-ENDS = re.compile(r"[\n,;，；、]")
+ENDS = re.compile(r"[\n,;、]")
 AND = re.compile(r"(?:and|&)\s+", re.IGNORECASE)
 BRACKETS = {"[": "]", "(": ")", "{": "}"}
 QUOTES = {'"': '"', "'": "'", "`": "`", "“": "”", "‘": "’"}
@@ -33,9 +33,10 @@ AFTER = "Look only at what follows the last such marker; a response without it s
 def tokens_of(text: str) -> list[str]:
     """Return the words without case, punctuation and articles, as SQuAD compares them.
 
-    A character is a token where its script sets no spaces.
+    A character is a token where its script sets no spaces. A text of articles alone keeps them.
     """
-    return [token for token in TOKEN.findall(PUNCTUATION.sub("", visible(text).casefold())) if token not in ARTICLES]
+    tokens = TOKEN.findall(PUNCTUATION.sub("", visible(text).casefold()))
+    return [token for token in tokens if token not in ARTICLES] or tokens
 
 
 class F1(BuiltinReward):
@@ -57,7 +58,9 @@ class F1(BuiltinReward):
         counted = [Counter(tokens_of(str(reference))) for reference in references]
         counted = [tokens for tokens in counted if tokens]
         if not counted:
-            raise CannotScore(f"the row has no reference with words: neither as the answer nor in {', '.join(REFERENCES)}")
+            raise CannotScore(
+                f"the row has no reference with words: neither as the answer nor in {', '.join(REFERENCES)}"
+            )
         text = text_after(self.after, sample.response)
         tokens = Counter(tokens_of(text)) if text is not None else Counter()
         return max(_f1(tokens, reference) for reference in counted)

@@ -17,10 +17,12 @@ INVISIBLE = frozenset({"Cf", "Cc"})
 """Categories of Unicode without a picture: joiners, marks of direction, controls."""
 SELECTORS = frozenset({0x34F, *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)})
 """Characters that choose a picture of the one before."""
+UNUSUAL = re.compile(r"[^\n\t -~]")
 SPACES = re.compile(r"[^\S\n]+")
 # Han, kana, Thai, Lao, Burmese and Khmer: languages that set no spaces between words.
 UNSPACED = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
 )
 # Accents and vowel signs, which are part of a word.
 MARKS = "\u0300-\u036f\u0591-\u05c7\u064b-\u065f\u0900-\u0903\u093a-\u094f\u0981-\u0dff"
@@ -52,7 +54,9 @@ _FOLDING = _Folding()
 
 def visible(text: str) -> str:
     """Return what a reader sees: full-width and styled letters become plain ones, invisible characters go."""
-    return text.translate(_FOLDING).replace("\r\n", "\n").replace("\r", "\n").strip()
+    if UNUSUAL.search(text):
+        text = text.translate(_FOLDING).replace("\r\n", "\n").replace("\r", "\n")
+    return text.strip()
 
 
 def one_spaced(text: str) -> str:

@@ -21,7 +21,9 @@ from flotilla_reward.builtin import BuiltinReward, CannotScore, Sample, Unreadab
 from flotilla_reward.verifiers.reading import NoJson, code_blocks, read_json
 
 COLUMNS = ("json_schema", "schema")
-ANNOTATIONS = frozenset({"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated"})
+ANNOTATIONS = frozenset(
+    {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated"}
+)
 ONE_SCHEMA = frozenset({"items", "additionalProperties", "not", "propertyNames"})
 SCHEMAS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
 NAMED_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
@@ -56,7 +58,10 @@ RULES: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "pattern": ("string", lambda value, pattern: re.search(pattern, value) is not None),
     "minItems": ("array", lambda value, least: len(value) >= least),
     "maxItems": ("array", lambda value, most: len(value) <= most),
-    "uniqueItems": ("array", lambda value, unique: not unique or len(set(map(_canonical, value))) == len(value)),
+    "uniqueItems": (
+        "array",
+        lambda value, unique: not unique or len(set(map(_canonical, value))) == len(value),
+    ),
     "minProperties": ("object", lambda value, least: len(value) >= least),
     "maxProperties": ("object", lambda value, most: len(value) <= most),
 }
@@ -76,7 +81,8 @@ class JsonSchema(BuiltinReward):
         description="The schema; by default the column `json_schema` or `schema` of the row, else its answer.",
     )
     partial: bool = Field(
-        default=False, description="JSON that does not fit is worth the share of the schema's demands that it meets."
+        default=False,
+        description="JSON that does not fit is worth the share of the schema's demands that it meets.",
     )
 
     @field_validator("json_schema")
@@ -106,7 +112,9 @@ def _json_text(response: str) -> str:
 def _schema_of(sample: Sample) -> dict[str, Any]:
     given = next((sample.info[name] for name in COLUMNS if sample.info.get(name)), sample.answer)
     if not given:
-        raise CannotScore(f"there is no schema: neither as a parameter, nor in {' or '.join(COLUMNS)}, nor as the answer")
+        raise CannotScore(
+            f"there is no schema: neither as a parameter, nor in {' or '.join(COLUMNS)}, nor as the answer"
+        )
     return _read_schema(given if isinstance(given, str) else json.dumps(given))
 
 
@@ -131,7 +139,9 @@ def check_schema(schema: Any, root: Any, place: str) -> None:
         here = f"{place}/{keyword}"
         if keyword not in KNOWN:
             close = difflib.get_close_matches(keyword, sorted(KNOWN), n=1)
-            raise ValueError(f"{here}: the keyword is not known" + (f" (did you mean {close[0]}?)" if close else ""))
+            raise ValueError(
+                f"{here}: the keyword is not known" + (f" (did you mean {close[0]}?)" if close else "")
+            )
         if keyword in ONE_SCHEMA:
             check_schema(demand, root, here)
         elif keyword in SCHEMAS:
@@ -174,7 +184,11 @@ def _check_plain(keyword: str, demand: Any, root: Any, here: str) -> None:
             "multipleOf": _is_number(demand) and demand > 0,
         }
         count = TYPES["integer"](demand) and demand >= 0
-        problem = "" if good.get(keyword, count if keyword in COUNTS else _is_number(demand)) else "has a wrong value"
+        problem = (
+            ""
+            if good.get(keyword, count if keyword in COUNTS else _is_number(demand))
+            else "has a wrong value"
+        )
     if problem:
         raise ValueError(f"{here}: {problem}")
 
@@ -212,6 +226,14 @@ def demands(value: Any, schema: Any, root: Any) -> Iterator[bool]:
     for keyword, (kind, keeps) in RULES.items():
         if keyword in schema and TYPES[kind](value):
             yield keeps(value, schema[keyword])
+    yield from _of_parts(value, schema, root)
+    if isinstance(value, list):
+        yield from _of_list(value, schema, root)
+    if isinstance(value, dict):
+        yield from _of_object(value, schema, root)
+
+
+def _of_parts(value: Any, schema: dict[str, Any], root: Any) -> Iterator[bool]:
     for part in schema.get("allOf", []):
         yield from demands(value, part, root)
     if "anyOf" in schema:
@@ -220,14 +242,14 @@ def demands(value: Any, schema: Any, root: Any) -> Iterator[bool]:
         yield sum(fits(value, part, root) for part in schema["oneOf"]) == 1
     if "not" in schema:
         yield not fits(value, schema["not"], root)
-    if isinstance(value, list):
-        first = schema.get("prefixItems", [])
-        for item, part in zip(value, first, strict=False):
-            yield from demands(item, part, root)
-        for item in value[len(first) :] if "items" in schema else []:
-            yield from demands(item, schema["items"], root)
-    if isinstance(value, dict):
-        yield from _of_object(value, schema, root)
+
+
+def _of_list(value: list[Any], schema: dict[str, Any], root: Any) -> Iterator[bool]:
+    first = schema.get("prefixItems", [])
+    for item, part in zip(value, first, strict=False):
+        yield from demands(item, part, root)
+    for item in value[len(first) :] if "items" in schema else []:
+        yield from demands(item, schema["items"], root)
 
 
 def _of_object(value: dict[str, Any], schema: dict[str, Any], root: Any) -> Iterator[bool]:

@@ -106,12 +106,15 @@ class Length(BuiltinReward):
     bounded: ClassVar[bool] = True
 
     unit: Literal["words", "characters"] = Field(
-        default="words", description="What is counted. Tokens are not: this service does not have the policy's tokenizer."
+        default="words",
+        description="What is counted. Tokens are not: this service does not have the policy's tokenizer.",
     )
     at_least: int = Field(default=0, ge=0, description="Shortest length that is worth 1.")
     at_most: int | None = Field(default=None, ge=0, description="Longest length that is worth 1.")
     margin: int = Field(
-        default=0, ge=0, description="Distance from the bounds at which nothing is left; 0 makes the bounds hard."
+        default=0,
+        ge=0,
+        description="Distance from the bounds at which nothing is left; 0 makes the bounds hard.",
     )
 
     @field_validator("unit", mode="before")
@@ -146,7 +149,9 @@ class Repetition(BuiltinReward):
     bounded: ClassVar[bool] = True
 
     n: int = Field(default=3, ge=1, le=20, description="Units in an n-gram.")
-    unit: Literal["words", "characters"] = Field(default="words", description="What n-grams are made of; case does not count.")
+    unit: Literal["words", "characters"] = Field(
+        default="words", description="What n-grams are made of; case does not count."
+    )
 
     def score(self, sample: Sample) -> float:
         text = visible(sample.response).casefold()
