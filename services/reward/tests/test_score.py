@@ -170,12 +170,20 @@ async def test_a_function_that_never_returns_times_out_alone_and_its_worker_is_r
     assert pool.replaced == replaced + 1
 
 
-async def test_a_pattern_that_backtracks_for_ever_is_killed(pool: Workers) -> None:
+async def test_a_response_that_a_pattern_backtracks_over_for_ever_is_worth_nothing(pool: Workers) -> None:
     outcomes = await score(
         pool, [spec("regex", timeout_s=0.2, pattern="(a+)+$")], items("a" * 60 + "b", "aa")
     )
-    assert outcomes["s0"].WhichOneof("outcome") == "timeout"
+    assert value(outcomes["s0"]) == 0.0 and outcomes["s0"].value.components[0].unreadable
     assert value(outcomes["s1"]) == 1.0
+
+
+async def test_a_bounded_reward_says_which_response_broke_it(pool: Workers) -> None:
+    outcomes = await score(
+        pool, [spec("instructions", instructions=[{"kind": "json_only"}])], items("[" * 100_000, "[]")
+    )
+    assert value(outcomes["s0"]) == 0.0 and outcomes["s0"].value.components[0].unreadable
+    assert value(outcomes["s1"]) == 1.0 and not outcomes["s1"].value.components[0].unreadable
 
 
 async def test_a_caller_that_goes_away_stops_the_work(pool: Workers) -> None:
@@ -204,7 +212,8 @@ async def test_samples_that_wait_for_a_worker_are_not_timed(pool: Workers) -> No
         (spec("exact", after=""), "after: String should have at least 1 character"),
         (spec("regex", pattern="(a"), "is not a regular expression: missing )"),
         (spec("regex", pattern="a", group=1), "pattern 'a' has no group 1"),
-        (spec("regex"), "pattern: Field required"),
+        (spec("length"), "at_least or at_most is needed"),
+        (spec("instructions", instructions=[{"kind": "wrods"}]), "(did you mean words?)"),
         (spec("format", sections=["<think>"]), "is not a tag name"),
         (
             spec("numeric", absolute_tolerance=-1),

@@ -24,7 +24,7 @@ NOT = r"(?:not\b|n['’]t\b|never\b|neither\b)"
 NOUN = r"(?:answers?|choices?|solution|guess|(?:correct|right|best|final) (?:option|one|letter|statement)s?)"
 # From the noun to its verb, within a sentence and without a negation.
 BETWEEN = rf"(?:(?!{NOT})[^.\n:=]){{0,40}}?"
-COPULA = r"(?:\b(?:is|are|was|be)\b(?!n['’]t)|:|=|->|→)"
+COPULA = r"(?:\b(?:is|are|was|be)\b(?!n['’]t)|:|=|->|→|(?<= )[-–—] )"
 VERB = (
     r"(?<!not )(?<!n't )(?<!n’t )"
     r"\b(?:choos(?:e|ing)|chose|pick|select(?:ed)?|going with|go with|opt for|answer with)\b"
@@ -32,14 +32,15 @@ VERB = (
 # "not B but" before the option that is meant.
 INSTEAD = r"(?:not [^.\n]{1,40}? but )?"
 DECORATION = (
-    r"(?:[\s*_(\[{\"'“‘`$<>:]|\\(?:boxed|text|textbf|textit|mathrm|mathbf)\{|"
+    r"(?:[\s*_()\[{}\"'“‘`$<>:]|\\(?:boxed|text|textbf|textit|mathrm|mathbf)\{|"
     r"\b(?:the|either|both|option|choice|letter|answer|most|likely|probably|clearly|therefore|thus|indeed|simply|"
     r"definitely|actually|statement)\b){0,16}+"
 )
 CLAIM = (
-    rf"(?:\b{NOUN}\b{BETWEEN}{COPULA}|{VERB}|<answer>|\\boxed\{{|"
-    r"(?:(?<=\s)|(?<![^\n]))(?:therefore|thus|hence|so)\b,?"
-    r"(?= [(*]{0,3}(?:option )?[(*]{0,3}\w{1,12}[)*]{0,3}(?:[.!]|$)))"
+    rf"(?:\b{NOUN}\b{BETWEEN}{COPULA}|{VERB}|<answer>|\\boxed\{{|答案\W{{0,3}}(?:是|为|為|:)|"
+    r"(?:(?<=\s)|(?<![^\n]))(?:therefore|thus|hence|so|wait|actually|I (?:think|believe|say)|"
+    r"it(?:['’]s| is| must be| has to be))\b,?"
+    r"(?= [(*]{0,3}(?:option )?[(*]{0,3}\w{1,12}[)*]{0,3}(?:[.!\n]|$)))"
     rf"[*_\"']{{0,3}} ?{INSTEAD}{DECORATION}"
 )
 CLOSING = r"[\s*_)\]}\"'”’`$>,;/|&\\]{0,8}"
@@ -55,13 +56,17 @@ GAP = re.compile(r"[\s\W_]*(?:(?:and|or|also|either|final|the|correct)[\s\W_]*)*
 
 BESIDE = re.compile(r"[\s*_)\]}.:,\"'\\-]{1,6}")
 QUESTION = re.compile(r"[^\w\n]{0,4}\?")
-OPTION_WORD = re.compile(r"(?:option|choice)\b", re.IGNORECASE)
+OPTION_WORD = re.compile(r"(?:option|choice|answer)\b", re.IGNORECASE)
+# "and C is wrong" says something else.
+CLAUSE = re.compile(
+    r"[*_)\"']{0,4} (?:is|isn['’]t|was|would|can|cannot|can['’]t|has|does|doesn['’]t|looks|seems)\b"
+)
 DENIED = re.compile(rf"{NOT} (?:\w+ )?$", re.IGNORECASE)
 AROUND = "*_()[]{}\"'`$.: ,!。"
 
 
 class Claim(NamedTuple):
-    """Where a response names options as its answer."""
+    """A place where a response names options as its answer."""
 
     start: int
     end: int
@@ -224,6 +229,9 @@ def _named_at(text: str, place: int, options: Options) -> tuple[set[str], int]:
     for _ in range(MOST_CLAIMED):
         worded = options.text.match(text, place)
         named = options.name.match(text, place) if not worded else None
+        found = worded or named
+        if labels and found and CLAUSE.match(text, found.end()):
+            break
         if worded:
             labels.add(options.by_text[_plain(worded[0])])
             end = worded.end()
@@ -279,6 +287,6 @@ def _worded(line: str, options: Options) -> frozenset[str]:
     found: set[str] = set()
     for text in options.text.finditer(line):
         if DENIED.search(line[: text.start()][-30:]):
-            return frozenset()
+            continue
         found.add(options.by_text[_plain(text[0])])
     return frozenset(found) if len(found) == 1 else frozenset()

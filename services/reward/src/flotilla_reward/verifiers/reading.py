@@ -32,7 +32,7 @@ FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 
 
 class _Folding(dict[int, str]):
-    """What each character stands for, worked out when it is first met."""
+    """A table of what characters stand for; each is worked out when it is first met."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
