@@ -46,11 +46,11 @@ ABBREVIATION = re.compile(
 SENTENCE_END = re.compile(
     rf"(?<![.!?…])[.!?…]++[\"'”’)\]*_]*+(?=\s|$|[{UNSPACED}])|[。｡]+[」』”]*|\n[^\S\n]*\n"
 )
-BULLET = re.compile(r"\s*[*\-•+–‣] +\S")
+BULLET = re.compile(r"\s*(?:[*\-+–] +|[•‣] *)\S")
 NUMBERED = re.compile(r"\s*\d{1,3}[.)] +\S")
-PLACEHOLDER = re.compile(r"\[(?=[^\]\n]*?[^\s\]])[^\[\]\n]{1,200}\](?!\()")
-TITLE = re.compile(r"^[\s#*_]{0,6}<<(?=[^<>\n]*[^\s<>])[^<>\n]{1,200}>>", re.MULTILINE)
-HIGHLIGHT = re.compile(r"(?<![*\w])(\*{1,2})(?=[^\s*])[^*\n]{1,500}(?<=[^\s*])\1(?![*\w])")
+PLACEHOLDER = re.compile(r"(?!(?<=[-*+] )\[[xX]\])\[(?=[^\]\n]*?[^\s\]])[^\[\]\n]{1,200}\](?!\()")
+TITLE = re.compile(r"^[\s#*_]{0,6}(?:\w{1,20}: ?\*{0,2})?<<(?=\S)[^<>\n]{1,200}>>", re.MULTILINE)
+HIGHLIGHT = re.compile(r"(?<![*\w])(\*{1,3})(?=[^\s*])[^*\n]{1,500}(?<=[^\s*])\1(?![*\w])")
 PICTURE = "[\U0001f300-\U0001faff\u2600-\u27bf\u2b50\u2b55\u231a\u231b]"
 EMOJI = re.compile(
     rf"[\U0001f1e6-\U0001f1ff]{{2}}|{PICTURE}(?:[\ufe0f\U0001f3fb-\U0001f3ff]|\u200d{PICTURE})*"
@@ -220,7 +220,9 @@ def numbered_items(text: str, *, at_least: Count = 0, at_most: Most = None) -> b
 
 
 def sections(text: str, *, marker: Phrase, at_least: Count = 0, at_most: Most = None) -> bool:
-    heading = re.compile(rf"[\s#*_]{{0,8}}{re.escape(marker)}[\s.:]{{0,3}}(?:\d{{1,4}}|[IVX]{{1,6}}|[A-Z])\b")
+    heading = re.compile(
+        rf"[\s#*_]{{0,8}}(?i:{re.escape(marker)})[\s.:]{{0,3}}(?:\d{{1,4}}|[IVX]{{1,6}}|[A-Z])\b"
+    )
     return _within(sum(bool(heading.match(line)) for line in _lines(text)), at_least, at_most)
 
 
@@ -253,11 +255,14 @@ def title(text: str) -> bool:
 
 def postscript(text: str, *, marker: Annotated[str, Field(pattern=r"\w")] = "P.S.") -> bool:
     letters = r"\.? ?".join(re.escape(letter) for letter in marker if letter.isalnum())
-    return re.search(rf"^[*_ ]{{0,4}}{letters}\b[.:,*_\s-]*+\w", text, re.MULTILINE) is not None
+    return (
+        re.search(rf"^[*_ ]{{0,4}}{letters}\b[.:,*_\s-]*+\w", text, re.MULTILINE | re.IGNORECASE) is not None
+    )
 
 
 def quoted(text: str) -> bool:
-    return text[:1] in ('"', "“") and text[-1:] in ('"', "”") and bool(text[1:-1].strip())
+    inside = text[1:-1]
+    return text[:1] in ('"', "“") and text[-1:] in ('"', "”") and '"' not in inside and bool(inside.strip())
 
 
 def starts_with(text: str, *, phrase: Phrase) -> bool:

@@ -28,6 +28,8 @@ UNSPACED = (
 MARKS = "\u0300-\u036f\u0591-\u05c7\u064b-\u065f\u0900-\u0903\u093a-\u094f\u0981-\u0dff"
 LETTER = rf"(?:[^\W_{UNSPACED}]|[{MARKS}])"
 WORD = re.compile(rf"[{UNSPACED}]|{LETTER}+(?:[.,'’\-]{LETTER}+)*")
+# A letter with few accents: what composes in writing, and never a long run.
+COMPOSABLE = re.compile(r"[^\W\d_][\u0300-\u036f]{1,3}")
 FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
 
 
@@ -52,10 +54,14 @@ class _Folding(dict[int, str]):
 _FOLDING = _Folding()
 
 
+def _composed(found: re.Match[str]) -> str:
+    return unicodedata.normalize("NFC", found[0])
+
+
 def visible(text: str) -> str:
     """Return what a reader sees: full-width and styled letters become plain ones, invisible characters go."""
     if UNUSUAL.search(text):
-        text = text.translate(_FOLDING).replace("\r\n", "\n").replace("\r", "\n")
+        text = COMPOSABLE.sub(_composed, text.translate(_FOLDING)).replace("\r\n", "\n").replace("\r", "\n")
     return text.strip()
 
 
