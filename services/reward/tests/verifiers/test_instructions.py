@@ -66,3 +66,9 @@ def test_wrong_instructions_as_parameters_are_refused_before_any_response() -> N
 def test_json_nested_beyond_reading_is_the_responses_fault() -> None:
     with pytest.raises(Unreadable):
         score("[" * 100_000, [{"kind": "json_only"}])
+
+
+def test_every_kind_and_parameter_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    names = {*KINDS, *(name for kind in KINDS.values() for name in kind.__annotations__)} - {"text", "return"}
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
