@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -172,3 +173,31 @@ def test_verifiers_inside_the_service_take_linear_time_whatever_the_text(name: s
             if (seconds := time.process_time() - started) > 0.4:
                 slow.append((unit, round(seconds, 2)))
     assert slow == []
+
+
+def test_no_text_breaks_a_verifier_inside_the_service() -> None:
+    drawn = random.Random(7)
+    pieces = [
+        *UNITS,
+        "B",
+        "ß",
+        "İ",
+        "ı",
+        "ſ",
+        "Paris",
+        "STRASSE",
+        "is correct",
+        "]",
+        "}",
+        "```json",
+        '{"a":1',
+        ">>",
+    ]
+    rewards = [BUILTIN[name](labels=("A", "B", "I", "ß")) for name in ["choice"]]
+    rewards += [BUILTIN[name]() for name in ["choice", "f1", "exact_list", "repetition"]]
+    rewards += [BUILTIN["instructions"](instructions=instructions(), mode="loose")]
+    for _ in range(200):
+        text = drawn.choice(["", " "]).join(drawn.choices(pieces, k=drawn.randrange(25)))
+        for reward in rewards:
+            choices = {"choices": ["Paris", "straße", "İ ſ"]} if drawn.random() < 0.5 else {}
+            assert 0 <= reward.score(Sample("", text, "A", choices)) <= 1

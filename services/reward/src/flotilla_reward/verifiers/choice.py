@@ -54,7 +54,7 @@ RIGHT = (
 )
 GAP = re.compile(r"[\s\W_]*(?:(?:and|or|also|either|final|the|correct)[\s\W_]*)*", re.IGNORECASE)
 
-BESIDE = re.compile(r"[\s*_)\]}.:,\"'\\-]{1,6}")
+BESIDE = re.compile(r"[ *_)\]}.:,\"'\\-]{1,6}")
 QUESTION = re.compile(r"[^\w\n]{0,4}\?")
 OPTION_WORD = re.compile(r"(?:option|choice|answer)\b", re.IGNORECASE)
 # "and C is wrong" says something else.
@@ -62,6 +62,8 @@ CLAUSE = re.compile(
     r"[*_)\"']{0,4} (?:is|isn['’]t|was|would|can|cannot|can['’]t|has|does|doesn['’]t|looks|seems)\b"
 )
 DENIED = re.compile(rf"{NOT} (?:\w+ )?$", re.IGNORECASE)
+# Case does not count for `re` where it does for casefold.
+SAME_CASE = {0x130: "I", 0x131: "i", 0x17F: "s"}
 AROUND = "*_()[]{}\"'`$.: ,!。"
 
 
@@ -83,7 +85,8 @@ class Options:
         }
         # The longest first: one text may begin with another.
         names = "|".join(re.escape(label) for label in sorted(labels, key=len, reverse=True))
-        worded = "|".join(map(re.escape, sorted(self.by_text, key=len, reverse=True))) or r"(?!)"
+        written = [" ".join(one_spaced(text).translate(SAME_CASE).split()).rstrip(".") for text in texts]
+        worded = "|".join(map(re.escape, sorted(filter(None, written), key=len, reverse=True))) or r"(?!)"
         texts_pattern = rf"(?<!\w)(?i:{worded})(?!\w)"
         single = rf"(?!(?-i:[AI]\b(?!{CONNECTIVE})|[ai]\b ?['’\w]))(?:{names})"
         self.name = re.compile(rf"{single}{NO_WORD}", re.IGNORECASE)
@@ -140,7 +143,11 @@ class Choice(BuiltinReward):
         options = self._options(sample.info)
         right = _right(answer_of(sample), options)
         text = text_after(self.after, sample.response)
-        claimed = claimed_options(one_spaced(text), options) if text is not None else frozenset()
+        claimed = (
+            claimed_options(one_spaced(text).translate(SAME_CASE), options)
+            if text is not None
+            else frozenset()
+        )
         if self.several == "all":
             return float(claimed == right)
         return float(len(claimed) == 1 and claimed <= right)
@@ -190,7 +197,7 @@ def _right(answer: str, options: Options) -> frozenset[str]:
 
 
 def _plain(text: str) -> str:
-    return " ".join(one_spaced(text).casefold().split()).rstrip(".")
+    return " ".join(one_spaced(text).translate(SAME_CASE).casefold().split()).rstrip(".")
 
 
 def claimed_options(text: str, options: Options) -> frozenset[str]:
@@ -241,7 +248,7 @@ def _named_at(text: str, place: int, options: Options) -> tuple[set[str], int]:
             # A letter with the text of another option names both.
             beside = BESIDE.match(text, end)
             own = options.text.match(text, beside.end()) if beside else None
-            if own:
+            if own and not CLAUSE.match(text, own.end()):
                 labels.add(options.by_text[_plain(own[0])])
                 end = own.end()
         else:
