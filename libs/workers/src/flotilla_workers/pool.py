@@ -9,15 +9,18 @@ keeps the workers of its last few owners, so that owners that alternate cost no 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from flotilla_core.logger import get_logger
 from flotilla_workers.functions import Target
+from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, no_jail
 from flotilla_workers.process import AnswerT, Failure, Timeout, WorkerProcess
 
 MOST_OWNERS = 4
@@ -65,10 +68,21 @@ class WorkerPool(Generic[AnswerT]):
     """A fixed number of places for workers.
 
     They load by a function of the service, `package.module:function`. What such a worker says of a target's question is
-    read by `read`, which raises `NoAnswer` where no honest worker says that: then the worker is killed.
+    read by `read`, which raises `NoAnswer` where no honest worker says that: then the worker is killed. What runs code
+    of users is in the jail that the pool is given.
     """
 
-    def __init__(self, workers: int, loader: str, read: Callable[[Target, Any], AnswerT]) -> None:
+    def __init__(
+        self,
+        workers: int,
+        loader: str,
+        read: Callable[[Target, Any], AnswerT],
+        find_jail: Callable[[], Jail] = no_jail,
+    ) -> None:
+        self._find_jail = find_jail
+        self.jail = NO_JAIL
+        """The jail of code of users, once the pool has started."""
+        self._slots = itertools.count()
         self._places = [_Place(index) for index in range(workers)]
         self._loader = loader
         self._read = read
@@ -78,7 +92,8 @@ class WorkerPool(Generic[AnswerT]):
         """Workers that were killed for what they did or died, since the start."""
 
     async def start(self) -> None:
-        """Start a worker for every place."""
+        """Start a worker for every place, and look what jail this host has."""
+        self.jail = await asyncio.to_thread(self._find_jail)
         async with asyncio.TaskGroup() as group:
             for place in self._places:
                 group.create_task(self._start(place, None))
@@ -112,6 +127,8 @@ class WorkerPool(Generic[AnswerT]):
         if target.key in self._proven:
             return None
         owner = Owner.of(target, run_id)
+        if owner != BUILT_IN and self.jail.refusal:
+            return Failure(self.jail.refusal)
         async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
             failure = await (await self._worker_of(place, owner)).load(target)
         if failure is None:
@@ -133,7 +150,9 @@ class WorkerPool(Generic[AnswerT]):
             return outcome, asyncio.get_running_loop().time() - started
 
     async def _worker_of(self, place: _Place, owner: Owner) -> WorkerProcess:
-        for key in (owner, None):
+        # A worker that nobody owns yet is not in a jail.
+        jailed = owner != BUILT_IN and self.jail.level
+        for key in (owner,) if jailed else (owner, None):
             worker = place.workers.pop(key, None)
             if worker is not None and worker.quiet:
                 place.workers[owner] = worker
@@ -149,7 +168,11 @@ class WorkerPool(Generic[AnswerT]):
         return await self._start(place, owner)
 
     async def _start(self, place: _Place, owner: Owner | None) -> WorkerProcess:
-        worker = await WorkerProcess.start(self._loader)
+        cell = Cell(NO_JAIL)
+        if owner not in (None, BUILT_IN) and self.jail.level:
+            folder = Path(owner.source).parent
+            cell = Cell(self.jail, [folder] if folder.is_absolute() else (), next(self._slots))
+        worker = await WorkerProcess.start(self._loader, cell)
         place.workers[owner] = worker
         return worker
 

@@ -63,7 +63,8 @@ def serve(connection: socket.socket, load: Loader) -> None:
 def main() -> None:
     loader, channel, parent = sys.argv[1], *map(int, sys.argv[2:])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    # The first process of a jail is 1 for those in it, and none of them outlives it.
+    if os.getppid() not in (parent, 1):
         sys.exit("the service went away before its worker started")
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)

@@ -1,4 +1,4 @@
-"""Rewards that come with the service, and the base of each.
+"""Rewards that compare with an answer, and the base of all that come with the service.
 
 Invariants: the fields are the reward's parameters and the docstring is what `ListRewards` shows, so neither can drift
 from the code. A reward that is not `bounded` runs in a process that can be killed: math-verify's own time limits use
@@ -11,9 +11,9 @@ import logging
 import re
 from abc import abstractmethod
 from decimal import Decimal, InvalidOperation, localcontext
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from flotilla_workers.functions import Refusal
 
@@ -157,57 +157,6 @@ def _number(text: str) -> Decimal | None:
     return number if number.is_finite() else None
 
 
-class Regex(BuiltinReward):
-    """Matching by a pattern of the user's.
-
-    1 when the response matches a Python regular expression (and a group of it is the answer); else 0.
-    """
-
-    # A pattern may backtrack for longer than the universe is old.
-    bounded: ClassVar[bool] = False
-
-    pattern: str = Field(min_length=1, description="Syntax of Python's `re`.")
-    match: Literal["search", "whole"] = Field(
-        default="search",
-        description="`search` finds the pattern anywhere, `whole` wants it to cover the response.",
-    )
-    ignore_case: bool = Field(default=False, description="Upper and lower case are the same.")
-    multi_line: bool = Field(default=False, description="`^` and `$` also match at line ends.")
-    dot_matches_newline: bool = Field(default=False, description="`.` also matches the end of a line.")
-    group: int | str | None = Field(
-        default=None,
-        description="Number or name of a group that must be the answer, outer white space aside.",
-    )
-
-    _compiled: re.Pattern[str] = PrivateAttr()
-
-    @model_validator(mode="after")
-    def _compile(self) -> Regex:
-        flags = re.NOFLAG
-        flags |= re.IGNORECASE if self.ignore_case else re.NOFLAG
-        flags |= re.MULTILINE if self.multi_line else re.NOFLAG
-        flags |= re.DOTALL if self.dot_matches_newline else re.NOFLAG
-        try:
-            self._compiled = re.compile(self.pattern, flags)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"pattern {self.pattern!r:.200} is not a regular expression: {error}") from error
-        known = set(range(self._compiled.groups + 1)) | set(self._compiled.groupindex)
-        if self.group is not None and self.group not in known:
-            raise ValueError(f"pattern {self.pattern!r:.200} has no group {self.group!r}")
-        return self
-
-    def score(self, sample: Sample) -> float:
-        answer = answer_of(sample) if self.group is not None else ""
-        find = self._compiled.search if self.match == "search" else self._compiled.fullmatch
-        found = find(sample.response)
-        if found is None:
-            return 0.0
-        if self.group is None:
-            return 1.0
-        captured: str | None = found.group(self.group)
-        return float(captured is not None and captured.strip() == answer)
-
-
 class Format(BuiltinReward):
     """The shape of a response, whatever it says.
 
@@ -325,12 +274,3 @@ def _readings(response: str) -> list[str]:
     """Return the response, and its last box alone where it has several: math-verify takes several boxes for a list."""
     last = response.rfind(BOX)
     return [response, response[last:]] if response.find(BOX) < last else [response]
-
-
-BUILTIN: dict[str, type[BuiltinReward]] = {
-    "exact": Exact,
-    "numeric": Numeric,
-    "regex": Regex,
-    "format": Format,
-    "math": Math,
-}

@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
-from flotilla_reward.builtin import BUILTIN, BuiltinReward
+from flotilla_reward.builtin import BuiltinReward
+from flotilla_reward.table import BUILTIN
 from flotilla_reward.worker import load
 from flotilla_workers.functions import Target
 from flotilla_workers.worker import answer

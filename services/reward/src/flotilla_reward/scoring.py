@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,11 @@ from flotilla_core.config import LARGEST_REWARD
 from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward import catalog
-from flotilla_reward.builtin import CannotScore, Sample
+from flotilla_reward.builtin import CannotScore, Sample, Unreadable
 from flotilla_reward.catalog import Term
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
+from flotilla_workers.jail.jail import Jail
 from flotilla_workers.pool import WorkerPool
 from flotilla_workers.process import Failure, Timeout
 
@@ -54,9 +55,9 @@ Outcome = Value | Failure | Timeout
 Workers = WorkerPool[Value]
 
 
-def workers(count: int) -> Workers:
-    """Return a pool whose workers score samples."""
-    return WorkerPool(count, "flotilla_reward.worker:load", _value)
+def workers(count: int, find_jail: Callable[[], Jail]) -> Workers:
+    """Return a pool whose workers score samples, by functions of users in a jail."""
+    return WorkerPool(count, "flotilla_reward.worker:load", _value, find_jail)
 
 
 def _value(target: Target, said: Any) -> Value:
@@ -149,6 +150,8 @@ async def _run(term: Term, sample: Sample, pool: Workers, run_id: str) -> tuple[
         outcome = Value(term.builtin.score(sample))
     except CannotScore as error:
         outcome = Failure(str(error))
+    except Unreadable:
+        outcome = Value(0.0, unreadable=True)
     return outcome, asyncio.get_running_loop().time() - started
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,11 +19,13 @@ from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.operate_pb2 import ProcessStacks
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
+from flotilla_core.config import RewardServiceConfig
 from flotilla_core.errors import Unavailable
 from flotilla_core.findings import failed, passed, warned
 from flotilla_core.rpc import RpcServer
 from flotilla_core.transfer import Files
 from flotilla_reward import catalog, scoring
+from flotilla_workers.jail.jail import Jail, find
 
 SERVICE_NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 
@@ -88,9 +91,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 class RewardHostService:
     """Owns the worker pool; calls come and go on the host's server."""
 
-    def __init__(self, workers: int, files: Files) -> None:
-        self._workers = workers
-        self._pool = scoring.workers(workers)
+    def __init__(self, config: RewardServiceConfig, files: Files) -> None:
+        self._workers = config.workers
+        self._pool = scoring.workers(config.workers, partial(find, config.isolation))
         self._servicer = RewardServicer(self._pool, files)
 
     def add_to(self, server: RpcServer) -> None:
@@ -113,6 +116,7 @@ class RewardHostService:
             findings = [
                 short("reward workers", found, "Read the log of this service: user code may crash or hang.")
             ]
+        findings.append(_of_jail(self._pool.jail))
         if hidden := catalog.hidden_entry_points():
             found = f"{', '.join(hidden)}: hidden by the built-in reward of the same name"
             findings.append(warned("reward entry points", found, "Give the entry point another name."))
@@ -131,6 +135,18 @@ class RewardHostService:
 
     async def stop(self) -> None:
         await self._pool.stop()
+
+
+def _of_jail(jail: Jail) -> Finding:
+    """Say how far functions of users are kept from this host."""
+    name, level = "isolation of rewards", f"functions of users run at level {jail.level}"
+    if jail.refusal:
+        return failed(name, jail.refusal, "See reward.isolation in docs/rewards.md.")
+    if not jail.level:
+        return warned(
+            name, f"{level}: as this service itself", "Set reward.isolation.unsafe: false in stack.yaml."
+        )
+    return passed(name, f"{level}; {jail.why_not_higher}" if jail.why_not_higher else level)
 
 
 def _state_of(pid: int) -> str:

@@ -32,7 +32,8 @@ def load(target: Target) -> Score:
     if target.kind != "builtin":
         return _function(target)
     # Workers that run a function of the user's start faster without it.
-    from flotilla_reward.builtin import BUILTIN, Sample, Unreadable
+    from flotilla_reward.builtin import Sample, Unreadable
+    from flotilla_reward.table import BUILTIN
 
     builtin = BUILTIN[target.source](**target.parameters)
     builtin.prepare()

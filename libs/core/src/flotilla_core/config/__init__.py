@@ -17,6 +17,7 @@ from flotilla_core.config.stack import (
     CoordinatorConfig,
     GangConfig,
     GeneratorConfig,
+    IsolationConfig,
     NatsConfig,
     RayConfig,
     RewardServiceConfig,

@@ -316,6 +316,23 @@ class GangConfig(TrainerConfig):
     """Hugging Face folder (or hub name) with the stack's tokenizer; empty takes the stack's model."""
 
 
+class IsolationConfig(ConfigModel):
+    """The jail that functions of users run in, on the host of a reward replica."""
+
+    at_least: Literal["landlock", "namespaces"] = "landlock"
+    """The lowest level that is accepted; functions of users are refused on a host that has a lower one."""
+    unsafe: bool = False
+    """Run functions of users as the reward service itself, with all that it may read, write and reach."""
+    memory_gib: float = Field(default=4.0, gt=0, le=4096)
+    """Memory of each process of a function."""
+    processes: int = Field(default=128, ge=1, le=65536)
+    """Processes of a function at the same time."""
+    readable: tuple[Path, ...] = Field(default=(), max_length=64)
+    """Files and folders that functions may read beside their own folder and the packages of the service."""
+    environment: tuple[str, ...] = Field(default=(), max_length=64)
+    """Names of variables of the service that functions see."""
+
+
 class RewardServiceConfig(ConfigModel):
     """One reward replica."""
 
@@ -325,6 +342,8 @@ class RewardServiceConfig(ConfigModel):
     """Killable worker processes for checkers and user functions that run at the same time."""
     environment: Environment = Field(default={})
     """Variables of each replica, in addition to those of the launcher: text, or the place of a secret."""
+    isolation: IsolationConfig = Field(default_factory=IsolationConfig)
+    """The jail of functions of users."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that were started outside this stack."""
 

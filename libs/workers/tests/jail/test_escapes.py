@@ -1,0 +1,150 @@
+"""No attack reaches anything from within a jail, at each level that this host has, and the host is well after each."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jail.attacks import ATTACKS, PRELUDE
+
+from flotilla_workers.jail.jail import Bounds, Jail, Level, find
+
+SECRET = f"secret-{secrets.token_hex(8)}"
+BOUNDS = Bounds(memory_bytes=1 << 30, processes=48, tmp_bytes=32 << 20)
+IPC_CREAT = 0o1000
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """A folder that any user can reach, as those of pytest are not."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-escapes-") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def host(place: Path) -> Iterator[dict[str, Any]]:
+    """All that there is to reach."""
+    folder = place / "host"
+    folder.mkdir()
+    (folder / "secret").write_text(SECRET)
+    shown = folder / "shown"
+    shown.mkdir()
+    (shown / "reward.py").write_text("")
+    tcp = socket.create_server(("127.0.0.1", 0))
+    udp = socket.socket(type=socket.SOCK_DGRAM)
+    udp.bind(("127.0.0.1", 0))
+    udp.setblocking(False)
+    unix, abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    unix.bind(str(folder / "socket"))
+    abstract.bind("\0" + SECRET[:20])
+    for listening in (unix, abstract):
+        listening.listen()
+    libc = ctypes.CDLL(None)
+    key = secrets.randbelow(1 << 30)
+    shared = libc.shmget(key, 4096, IPC_CREAT | 0o666)
+    process = subprocess.Popen(["sleep", "600"])
+    yield {
+        "secret": SECRET,
+        "secret_file": str(folder / "secret"),
+        "shown": str(shown),
+        "packages": sysconfig.get_path("purelib"),
+        "tcp": tcp.getsockname()[1],
+        "udp": udp.getsockname()[1],
+        "unix": str(folder / "socket"),
+        "abstract": SECRET[:20],
+        "shared_memory": key,
+        "process": process.pid,
+        "marked": "600",
+        "memory": BOUNDS.memory_bytes,
+        "tmp": BOUNDS.tmp_bytes,
+        "processes": BOUNDS.processes,
+        "heard": udp,
+    }
+    assert process.poll() is None, "an attack ended a process of the host"
+    process.kill()
+    process.wait()
+    libc.shmctl(shared, 0, None)
+    for one in (tcp, udp, unix, abstract):
+        one.close()
+
+
+@pytest.fixture(scope="module", params=[Level.NAMESPACES, Level.LANDLOCK], ids=str)
+def jail(request: pytest.FixtureRequest) -> Jail:
+    best = find(bounds=BOUNDS)
+    if request.param > best.level:
+        pytest.skip(f"this host has no such jail: {best.why_not_higher}")
+    return replace(best, level=request.param)
+
+
+def python_of(jail: Jail) -> str:
+    """Return an interpreter that any user can reach: at the lower level the files keep their modes."""
+    return sys.executable if jail.level is Level.NAMESPACES else "/usr/bin/python3"
+
+
+def run(jail: Jail, code: str, host: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[str]:
+    told = {name: value for name, value in host.items() if name != "heard"}
+    told["namespaces"] = jail.level is Level.NAMESPACES
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    leaked = os.open(host["secret_file"], os.O_RDONLY)
+    os.set_inheritable(leaked, True)
+    try:
+        with jail.start(
+            [python_of(jail), "-I", "-c", PRELUDE + code],
+            readable=[Path(host["shown"])],
+            environment={"HOST": json.dumps(told)},
+            folder=folder,
+        ) as start:
+            return subprocess.run(
+                start.command,
+                env=start.environment,
+                pass_fds=start.descriptors,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+    finally:
+        os.close(leaked)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_attack_reaches_anything(
+    jail: Jail, attack: str, host: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", SECRET)
+    done = run(jail, ATTACKS[attack], host, place / "folder")
+    assert "REACHED" not in done.stdout, done.stdout
+    assert "Traceback" not in done.stderr, done.stderr
+    with pytest.raises(BlockingIOError):
+        host["heard"].recv(100)
+    well = run(jail, "print(open(host['shown'] + '/reward.py').read() == '')", host, place / "folder")
+    assert well.stdout == "True\n", well.stderr
+
+
+def test_what_a_verdict_needs_works(jail: Jail, host: dict[str, Any], place: Path) -> None:
+    code = """
+import sqlite3, tempfile
+with tempfile.NamedTemporaryFile("w+") as file:
+    file.write("1")
+told = subprocess.run([sys.executable, "-I", "-c", "print(6 * 7)"], capture_output=True, text=True).stdout
+with open("made", "w") as file:
+    print(told.strip(), file.write("12"), open(host["shown"] + "/reward.py").read() == "")
+"""
+    done = run(jail, code, host, place / "folder")
+    assert done.stdout == "42 2 True\n", done.stderr
