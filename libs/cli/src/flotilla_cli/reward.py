@@ -157,7 +157,7 @@ def test(
     prompts = _rows(config, stack, rows)
     tried = list(_responses(prompts, response or [], responses))
     scored = zip(tried, _scored(config, tried), strict=True)
-    found = [_trial_json(config, *one, *outcome) for one, outcome in scored]
+    found = [_trial_json(*one, *outcome) for one, outcome in scored]
     if as_json:
         print_json({"rewards": [term.reward for term in config.rewards], "samples": found})
     else:
@@ -292,9 +292,7 @@ def _say_all(trial: Popen[bytes]) -> None:
         say(f"... and {more:,} bytes more, which are not shown")
 
 
-def _trial_json(
-    config: RunConfig, prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float
-) -> dict[str, Any]:
+def _trial_json(prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float) -> dict[str, Any]:
     return {
         "row": prompt.index + 1,
         "prompt": prompt.prompt_text,
@@ -303,10 +301,7 @@ def _trial_json(
         "answer": prompt.answer,
         "info": prompt.info,
         "reward": outcome.total,
-        "reward_parts": [
-            {"reward": term.reward, "value": value}
-            for term, value in zip(config.rewards, outcome.terms, strict=False)
-        ],
+        "reward_parts": [{"reward": name, "value": value} for name, value in outcome.parts],
         "seconds": seconds,
         "failure": outcome.failure,
         "traceback": outcome.traceback,

@@ -56,7 +56,8 @@ class WorkerProcess:
         self._keeper = process
         self._channel = channel
         self._cell = cell
-        self._loaded: set[str] = set()
+        self.loaded: dict[str, str] = {}
+        """What the worker told of each target that it loaded, by its key."""
         self.pid = 0
         """Process id of the worker, once it has begun; of its keeper where the jail numbers processes itself."""
         self._identity: ProcessIdentity | None = None
@@ -127,19 +128,20 @@ class WorkerProcess:
 
     async def load(self, target: Target) -> Failure | None:
         """Return why the target does not load; without an answer of the worker's it is dead."""
-        if target.key in self._loaded:
+        if target.key in self.loaded:
             return None
         outcome = await self._ask(
             {"do": "load", "target": asdict(target)},
             LOAD_LIMIT_S,
             "loaded",
-            lambda said: None if "loaded" in said else _failure(said),
+            lambda said: _text(said["loaded"]) if "loaded" in said else _failure(said),
         )
         if isinstance(outcome, Timeout):
             return Failure(f"did not finish loading within {LOAD_LIMIT_S:g} s")
-        if outcome is None:
-            self._loaded.add(target.key)
-        return outcome
+        if isinstance(outcome, Failure):
+            return outcome
+        self.loaded[target.key] = outcome
+        return None
 
     async def ask(
         self, target: Target, question: Any, limit_s: float, read: Callable[[Any], AnswerT]
@@ -220,10 +222,13 @@ class WorkerProcess:
 
 
 def _failure(said: dict[str, Any]) -> Failure:
-    message, traceback = said.get("failed"), said.get("traceback", "")
-    if not isinstance(message, str) or not isinstance(traceback, str):
+    return Failure(_text(said.get("failed")), _text(said.get("traceback", "")))
+
+
+def _text(said: object) -> str:
+    if not isinstance(said, str):
         raise frames.NoAnswer("it is neither a value nor a failure")
-    return Failure(unicode_text(message), unicode_text(traceback))
+    return unicode_text(said)
 
 
 def _log() -> int:
