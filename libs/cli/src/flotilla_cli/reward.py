@@ -30,6 +30,7 @@ from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.completion import complete_setting
 from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
 from flotilla_cli.output import print_json, print_line, print_table, say
+from flotilla_cli.samples import short_reward
 from flotilla_cli.services import find_services
 from flotilla_cli.stack import (
     load_stack_with_model,
@@ -313,7 +314,9 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
     rows = []
     shared = _shared_lines([one["prompt"] for one in found])
     for one in found:
-        parts = ", ".join(f"{Path(part['reward']).name}={part['value']:.4g}" for part in one["reward_parts"])
+        parts = ", ".join(
+            f"{short_reward(part['reward'])}={part['value']:.4g}" for part in one["reward_parts"]
+        )
         shown = f"({one['response_is']})" if one["response_is"] else _short(one["response"])
         reward = "failed" if one["failure"] else f"{one['reward']:.4g}"
         time = f"{one['seconds'] * 1000:.1f} ms"

@@ -346,7 +346,13 @@ def _tokens(sample: dict[str, Any]) -> int | None:
 
 
 def _part(part: dict[str, Any]) -> str:
-    return f"{Path(part['reward']).name} {part['value']:.4g}"
+    return f"{short_reward(part['reward'])} {part['value']:.4g}"
+
+
+def short_reward(name: str) -> str:
+    """Return the name of a reward, or of a part of it, without the folders of its file."""
+    file, bracket, part = name.partition("[")
+    return Path(file).name + bracket + part
 
 
 def _outcome(sample: dict[str, Any]) -> str:

@@ -77,17 +77,24 @@ class Form:
 
     told: str
     names: tuple[str, ...]
-    """The arguments that are always there; the last one tells the form."""
+    """The arguments that are always there."""
+    marks: tuple[str, ...]
+    """Those that tell the form."""
     given: Callable[[dict[str, Any]], dict[str, Any]]
     """Returns the arguments for a sample, of which a function gets those that it takes."""
     columns: bool = False
     """Other arguments are columns of the row."""
 
 
-OURS = Form("", OWN, _as_ours)
+OURS = Form("", OWN, OWN, _as_ours)
 FOREIGN = (
-    Form("verl's compute_score", ("data_source", "extra_info", "ground_truth", "solution_str"), _as_verls),
-    Form("TRL's reward function", ("prompts", "completions"), _as_trls, columns=True),
+    Form(
+        "verl's compute_score",
+        ("data_source", "solution_str", "ground_truth", "extra_info"),
+        ("solution_str",),
+        _as_verls,
+    ),
+    Form("TRL's reward function", ("prompts", "completions"), ("completions",), _as_trls, columns=True),
 )
 NOT_HERE = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments of TRL's that no row has."""
@@ -101,7 +108,7 @@ class Function:
         self._parameters = target.parameters
         signature = inspect.signature(self._call)
         takes = signature.parameters
-        self._form = next((form for form in FOREIGN if form.names[-1] in takes), OURS)
+        self._form = next((form for form in (OURS, *FOREIGN) if {*form.marks} <= {*takes}), OURS)
         self._takes_all = any(one.kind is Parameter.VAR_KEYWORD for one in takes.values())
         self._takes = {*takes}
         expected = [name for name in self._form.names if self._form is OURS or self._passes(name)]
@@ -115,11 +122,15 @@ class Function:
         try:
             signature.bind(**dict.fromkeys(given))
         except TypeError as error:
-            form = f"as {self._form.told} " if self._form.told else ""
+            form, further = f"as {self._form.told} ", ""
+            if self._form is OURS:
+                form, further = (
+                    "",
+                    f". Functions with {' or '.join(one.marks[0] for one in FOREIGN)} are taken too",
+                )
             raise Refusal(
                 f"{target.function}{signature} cannot be called {form}with "
-                f"({', '.join(f'{name}=' for name in given)}): {error}. Functions of verl, which take solution_str, "
-                "and of TRL, which take completions, are called as there"
+                f"({', '.join(f'{name}=' for name in given)}): {error}{further}"
             ) from error
         called = [f"called as {self._form.told}"] if self._form.told else []
         self.told = ", ".join(called + ["awaited"] * inspect.iscoroutinefunction(self._call))
@@ -190,7 +201,8 @@ def score_of(returned: Any) -> float | list[Any]:
     parts: dict[str, float] = {}
     for name, value in returned.items():
         if isinstance(name, str) and name != total and isinstance(value := _scalar(value), numbers.Real):
-            parts[str(name)[:LONGEST_NAME]] = number_of(value, f" for {name:.{LONGEST_NAME}}")
+            shown = str(name)[:LONGEST_NAME]
+            parts[shown] = number_of(value, f" for {shown}")
         if len(parts) > MOST_PARTS:
             raise Refusal(f"returned a dict of more than {MOST_PARTS} numbers beside {total}")
     value = number_of(returned[total])
