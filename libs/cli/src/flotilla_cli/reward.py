@@ -29,8 +29,7 @@ from flotilla.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.completion import complete_setting
 from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
-from flotilla_cli.output import print_json, print_line, print_table, say
-from flotilla_cli.samples import short_reward
+from flotilla_cli.output import print_json, print_line, print_table, say, short_reward
 from flotilla_cli.services import find_services
 from flotilla_cli.stack import (
     load_stack_with_model,

@@ -82,7 +82,7 @@ class WorkerPool(Generic[AnswerT]):
         self._read = read
         self._share: FairShare[_Place] = FairShare()
         self.told: dict[str, str] = {}
-        """What workers told of each target that has loaded once, by its key."""
+        """The texts that workers told of targets that have loaded once, by their keys."""
         self.replaced = 0
         """Workers that were killed for what they did or died, since the start."""
 

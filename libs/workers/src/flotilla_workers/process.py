@@ -57,7 +57,7 @@ class WorkerProcess:
         self._channel = channel
         self._cell = cell
         self.loaded: dict[str, str] = {}
-        """What the worker told of each target that it loaded, by its key."""
+        """The texts that the worker told of the targets that it loaded, by their keys."""
         self.pid = 0
         """Process id of the worker, once it has begun; of its keeper where the jail numbers processes itself."""
         self._identity: ProcessIdentity | None = None

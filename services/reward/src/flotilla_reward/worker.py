@@ -79,7 +79,7 @@ class Form:
     names: tuple[str, ...]
     """The arguments that are always there."""
     marks: tuple[str, ...]
-    """Those that tell the form."""
+    """The arguments that tell the form."""
     given: Callable[[dict[str, Any]], dict[str, Any]]
     """Returns the arguments for a sample, of which a function gets those that it takes."""
     columns: bool = False
@@ -134,7 +134,7 @@ class Function:
             ) from error
         called = [f"called as {self._form.told}"] if self._form.told else []
         self.told = ", ".join(called + ["awaited"] * inspect.iscoroutinefunction(self._call))
-        """Says how it is called, where that is not as ours are."""
+        """The way in which it is called, where that is not as ours are."""
 
     def __call__(self, sample: dict[str, Any]) -> float | list[Any]:
         given = self._form.given(sample)
