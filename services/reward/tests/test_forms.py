@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -226,6 +228,21 @@ def test_calls_share_an_event_loop_until_one_of_them_breaks_it(tmp_path: Path) -
         judge(ROW | {"response": "stop"})
     second = judge(ROW)
     assert judge(ROW) == second
+
+
+def test_a_worker_of_a_function_imports_asyncio_where_it_awaits_and_nothing_heavy_ever(
+    tmp_path: Path,
+) -> None:
+    script = (
+        "import sys; from flotilla_workers.functions import Target; from flotilla_reward.worker import load\n"
+        "load(Target('file', sys.argv[1], 'judge'))\n"
+        "print(sorted({'asyncio', 'google', 'grpc', 'pydantic', 'numpy'} & {*sys.modules}))"
+    )
+    for begin, imported in (("def", "[]"), ("async def", "['asyncio']")):
+        file = tmp_path / "light.py"
+        file.write_text(f"{begin} judge(completions): return [1]")
+        command = [sys.executable, "-P", "-c", script, str(file)]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == imported
 
 
 HOSTILE = """

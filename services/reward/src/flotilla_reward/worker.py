@@ -133,7 +133,10 @@ class Function:
                 f"({', '.join(f'{name}=' for name in given)}): {error}{further}"
             ) from error
         called = [f"called as {self._form.told}"] if self._form.told else []
-        self.told = ", ".join(called + ["awaited"] * inspect.iscoroutinefunction(self._call))
+        if inspect.iscoroutinefunction(self._call):
+            EVENTS.loop()  # The time that it takes to make one is no answer's.
+            called.append("awaited")
+        self.told = ", ".join(called)
         """The way in which it is called, where that is not as ours are."""
 
     def __call__(self, sample: dict[str, Any]) -> float | list[Any]:
@@ -161,19 +164,25 @@ class Events:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def result_of(self, awaitable: Awaitable[Any]) -> Any:
-        """Wait for a result; what never comes is ended with the worker, at the limit."""
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Return the loop, which is made where there is none."""
         # Workers without async functions start faster without it.
         import asyncio
+
+        if self._loop is None or self._loop.is_closed():
+            self._loop = asyncio.new_event_loop()
+        return self._loop
+
+    def result_of(self, awaitable: Awaitable[Any]) -> Any:
+        """Wait for a result; what never comes is ended with the worker, at the limit."""
 
         async def awaited() -> Any:
             return await awaitable
 
-        if self._loop is None or self._loop.is_closed():
-            self._loop = asyncio.new_event_loop()
-        task = self._loop.create_task(awaited())
+        loop = self.loop()
+        task = loop.create_task(awaited())
         try:
-            return self._loop.run_until_complete(task)
+            return loop.run_until_complete(task)
         finally:
             if not task.done():  # It stopped the loop, which the next call shall not find like that.
                 self._loop = None
