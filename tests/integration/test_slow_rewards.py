@@ -32,7 +32,7 @@ from flotilla_reward.service import RewardServicer
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import NO_FILES
 from flotilla_testing.servers import serving
-from flotilla_workers.jail.jail import NO_JAIL
+from flotilla_workers.jail.jail import no_jail
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RewardService"].full_name
 SILENT_S = 1.5
@@ -48,11 +48,11 @@ from flotilla_core.rpc import RpcServer
 from flotilla_core.trust import Credential
 from flotilla_reward.scoring import workers
 from flotilla_reward.service import RewardServicer
-from flotilla_workers.jail.jail import NO_JAIL
+from flotilla_workers.jail.jail import no_jail
 
 async def main():
     server = RpcServer(BindConfig(), credential=Credential(pathlib.Path(sys.argv[1])))
-    servicer = RewardServicer(workers(0, NO_JAIL), None)
+    servicer = RewardServicer(workers(0, no_jail), None)
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, {SERVICE_NAME!r})
     print(await server.start(), flush=True)
     await asyncio.Event().wait()
@@ -85,7 +85,7 @@ class Fleet:
 
     async def workers(self, name: str) -> Workers:
         """A replica with one worker."""
-        workers = reward_scoring.workers(1, NO_JAIL)
+        workers = reward_scoring.workers(1, no_jail)
         self._stack.push_async_callback(workers.stop)
         await workers.start()
         await self.serves(name, RewardServicer(workers, NO_FILES))

@@ -19,7 +19,7 @@ from flotilla_reward import scoring
 from flotilla_reward.scoring import Workers, workers
 from flotilla_reward.worker import Function
 from flotilla_workers.functions import Refusal, Target
-from flotilla_workers.jail.jail import NO_JAIL
+from flotilla_workers.jail.jail import no_jail
 
 ROW: dict[str, Any] = {
     "prompt": "<user>2+2=",
@@ -299,7 +299,7 @@ HOSTILE = """
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool() -> AsyncIterator[Workers]:
-    pool = workers(1, NO_JAIL)
+    pool = workers(1, no_jail)
     await pool.start()
     yield pool
     await pool.stop()

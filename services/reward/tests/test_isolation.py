@@ -21,6 +21,9 @@ import beside
 def sees(prompt, response, answer, info):
     return float(os.path.exists(response))
 
+def reads(prompt, response, answer, info):
+    return float(len(open(response).read()) + 1)
+
 def writes(prompt, response, answer, info):
     with open(response, "w") as file:
         file.write("1")
@@ -75,7 +78,8 @@ async def test_a_function_reads_its_own_folder_and_nothing_else_of_the_host(
     assert await value(service, shown, "sees", str(shown / "functions" / "beside.py")) == 1.0
     assert await value(service, shown, "sees", str(shown / "more")) == 0.0
     assert await value(service, shown, "sees", "/etc/passwd") == 0.0
-    assert "Read-only" in await value(service, shown, "writes", str(shown / "functions" / "made"))
+    told = await value(service, shown, "writes", str(shown / "functions" / "made"))
+    assert "Read-only" in told and "functions write to temporary folders alone" in told
     assert await value(service, shown, "writes", "/tmp/made") == 1.0
     assert not Path("/tmp/made").exists()
 
@@ -88,6 +92,14 @@ async def test_a_function_reaches_no_port_of_the_host_and_sees_no_variable_of_it
     assert await value(service, shown, "has_variable", "VIRTUAL_ENV_OF_NOBODY") == 0.0
     if os.geteuid() == 0:
         assert await value(service, shown, "user", "") != 0.0
+
+
+async def test_what_the_jail_refuses_is_told_with_the_key_that_allows_it(
+    service: RewardProcess, shown: Path
+) -> None:
+    told = await value(service, shown, "reads", str(shown / "more"))
+    assert "No such file" in told and "name it in reward.isolation.readable of the stack" in told
+    assert "reward.isolation" not in await value(service, shown, "reads", str(shown / "nowhere"))
 
 
 async def test_a_stack_gives_functions_what_they_need_by_name(

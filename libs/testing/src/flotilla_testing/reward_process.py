@@ -29,8 +29,9 @@ LIMIT_S = 30.0
 class RewardProcess:
     """A running reward service and a channel to it."""
 
-    def __init__(self, process: ProcessGroup, channel: grpc.aio.Channel) -> None:
+    def __init__(self, process: ProcessGroup, address: str, channel: grpc.aio.Channel) -> None:
         self.process = process
+        self.address = address
         self.channel = channel
 
     async def outcomes(
@@ -77,11 +78,10 @@ async def reward_process(
         try:
             announced = directory / "instances" / "reward-0.json"
             await exists(announced)
-            async with rpc.connect(
-                json.loads(announced.read_text())["address"], credential=credential
-            ) as channel:
+            address = json.loads(announced.read_text())["address"]
+            async with rpc.connect(address, credential=credential) as channel:
                 await _serves(channel)
-                yield RewardProcess(process, channel)
+                yield RewardProcess(process, address, channel)
         finally:
             await process.stop(LIMIT_S)
     finally:

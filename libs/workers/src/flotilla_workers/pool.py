@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from flotilla_core.logger import get_logger
 from flotilla_workers.functions import Target
-from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail
+from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, no_jail
 from flotilla_workers.process import AnswerT, Failure, Timeout, WorkerProcess
 
 MOST_OWNERS = 4
@@ -73,9 +73,15 @@ class WorkerPool(Generic[AnswerT]):
     """
 
     def __init__(
-        self, workers: int, loader: str, read: Callable[[Target, Any], AnswerT], jail: Jail = NO_JAIL
+        self,
+        workers: int,
+        loader: str,
+        read: Callable[[Target, Any], AnswerT],
+        find_jail: Callable[[], Jail] = no_jail,
     ) -> None:
-        self._jail = jail
+        self._find_jail = find_jail
+        self.jail = NO_JAIL
+        """The jail of code of users, once the pool has started."""
         self._slots = itertools.count()
         self._places = [_Place(index) for index in range(workers)]
         self._loader = loader
@@ -87,7 +93,8 @@ class WorkerPool(Generic[AnswerT]):
         """Workers that were killed for what they did or died, since the start."""
 
     async def start(self) -> None:
-        """Start a worker for every place."""
+        """Start a worker for every place, and look what jail this host has."""
+        self.jail = await asyncio.to_thread(self._find_jail)
         async with asyncio.TaskGroup() as group:
             for place in self._places:
                 group.create_task(self._start(place, None))
@@ -121,8 +128,8 @@ class WorkerPool(Generic[AnswerT]):
         if target.key in self.told:
             return None
         owner = Owner.of(target, run_id)
-        if owner != BUILT_IN and self._jail.refusal:
-            return Failure(self._jail.refusal)
+        if owner != BUILT_IN and self.jail.refusal:
+            return Failure(self.jail.refusal)
         async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
             worker = await self._worker_of(place, owner)
             failure = await worker.load(target)
@@ -146,7 +153,7 @@ class WorkerPool(Generic[AnswerT]):
 
     async def _worker_of(self, place: _Place, owner: Owner) -> WorkerProcess:
         # A worker that nobody owns yet is not in a jail.
-        jailed = owner != BUILT_IN and self._jail.level
+        jailed = owner != BUILT_IN and self.jail.level
         for key in (owner,) if jailed else (owner, None):
             worker = place.workers.pop(key, None)
             if worker is not None and worker.quiet:
@@ -164,9 +171,9 @@ class WorkerPool(Generic[AnswerT]):
 
     async def _start(self, place: _Place, owner: Owner | None) -> WorkerProcess:
         cell = Cell(NO_JAIL)
-        if owner not in (None, BUILT_IN) and self._jail.level:
+        if owner not in (None, BUILT_IN) and self.jail.level:
             folder = Path(owner.source).parent
-            cell = Cell(self._jail, [folder] if folder.is_absolute() else (), next(self._slots))
+            cell = Cell(self.jail, [folder] if folder.is_absolute() else (), next(self._slots))
         worker = await WorkerProcess.start(self._loader, cell)
         place.workers[owner] = worker
         return worker

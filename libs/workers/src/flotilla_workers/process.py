@@ -134,7 +134,7 @@ class WorkerProcess:
             {"do": "load", "target": asdict(target)},
             LOAD_LIMIT_S,
             "loaded",
-            lambda said: _text(said["loaded"]) if "loaded" in said else _failure(said),
+            lambda said: _text(said["loaded"]) if "loaded" in said else self._failure(said),
         )
         if isinstance(outcome, Timeout):
             return Failure(f"did not finish loading within {LOAD_LIMIT_S:g} s")
@@ -154,7 +154,7 @@ class WorkerProcess:
             {"do": "answer", "key": target.key, "question": question},
             limit_s,
             "answered",
-            lambda said: read(said["value"]) if "value" in said else _failure(said),
+            lambda said: read(said["value"]) if "value" in said else self._failure(said),
         )
 
     async def _ask(
@@ -213,16 +213,19 @@ class WorkerProcess:
             self._cell.close()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
+    def _failure(self, said: dict[str, Any]) -> Failure:
+        message, traceback = _text(said.get("failed")), _text(said.get("traceback", ""))
+        match said.get("system"):
+            case [int(number), str(path)]:
+                message += self._cell.way_out(number, path)
+        return Failure(message, traceback)
+
     def _end_group(self) -> None:
         """Kill what the worker started in its group: user code can kill the keeper, which does this otherwise."""
         # Long after its end the number may be another process's.
         if self.pid and ProcessIdentity.of(self.pid) in (None, self._identity):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-
-
-def _failure(said: dict[str, Any]) -> Failure:
-    return Failure(_text(said.get("failed")), _text(said.get("traceback", "")))
 
 
 def _text(said: object) -> str:

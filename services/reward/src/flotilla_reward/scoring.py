@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,9 +58,9 @@ Outcome = Value | Failure | Timeout
 Workers = WorkerPool[Value]
 
 
-def workers(count: int, jail: Jail) -> Workers:
-    """Return a pool whose workers score samples, by functions of users in this jail."""
-    return WorkerPool(count, "flotilla_reward.worker:load", _value, jail)
+def workers(count: int, find_jail: Callable[[], Jail]) -> Workers:
+    """Return a pool whose workers score samples, by functions of users in a jail."""
+    return WorkerPool(count, "flotilla_reward.worker:load", _value, find_jail)
 
 
 def _value(target: Target, said: Any) -> Value:

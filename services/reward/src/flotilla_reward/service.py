@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -92,8 +93,7 @@ class RewardHostService:
 
     def __init__(self, config: RewardServiceConfig, files: Files) -> None:
         self._workers = config.workers
-        self._jail = find(config.isolation)
-        self._pool = scoring.workers(config.workers, self._jail)
+        self._pool = scoring.workers(config.workers, partial(find, config.isolation))
         self._servicer = RewardServicer(self._pool, files)
 
     def add_to(self, server: RpcServer) -> None:
@@ -116,7 +116,7 @@ class RewardHostService:
             findings = [
                 short("reward workers", found, "Read the log of this service: user code may crash or hang.")
             ]
-        findings.append(_of_jail(self._jail))
+        findings.append(_of_jail(self._pool.jail))
         if hidden := catalog.hidden_entry_points():
             found = f"{', '.join(hidden)}: hidden by the built-in reward of the same name"
             findings.append(warned("reward entry points", found, "Give the entry point another name."))

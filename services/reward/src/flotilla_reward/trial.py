@@ -16,7 +16,7 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import FlotillaError
 from flotilla_core.rpc.status import encode
 from flotilla_reward import scoring
-from flotilla_workers.jail.jail import NO_JAIL, find
+from flotilla_workers.jail.jail import find, no_jail
 
 MOST_WORKERS = 4
 REFUSED = 3
@@ -27,7 +27,7 @@ async def outcomes_of(request: pb.ScoreRequest) -> pb.ScoreResponse:
     terms = scoring.resolve(request.rewards)
     needs_workers = any(term.target is not None for term in terms)
     count = min(len(request.items), os.cpu_count() or 1, MOST_WORKERS) if needs_workers else 0
-    pool = scoring.workers(count, find() if needs_workers else NO_JAIL)
+    pool = scoring.workers(count, find if needs_workers else no_jail)
     await pool.start()
     try:
         async with aclosing(scoring.load(terms, pool)) as signs:
