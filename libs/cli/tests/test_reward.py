@@ -68,6 +68,17 @@ def test_rewards_of_a_run_are_tried_on_answers_and_empty_responses(flotilla: Com
     assert parts == [("exact", 1.0), ("mine.py:shape", 0.0)]
 
 
+def test_a_function_of_verl_is_tried_as_it_is_with_its_parts(flotilla: Command) -> None:
+    Path("verl.py").write_text(
+        "def judge(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 0.5, 'ok/right': solution_str == ground_truth}\n"
+    )
+    code, out, err = flotilla("reward", "test", "verl.py:judge", "--data", "train.jsonl", "-n", "1")
+    assert code == 0, err
+    assert "verl.py:judge: called as verl's compute_score" in err
+    assert "verl.py:judge=0.5, verl.py:judge[ok/right]=1" in out
+
+
 def test_the_table_shows_what_differs_between_the_prompts(flotilla: Command) -> None:
     rows = [
         {"prompt": f"You are a calculator with a long introduction.\n{n}+1=", "level": n} for n in range(2)

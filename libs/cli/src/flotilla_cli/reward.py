@@ -29,7 +29,7 @@ from flotilla.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.completion import complete_setting
 from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
-from flotilla_cli.output import print_json, print_line, print_table, say
+from flotilla_cli.output import print_json, print_line, print_table, say, short_reward
 from flotilla_cli.services import find_services
 from flotilla_cli.stack import (
     load_stack_with_model,
@@ -157,7 +157,7 @@ def test(
     prompts = _rows(config, stack, rows)
     tried = list(_responses(prompts, response or [], responses))
     scored = zip(tried, _scored(config, tried), strict=True)
-    found = [_trial_json(config, *one, *outcome) for one, outcome in scored]
+    found = [_trial_json(*one, *outcome) for one, outcome in scored]
     if as_json:
         print_json({"rewards": [term.reward for term in config.rewards], "samples": found})
     else:
@@ -292,9 +292,7 @@ def _say_all(trial: Popen[bytes]) -> None:
         say(f"... and {more:,} bytes more, which are not shown")
 
 
-def _trial_json(
-    config: RunConfig, prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float
-) -> dict[str, Any]:
+def _trial_json(prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float) -> dict[str, Any]:
     return {
         "row": prompt.index + 1,
         "prompt": prompt.prompt_text,
@@ -303,10 +301,7 @@ def _trial_json(
         "answer": prompt.answer,
         "info": prompt.info,
         "reward": outcome.total,
-        "reward_parts": [
-            {"reward": term.reward, "value": value}
-            for term, value in zip(config.rewards, outcome.terms, strict=False)
-        ],
+        "reward_parts": [{"reward": name, "value": value} for name, value in outcome.parts],
         "seconds": seconds,
         "failure": outcome.failure,
         "traceback": outcome.traceback,
@@ -318,7 +313,9 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
     rows = []
     shared = _shared_lines([one["prompt"] for one in found])
     for one in found:
-        parts = ", ".join(f"{Path(part['reward']).name}={part['value']:.4g}" for part in one["reward_parts"])
+        parts = ", ".join(
+            f"{short_reward(part['reward'])}={part['value']:.4g}" for part in one["reward_parts"]
+        )
         shown = f"({one['response_is']})" if one["response_is"] else _short(one["response"])
         reward = "failed" if one["failure"] else f"{one['reward']:.4g}"
         time = f"{one['seconds'] * 1000:.1f} ms"

@@ -19,7 +19,7 @@ import typer
 from flotilla.coordinator.v1.coordinator_pb2 import GetRunResponse, Sample, SampleState
 from flotilla_cli.completion import RunId
 from flotilla_cli.options import Coordinator, Json, Stack, make_folder_of
-from flotilla_cli.output import print_json, print_line, print_table, say, version_text
+from flotilla_cli.output import print_json, print_line, print_table, say, short_reward, version_text
 from flotilla_cli.stack import ask
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFound
@@ -346,7 +346,7 @@ def _tokens(sample: dict[str, Any]) -> int | None:
 
 
 def _part(part: dict[str, Any]) -> str:
-    return f"{Path(part['reward']).name} {part['value']:.4g}"
+    return f"{short_reward(part['reward'])} {part['value']:.4g}"
 
 
 def _outcome(sample: dict[str, Any]) -> str:

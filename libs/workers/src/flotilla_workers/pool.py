@@ -87,7 +87,8 @@ class WorkerPool(Generic[AnswerT]):
         self._loader = loader
         self._read = read
         self._share: FairShare[_Place] = FairShare()
-        self._proven: set[str] = set()
+        self.told: dict[str, str] = {}
+        """The texts that workers told of targets that have loaded once, by their keys."""
         self.replaced = 0
         """Workers that were killed for what they did or died, since the start."""
 
@@ -124,15 +125,16 @@ class WorkerPool(Generic[AnswerT]):
 
     async def prove(self, target: Target, run_id: str = "") -> Failure | None:
         """Return why `target` does not load; one that has loaded once is proven."""
-        if target.key in self._proven:
+        if target.key in self.told:
             return None
         owner = Owner.of(target, run_id)
         if owner != BUILT_IN and self.jail.refusal:
             return Failure(self.jail.refusal)
         async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
-            failure = await (await self._worker_of(place, owner)).load(target)
+            worker = await self._worker_of(place, owner)
+            failure = await worker.load(target)
         if failure is None:
-            self._proven.add(target.key)
+            self.told[target.key] = worker.loaded[target.key]
         return failure
 
     async def ask(

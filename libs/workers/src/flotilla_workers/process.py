@@ -56,7 +56,8 @@ class WorkerProcess:
         self._keeper = process
         self._channel = channel
         self._cell = cell
-        self._loaded: set[str] = set()
+        self.loaded: dict[str, str] = {}
+        """The texts that the worker told of the targets that it loaded, by their keys."""
         self.pid = 0
         """Process id of the worker, once it has begun; of its keeper where the jail numbers processes itself."""
         self._identity: ProcessIdentity | None = None
@@ -127,19 +128,20 @@ class WorkerProcess:
 
     async def load(self, target: Target) -> Failure | None:
         """Return why the target does not load; without an answer of the worker's it is dead."""
-        if target.key in self._loaded:
+        if target.key in self.loaded:
             return None
         outcome = await self._ask(
             {"do": "load", "target": asdict(target)},
             LOAD_LIMIT_S,
             "loaded",
-            lambda said: None if "loaded" in said else self._failure(said),
+            lambda said: _text(said["loaded"]) if "loaded" in said else self._failure(said),
         )
         if isinstance(outcome, Timeout):
             return Failure(f"did not finish loading within {LOAD_LIMIT_S:g} s")
-        if outcome is None:
-            self._loaded.add(target.key)
-        return outcome
+        if isinstance(outcome, Failure):
+            return outcome
+        self.loaded[target.key] = outcome
+        return None
 
     async def ask(
         self, target: Target, question: Any, limit_s: float, read: Callable[[Any], AnswerT]
@@ -212,13 +214,11 @@ class WorkerProcess:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def _failure(self, said: dict[str, Any]) -> Failure:
-        message, traceback = said.get("failed"), said.get("traceback", "")
-        if not isinstance(message, str) or not isinstance(traceback, str):
-            raise frames.NoAnswer("it is neither a value nor a failure")
+        message, traceback = _text(said.get("failed")), _text(said.get("traceback", ""))
         match said.get("system"):
             case [int(number), str(path)]:
                 message += self._cell.way_out(number, path)
-        return Failure(unicode_text(message), unicode_text(traceback))
+        return Failure(message, traceback)
 
     def _end_group(self) -> None:
         """Kill what the worker started in its group: user code can kill the keeper, which does this otherwise."""
@@ -226,6 +226,12 @@ class WorkerProcess:
         if self.pid and ProcessIdentity.of(self.pid) in (None, self._identity):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+
+def _text(said: object) -> str:
+    if not isinstance(said, str):
+        raise frames.NoAnswer("it is neither a value nor a failure")
+    return unicode_text(said)
 
 
 def _log() -> int:

@@ -2,6 +2,7 @@
 
 Run as `python -m flotilla_workers.worker LOADER CHANNEL_FD PARENT_PID`. The loader is a function of the service,
 `package.module:function`. It makes of a target what gives a JSON value for a question, and either may raise `Refusal`.
+A text `told` of what it makes says how the target is used.
 
 A worker holds no state that the service needs: whatever happens here, from an endless loop to a crash, costs one answer
 and one restart. Three questions: `begin`, `load` a target and `answer` by a loaded target. Only the process that was
@@ -37,8 +38,8 @@ def answer(request: dict[str, Any], load: Loader, loaded: dict[str, Answers]) ->
             return {"pid": os.getpid()}
         if request["do"] == "load":
             target = Target(**request["target"])
-            loaded[target.key] = load(target)
-            return {"loaded": target.key}
+            loaded[target.key] = answers = load(target)
+            return {"loaded": getattr(answers, "told", "")}
         return {"value": loaded[request["key"]](request["question"])}
     except Refusal as error:
         return {"failed": str(error)}

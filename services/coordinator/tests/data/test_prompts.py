@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,8 +15,10 @@ from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import training_data
+from flotilla_coordinator.rollouts.scoring import score_item
 from flotilla_core.config import DataConfig, RunConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_core.structs import to_json
 from flotilla_data.files import data_files
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"
@@ -80,6 +83,33 @@ def test_messages_are_rendered_once_by_the_chat_template(tmp_path: Path, tokeniz
     assert prompt.token_ids.tolist().count(2) == 1, "the template's begin token is not doubled"
     config = data(tmp_path, {"prompt": "1+1="}, apply_chat_template=True)
     assert load_prompts(config.train, config, tokenizer).prompts[0].prompt_text == prompt.prompt_text
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "chat", "column"),
+    [
+        ({"answer": 4}, {}, [], {"answer": 4}),
+        ({"solution": [4]}, {"answer_field": "solution"}, [], {"solution": [4]}),
+        ({"reward_model": {"ground_truth": "4"}}, {}, [], {"reward_model.ground_truth": "4"}),
+        ({"answer": 2**60}, {}, [], {"answer": str(2**60)}),
+        ({"prompt": [{"role": "user", "content": "1"}]}, {}, [{"role": "user", "content": "1"}], {}),
+        ({}, {"apply_chat_template": True}, [{"role": "user", "content": "1+1="}], {}),
+    ],
+)
+def test_a_prompt_keeps_its_messages_and_its_answer_as_the_row_has_it_for_functions_of_trl(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    row: dict[str, Any],
+    options: dict[str, Any],
+    chat: list[Any],
+    column: dict[str, Any],
+) -> None:
+    config = data(tmp_path, {"prompt": "1+1="} | row, **options)
+    (prompt,) = load_prompts(config.train, config, tokenizer).prompts
+    assert (prompt.chat, prompt.answer_column) == (chat, column)
+    item = score_item("a", prompt, "2")
+    assert to_json(item.answer_column) == column
+    assert [(one.role, one.content) for one in item.chat] == [(one["role"], one["content"]) for one in chat]
 
 
 def test_epochs_follow_each_other_in_new_orders(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -53,12 +53,10 @@ class Scorer:
         outcomes = {}
         for item in items:
             prompt, number = map(int, item.sample_id.split("/")[-2:])
-            right = Outcome(float(number < prompt), terms=(0.5, 1.0))
+            parts = (("short", 0.5), ("exact", 1.0))
+            right = Outcome(float(number < prompt), terms=(0.5, 1.0), parts=parts)
             outcomes[item.sample_id] = Outcome(None, "broken") if self.failing else right
         return outcomes
-
-    def parts(self, outcome: Outcome) -> tuple[tuple[str, float], ...]:
-        return tuple(zip(("short", "exact"), outcome.terms, strict=True))
 
 
 def held_out(name: str, scorer: Scorer, prompts: int, drawn: int) -> HeldOutPrompts:

@@ -23,6 +23,7 @@ from flotilla_coordinator.ledger.records import TokenSpan
 from flotilla_coordinator.records.directory import MOST_LOG_BYTES, RunDirectory
 from flotilla_coordinator.records.report import conclude, export_parquet, write_plots
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.views.samples import complete
 from flotilla_core.errors import AlreadyExists, DiskFull
 from flotilla_core.version import Version
@@ -149,6 +150,20 @@ def test_a_listed_sample_keeps_the_text_of_the_ledger_and_gets_the_rest_of_its_r
     assert (sample.answer, json.loads(sample.info_json)) == ("12", {"level": [1, "two"]})
     parts = [(part.reward, part.value) for part in sample.reward_parts.parts]
     assert parts == [("exact", 1.0), ("mine.py:shape", 0.0)]
+
+
+def test_what_a_function_returned_beside_its_value_is_kept_in_every_form(directory: RunDirectory) -> None:
+    parts = (("verl.py:judge", 0.5), ("verl.py:judge[acc]", 1.0))
+    scored = batch(2)
+    for sample in scored.groups[0].samples:
+        sample.take_outcome(Outcome(0.5, terms=(0.5,), parts=parts))
+    directory.write_samples(scored, ["verl.py:judge"])
+    page = pb.ListSamplesResponse(samples=[pb.Sample(sample_id="run/0/0/0", step=2)])
+    complete(page, directory)
+    assert tuple((part.reward, part.value) for part in page.samples[0].reward_parts.parts) == parts
+    (path,) = [path for path in export_parquet(directory.path) if path.name == "samples.parquet"]
+    told = pq.read_table(path)["reward_parts"].to_pylist()[0]
+    assert tuple((part["reward"], part["value"]) for part in told) == parts
 
 
 def test_an_earlier_attempt_is_never_overwritten(directory: RunDirectory) -> None:

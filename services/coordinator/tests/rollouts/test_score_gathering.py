@@ -128,7 +128,15 @@ async def test_a_reward_is_the_weighted_sum_of_all_terms_whoever_gives_them() ->
     scorer = Scorer([first, Terms({"judge": 0.25}, scored((3.0,)))])
     outcome = (await scorer.score([ScoreItem(sample_id="a")]))["a"]
     assert outcome.total == 1.0 - 1.0 + 0.75
-    assert scorer.parts(outcome) == (("exact", 1.0), ("length", 2.0), ("judge", 3.0))
+    assert outcome.parts == (("exact", 1.0), ("length", 2.0), ("judge", 3.0))
+
+
+def test_what_a_function_returned_beside_its_value_is_named_behind_it_and_weighs_nothing() -> None:
+    component = pb.RewardComponent(value=0.5, parts=[pb.NamedPart(name="acc", value=1.0)])
+    scores = pb.ScoreOutcome(value=pb.RewardValue(components=[component]))
+    outcome = weigh([RewardTermConfig(reward="f.py:f", weight=2.0)], [scores])
+    assert (outcome.total, outcome.terms) == (1.0, (0.5,))
+    assert outcome.parts == (("f.py:f", 0.5), ("f.py:f[acc]", 1.0))
 
 
 @pytest.mark.parametrize(
@@ -145,4 +153,4 @@ async def test_what_is_no_finite_sum_of_all_terms_is_a_failure_and_never_a_rewar
 ) -> None:
     scorer = Scorer([Terms({"a": 1.0, "b": 0.5}, outcome)])
     found = (await scorer.score([ScoreItem(sample_id="s")]))["s"]
-    assert (found.total, found.failure, scorer.parts(found)) == (None, says, ())
+    assert (found.total, found.failure, found.parts) == (None, says, ())

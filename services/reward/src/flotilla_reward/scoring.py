@@ -13,7 +13,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +21,12 @@ from google.protobuf.duration_pb2 import Duration
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.config import LARGEST_REWARD
-from flotilla_core.errors import InvalidConfig, InvalidRequest
+from flotilla_core.errors import InvalidConfig, InvalidRequest, unicode_text
 from flotilla_core.structs import to_json
 from flotilla_reward import catalog
 from flotilla_reward.builtin import CannotScore, Sample, Unreadable
 from flotilla_reward.catalog import Term
+from flotilla_reward.worker import LONGEST_NAME, MOST_PARTS
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import Jail
@@ -48,6 +49,8 @@ class Value:
     value: float
     unreadable: bool = False
     """The response broke a built-in checker or kept it busy until the limit, and is worth 0 for that."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The finite numbers that a function returned beside it."""
 
 
 Outcome = Value | Failure | Timeout
@@ -64,9 +67,16 @@ def _value(target: Target, said: Any) -> Value:
     # No code of a user's says of its own responses what built-in rewards say.
     if said is None and target.kind == "builtin":
         return Value(0.0, unreadable=True)
-    if not isinstance(said, float) or not math.isfinite(said):
+    value, parts = said if isinstance(said, list) and len(said) == 2 else (said, {})
+    if not _is_finite(value):
         raise NoAnswer("it is no finite number")
-    return Value(said)
+    if not isinstance(parts, dict) or len(parts) > MOST_PARTS or not all(map(_is_finite, parts.values())):
+        raise NoAnswer("its parts are no finite numbers with names")
+    return Value(value, parts={unicode_text(name[:LONGEST_NAME]): part for name, part in parts.items()})
+
+
+def _is_finite(said: object) -> bool:
+    return isinstance(said, float) and math.isfinite(said)
 
 
 def resolve(specs: Sequence[pb.RewardSpec], code: Mapping[str, Path] | None = None) -> list[Term]:
@@ -127,20 +137,29 @@ async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: Workers, run_i
     value = pb.RewardValue()
     spent_s = 0.0
     for term in terms:
-        outcome, elapsed_s = await _run(term, sample, pool, run_id)
+        outcome, elapsed_s = await _run(term, item, sample, pool, run_id)
         spent_s += elapsed_s
         if isinstance(outcome, Value) and abs(outcome.value) > LARGEST_REWARD:
             outcome = Failure(f"returned {outcome.value:g}, expected at most {LARGEST_REWARD:g} either way")
         if not isinstance(outcome, Value):
             return _unscored(item.sample_id, term, outcome, spent_s)
-        value.components.add(reward=term.name, value=outcome.value, unreadable=outcome.unreadable)
+        parts = [pb.NamedPart(name=name, value=part) for name, part in outcome.parts.items()]
+        value.components.add(
+            reward=term.name, value=outcome.value, unreadable=outcome.unreadable, parts=parts
+        )
     return pb.ScoreOutcome(sample_id=item.sample_id, value=value, elapsed=_duration(spent_s))
 
 
-async def _run(term: Term, sample: Sample, pool: Workers, run_id: str) -> tuple[Outcome, float]:
+async def _run(
+    term: Term, item: pb.ScoreItem, sample: Sample, pool: Workers, run_id: str
+) -> tuple[Outcome, float]:
     outcome: Outcome
     if term.target is not None:
-        outcome, elapsed_s = await pool.ask(term.target, sample._asdict(), term.timeout_s, run_id)
+        question = sample._asdict()
+        if term.target.kind != "builtin":
+            question["chat"] = [{"role": one.role, "content": one.content} for one in item.chat]
+            question["answer_column"] = to_json(item.answer_column)
+        outcome, elapsed_s = await pool.ask(term.target, question, term.timeout_s, run_id)
         if isinstance(outcome, Timeout) and term.blames_response:
             return Value(0.0, unreadable=True), elapsed_s
         return outcome, elapsed_s

@@ -33,6 +33,9 @@ async def outcomes_of(request: pb.ScoreRequest) -> pb.ScoreResponse:
         async with aclosing(scoring.load(terms, pool)) as signs:
             async for _ in signs:
                 pass
+        for term in terms:
+            if term.target is not None and (told := pool.told[term.target.key]):
+                print(f"{term.name}: {told}", flush=True)  # noqa: T201 - beside what it prints itself
         found: dict[str, pb.ScoreOutcome] = {}
         async with aclosing(scoring.score_items(request.items, terms, pool)) as responses:
             async for response in responses:

@@ -16,6 +16,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
 from flotilla.common.v1 import version_pb2
+from flotilla.common.v1.chat_pb2 import Message
 from flotilla.coordinator.v1 import loop_pb2 as pb
 from flotilla.coordinator.v1.loop_pb2_grpc import LoopServiceServicer
 from flotilla.reward.v1 import reward_pb2
@@ -241,4 +242,5 @@ def _score_item(prompt: pb.LoopPrompt, sample: pb.LoopSample) -> reward_pb2.Scor
         response=sample.text,
         answer=prompt.answer,
         info=prompt.info,
+        chat=[Message(role=one.role, content=one.content) for one in prompt.chat],
     )

@@ -199,7 +199,7 @@ class Evaluator:
         _refuse_failures(list(outcomes.values()), step)
         scored = ((prompt, sample, outcomes[sample.sample_id]) for prompt, sample in answers)
         return [
-            HeldOutAnswer(one.name, prompt, sample, outcome.total or 0.0, one.scorer.parts(outcome))
+            HeldOutAnswer(one.name, prompt, sample, outcome.total or 0.0, outcome.parts)
             for prompt, sample, outcome in scored
         ]
 

@@ -246,7 +246,9 @@ def _sample(step: int, group: RolloutGroup, sample: RolloutSample, rewards: Sequ
         "reward": sample.reward,
         "reward_parts": [
             {"reward": name, "value": value}
-            for name, value in zip(rewards, sample.reward_terms, strict=False)
+            for name, value in (
+                sample.outcome.parts if sample.outcome else zip(rewards, sample.reward_terms, strict=False)
+            )
         ],
         "prompt_tokens": len(group.prompt_token_ids),
         "response_tokens": len(sample.token_ids),

@@ -25,6 +25,7 @@ from google.protobuf.struct_pb2 import Struct
 from opentelemetry import trace
 from opentelemetry.trace import SpanContext
 
+from flotilla.common.v1.chat_pb2 import Message
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_core import ids, rpc, telemetry
@@ -145,6 +146,8 @@ class Outcome:
     """The response broke a built-in checker or kept it busy until the limit, which is worth 0 there."""
     terms: tuple[float, ...] = ()
     """The value of each reward, in the order of the configuration."""
+    parts: tuple[tuple[str, float], ...] = ()
+    """The same with their names, each followed by what its function returned beside it, as `reward[name]`."""
     traceback: str = ""
     """The frames of the user's code that raised."""
 
@@ -180,10 +183,6 @@ class Scorer:
             for item in items
         }
 
-    def parts(self, outcome: Outcome) -> tuple[tuple[str, float], ...]:
-        """Return the value of each reward with its name."""
-        return tuple(zip((term.reward for term in self._terms), outcome.terms, strict=False))
-
 
 def weigh(terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome]) -> Outcome:
     """Return the outcome of a sample from those of its terms; the first that failed decides."""
@@ -206,7 +205,16 @@ def weigh(terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome]
             f"{term.weight:g} x {value:g} ({term.reward})" for term, value in zip(terms, values, strict=True)
         )
         return Outcome(None, f"reward {terms[-1].reward}: the weighted sum is {total}: {parts}")
-    return Outcome(total, unreadable=any(part.unreadable for part in components), terms=values)
+    unreadable = any(part.unreadable for part in components)
+    named = tuple(
+        one
+        for term, part in zip(terms, components, strict=True)
+        for one in (
+            (term.reward, part.value),
+            *((f"{term.reward}[{inner.name}]", inner.value) for inner in part.parts),
+        )
+    )
+    return Outcome(total, unreadable=unreadable, terms=values, parts=named)
 
 
 class RewardServiceScorer:
@@ -310,8 +318,15 @@ def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
 
 def score_item(sample_id: str, prompt: Prompt, response: str) -> pb.ScoreItem:
     """Return one item of a Score call."""
-    info = Struct()
+    info, column = Struct(), Struct()
     info.update(prompt.info)
+    column.update(prompt.answer_column)
     return pb.ScoreItem(
-        sample_id=sample_id, prompt=prompt.prompt_text, response=response, answer=prompt.answer, info=info
+        sample_id=sample_id,
+        prompt=prompt.prompt_text,
+        response=response,
+        answer=prompt.answer,
+        info=info,
+        chat=[Message(role=one["role"], content=one["content"]) for one in prompt.chat],
+        answer_column=column,
     )

@@ -545,7 +545,9 @@ Global___Sample: _TypeAlias = Sample  # noqa: Y015
 
 @_typing.final
 class RewardParts(_message.Message):
-    """Each reward of a sample before its weight, in the order of the run's configuration."""
+    """Each reward of a sample before its weight, in the order of the run's configuration. What its function returned beside
+    it follows, as `reward[name]`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from flotilla.common.v1 import chat_pb2 as _chat_pb2
 from flotilla.common.v1 import files_pb2 as _files_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
@@ -159,6 +160,8 @@ class ScoreItem(_message.Message):
     RESPONSE_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    ANSWER_COLUMN_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     prompt: _builtins.str
     response: _builtins.str
@@ -168,6 +171,14 @@ class ScoreItem(_message.Message):
     def info(self) -> _struct_pb2.Struct:
         """Further columns of the data set."""
 
+    @_builtins.property
+    def chat(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]:
+        """The prompt as messages, where it is a chat: roles and contents."""
+
+    @_builtins.property
+    def answer_column(self) -> _struct_pb2.Struct:
+        """The answer under the name of its column and of the type that it has there; empty where no column holds it."""
+
     def __init__(
         self,
         *,
@@ -176,10 +187,12 @@ class ScoreItem(_message.Message):
         response: _builtins.str = ...,
         answer: _builtins.str = ...,
         info: _struct_pb2.Struct | None = ...,
+        chat: _abc.Iterable[_chat_pb2.Message] | None = ...,
+        answer_column: _struct_pb2.Struct | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_column", b"answer_column", "info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "info", b"info", "prompt", b"prompt", "response", b"response", "sample_id", b"sample_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "answer_column", b"answer_column", "chat", b"chat", "info", b"info", "prompt", b"prompt", "response", b"response", "sample_id", b"sample_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -271,24 +284,52 @@ class RewardComponent(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     UNREADABLE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     value: _builtins.float
     unreadable: _builtins.bool
     """The response broke a built-in checker, or kept it busy until the limit: that is worth 0."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedPart]:
+        """What the function returned beside the value, in its order."""
+
     def __init__(
         self,
         *,
         reward: _builtins.str = ...,
         value: _builtins.float = ...,
         unreadable: _builtins.bool = ...,
+        parts: _abc.Iterable[Global___NamedPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "unreadable", b"unreadable", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "reward", b"reward", "unreadable", b"unreadable", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RewardComponent: _TypeAlias = RewardComponent  # noqa: Y015
+
+@_typing.final
+class NamedPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedPart: _TypeAlias = NamedPart  # noqa: Y015
 
 @_typing.final
 class RewardError(_message.Message):
