@@ -21,8 +21,6 @@ HERE = Path(__file__).resolve()
 LENGTHS = "lengths.json"
 COUNTER = "asked"
 ENTRY_POINT = f"[vllm.general_plugins]\n{HERE.stem} = {HERE.stem}:register\n"
-
-
 MEDIAN, SIGMA = 600, 1.0
 SEED = 0
 

@@ -2,8 +2,9 @@
 
 Both ends on each of two GPUs, everything by default, with a model whose generators sleep during updates: so a rank
 gives memory back before each rollout and needs it again. After `--after` steps a process takes `--take` GiB of the
-first GPU as soon as they are free there, and holds them for `--seconds`. Prints the micro-batches of each step, the
-trainer's warnings, what each process took, and how the run ended. `memory_taken.py --out DIR`.
+first GPU, each as soon as it is free there, and holds them for `--seconds`. Prints the micro-batches of each step, the
+trainer's warnings, what each process took, and how the run ended. It fails unless the run succeeds; whether an update
+was made again is for the reader of its lines. `memory_taken.py --out DIR`.
 """
 
 from __future__ import annotations

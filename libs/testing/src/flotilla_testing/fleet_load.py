@@ -26,6 +26,8 @@ LOOKS_A_COUNT = 5
 """Open calls are counted at every so many looks: to ask costs the coordinator some milliseconds."""
 LONGEST_PROMPT = 6
 """Tokens, one a character: `99+99=`."""
+LOOP_S = 0.06
+"""CPU seconds of a fixed loop beside nothing else, on two cores of 2026 that are real ones."""
 STANDS_BACK = 10
 """Niceness of the generators: in production they are on other machines and take no turns from the coordinator."""
 
@@ -104,6 +106,8 @@ class LoadFigures:
     """Samples that did not come back from the generator that they were first given to."""
     cpu_seconds: dict[str, float]
     """CPU seconds per 1,000 samples, by kind of process."""
+    slower: float
+    """How many times `LOOP_S` a fixed loop took meanwhile: more than once where two busy processors are one core."""
 
     @property
     def all_cpu_seconds(self) -> float:
@@ -164,7 +168,7 @@ def _measured(stack: Stack, run: dict[str, Any], load: FleetLoad) -> LoadFigures
     processes = StackProcesses(stack.directory)
     first = len(stack.metrics(run))
     before = processes.cpu_seconds()
-    resident, open_calls = _watched(stack, processes, load)
+    resident, open_calls, loops_s = _watched(stack, processes, load)
     after = processes.cpu_seconds()
     steps = stack.metrics(run)[first - 1 :]
     samples = load.calls_per_step * load.samples * (len(steps) - 1)
@@ -180,19 +184,33 @@ def _measured(stack: Stack, run: dict[str, Any], load: FleetLoad) -> LoadFigures
         longest_lag_s=max(step["coordinator/loop_lag_max_s"] for step in steps[1:]),
         issued_again=int(sum(step["samples/retried"] for step in steps[1:])),
         cpu_seconds={kind: 1000 * (after[kind] - before[kind]) / samples for kind in after},
+        slower=statistics.median(loops_s) / LOOP_S,
     )
 
 
-def _watched(stack: Stack, processes: StackProcesses, load: FleetLoad) -> tuple[list[float], list[int]]:
-    """The coordinator's memory and the open calls, again and again until the time is over."""
+def _watched(
+    stack: Stack, processes: StackProcesses, load: FleetLoad
+) -> tuple[list[float], list[int], list[float]]:
+    """The coordinator's memory, the open calls and the time of the loop, again and again until the time is over."""
     ends = time.monotonic() + load.seconds
     resident: list[float] = []
     open_calls: list[int] = []
+    loops_s: list[float] = []
     with stack.client() as client:
         while time.monotonic() < ends:
             if len(resident) % LOOKS_A_COUNT == 0:
                 owed = sum(service.outstanding_tokens for service in client.list_services())
                 open_calls.append(load.calls_that_owe(owed))
             resident.append(processes.resident_mib("coordinator"))
+            loops_s.append(_loop_s())
             time.sleep(LOOK_EVERY_S)
-    return resident, open_calls
+    return resident, open_calls, loops_s
+
+
+def _loop_s() -> float:
+    began = time.process_time()
+    counts: dict[str, int] = {}
+    for number in range(300_000):
+        word = str(number % 1024)
+        counts[word] = counts.get(word, 0) + number
+    return time.process_time() - began

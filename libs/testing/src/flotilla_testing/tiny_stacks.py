@@ -142,12 +142,17 @@ async def until(
     launcher: LauncherClient, name: str, condition: Callable[[ProcessStatus], object]
 ) -> ProcessStatus:
     """Return the status of a process as soon as it meets the condition."""
-    async with asyncio.timeout(15):
-        while True:
-            for status in (await launcher.state()).processes:
-                if status.name == name and condition(status):
-                    return status
-            await asyncio.sleep(0.05)
+    seen: list[ProcessStatus] = []
+    try:
+        async with asyncio.timeout(15):
+            while True:
+                seen = list((await launcher.state()).processes)
+                for status in seen:
+                    if status.name == name and condition(status):
+                        return status
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(f"{name} did not get there within 15 s: {seen}") from None
 
 
 @pytest.fixture
