@@ -157,25 +157,24 @@ async def test_functions_are_loaded_where_the_user_of_the_service_alone_may_go(
 
 
 async def test_of_a_folder_that_is_everybodys_a_function_sees_its_file_alone_as_it_is_now(
-    service: RewardProcess,
+    service: RewardProcess, tmp_path: Path
 ) -> None:
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
-        file.write(
-            "import os\ndef reward(prompt, response, answer, info):\n    return float(os.path.exists(response))\n"
-        )
-    with tempfile.NamedTemporaryFile() as other:
-        try:
-            for response, seen in ((other.name, 0.0), (file.name, 1.0)):
-                (outcome,) = await service.outcomes(f"{file.name}:reward", [response])
-                assert outcome.value.components[0].value == seen
-            Path(f"{file.name}.new").write_text(
-                "def reward(prompt, response, answer, info):\n    return 7.0\n"
-            )
-            os.replace(f"{file.name}.new", file.name)
-            (outcome,) = await service.outcomes(f"{file.name}:reward", [""])
-            assert outcome.value.components[0].value == 7.0
-        finally:
-            os.unlink(file.name)
+    folder = tmp_path / "everybodys"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    file, other = folder / "mine.py", folder / "other"
+    other.write_text("")
+    file.write_text(
+        "def reward(prompt, response, answer, info):\n    open(response).close()\n    return 1.0\n"
+    )
+    (seen,) = await service.outcomes(f"{file}:reward", [str(file)])
+    assert seen.value.components[0].value == 1.0
+    (hidden,) = await service.outcomes(f"{file}:reward", [str(other)])
+    assert "the jail does not show it" in hidden.error.message
+    (folder / "new").write_text("def reward(prompt, response, answer, info):\n    return 7.0\n")
+    os.replace(folder / "new", file)
+    (changed,) = await service.outcomes(f"{file}:reward", [""])
+    assert changed.value.components[0].value == 7.0
 
 
 async def test_a_stack_gives_functions_what_they_need_by_name(

@@ -56,7 +56,8 @@ class Owner:
     def __str__(self) -> str:
         if self == BUILT_IN:
             return "built-in"
-        return f"{self.source} of run {self.run_id}" if self.run_id else self.source
+        source = f"trusted {self.source}" if self.trusted else self.source
+        return f"{source} of run {self.run_id}" if self.run_id else source
 
 
 BUILT_IN = Owner()

@@ -154,6 +154,18 @@ def test_functions_are_read_where_their_owner_alone_may_go(
     assert done.stdout == "1\n", done.stderr
 
 
+def test_the_folder_in_which_a_command_is_called_is_shown_to_nobody(tmp_path: Path) -> None:
+    asked = "from flotilla_workers.jail import jail; print(*jail.interpreter_folders(), sep='\\n')"
+    (tmp_path / "called.py").write_text(asked)
+    for how in (["called.py"], ["-m", "called"]):
+        shown = subprocess.run(
+            [sys.executable, *how], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+        assert sys.prefix in shown.splitlines() and not [
+            one for one in shown.splitlines() if tmp_path.is_relative_to(one)
+        ]
+
+
 def test_what_a_verdict_needs_works(jail: Jail, host: dict[str, Any]) -> None:
     code = """
 import sqlite3, tempfile

@@ -237,7 +237,8 @@ def shown_for(file: Path) -> Path:
 
 def interpreter_folders() -> list[Path]:
     """Return the folders that Python and the packages of this process are in."""
-    of_python = (sys.base_prefix, sys.prefix, *sys.path)
+    # The first path is that of a script, or the folder in which somebody called a command: it is not meant for all.
+    of_python = (sys.base_prefix, sys.prefix, *(sys.path if sys.flags.safe_path else sys.path[1:]))
     return [Path(path) for path in dict.fromkeys(of_python) if os.path.isabs(path) and os.path.isdir(path)]
 
 
