@@ -71,7 +71,7 @@ class Forks:
         with suppress(OSError, RecursionError):
             for path in reversed([*self._written()]):
                 if path not in self._before:
-                    os.rmdir(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+                    (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
             return {*self._written()} == self._before and not any(map(_is_left, OF_SYSTEM_V))
         return False
 

@@ -73,8 +73,8 @@ def remove_left() -> None:
 
 def _parents() -> Iterator[dict[str, Path]]:
     """Give where groups can be made: by controller, with an empty name for all of version 2."""
-    own = {}
-    for line in OWN.read_text().splitlines() if OWN.exists() else ():
+    own: dict[str, str] = {}
+    for line in (OWN.read_text() if OWN.exists() else "").splitlines():
         _, names, path = line.split(":", 2)
         for name in names.split(","):
             own[name] = path
