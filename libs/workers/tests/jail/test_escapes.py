@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jail.attacks import ATTACKS, PRELUDE
 
+from flotilla_testing.jail_attacks import ATTACKS, PRELUDE
 from flotilla_workers import keeper
 from flotilla_workers.jail.jail import Bounds, Cell, Jail, candidates, why_not
 from flotilla_workers.jail.level import Level
@@ -142,9 +142,9 @@ def test_no_attack_reaches_anything(
 
 
 def test_functions_are_read_where_their_owner_alone_may_go(
-    jail: Jail, host: dict[str, Any], place: Path
+    jail: Jail, host: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = place / "private" / "functions"
+    folder = tmp_path / "private" / "functions"
     folder.mkdir(parents=True)
     file = folder / "reward.py"
     file.write_text("1")
