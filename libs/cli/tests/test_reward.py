@@ -140,6 +140,21 @@ def test_a_file_of_responses_is_read_within_the_bounds_of_data_files(
     assert code == 2 and told in err and "next:" in err, err
 
 
+def test_it_is_told_how_functions_run_and_which_are_trusted(flotilla: Command) -> None:
+    trusted = ("rewards=[{reward: 'mine.py:shape', trusted: true}]", "-n", "1")
+    outside = "mine.py:shape is trusted, so it runs OUTSIDE OF THE JAIL"
+    for unsafe, arguments, told, silent in (
+        (False, ("run.yaml", "-n", "1"), "functions of users run at level", "OUTSIDE"),
+        (False, ("run.yaml", *trusted), outside, "run at level"),
+        (True, ("run.yaml", "-n", "1"), "NOT in a jail, but as the service itself", "OUTSIDE"),
+    ):
+        Path("stack.yaml").write_text(
+            f"model: model\nreward: {{isolation: {{unsafe: {str(unsafe).lower()}}}}}\n"
+        )
+        code, _, err = flotilla("reward", "test", *arguments)
+        assert code == 0 and told in err and silent not in err, err
+
+
 def test_given_responses_are_scored_row_by_row(flotilla: Command) -> None:
     Path("responses.jsonl").write_text('{"response": "1"}\n{"response": "nine"}\n')
     found = samples(flotilla, "exact", "--data", "train.jsonl", "--responses", "responses.jsonl")

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from flotilla_core.config import IsolationConfig
 from flotilla_core.errors import InvalidConfig
+from flotilla_reward.scoring import workers
 from flotilla_testing.reward_process import RewardProcess, reward_process
-from flotilla_workers.jail.jail import Level, find
+from flotilla_workers.functions import Target
+from flotilla_workers.jail.jail import find
+from flotilla_workers.jail.level import Level
 
 FUNCTIONS = """
-import os, socket
+import asyncio, ctypes, os, socket, subprocess, tempfile
 import beside
 
 def sees(prompt, response, answer, info):
@@ -35,6 +39,37 @@ def has_variable(prompt, response, answer, info):
 def connects(prompt, response, answer, info):
     with socket.socket() as made:
         return float(made.connect_ex(("127.0.0.1", int(response))) == 0)
+
+SEEN = []
+
+def finds_and_leaves(prompt, response, answer, info):
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = [*SEEN, *os.listdir(tempfile.gettempdir())]
+    SEEN.append("memory")
+    os.makedirs(os.path.join(tempfile.gettempdir(), "folder", "below"))
+    open(os.path.join(tempfile.gettempdir(), "folder", "file"), "w").close()
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    if os.path.exists("/proc/self"):
+        commands = [open(f"/proc/{name}/cmdline").read() for name in os.listdir("/proc") if name.isdigit()]
+        found += [one for one in commands if one.startswith("sleep")][1:]
+        found += os.listdir("/dev/shm")
+        open("/dev/shm/file", "w").close()
+    try:
+        open(f"/proc/{os.getppid()}/mem", "r+b")
+        found.append("its memory")
+    except OSError:
+        pass
+    if response == "shared" and libc.shmget(7, 4096, 0) >= 0:
+        found.append("shared memory")
+    if response == "shared":
+        libc.shmget(7, 4096, 0o1600)
+    if response == "dies":
+        os.kill(os.getpid(), 9)
+    return float(len(found))
+
+async def waits(prompt, response, answer, info):
+    await asyncio.sleep(0)
+    return 1.0
 
 def user(prompt, response, answer, info):
     return float(os.getuid()) + beside.NOTHING
@@ -60,9 +95,11 @@ def needs_a_jail() -> None:
         pytest.skip(f"this host has no jail: {find().why_not_higher}")
 
 
-async def value(service: RewardProcess, shown: Path, function: str, response: str) -> Any:
+async def value(
+    service: RewardProcess, shown: Path, function: str, response: str, *, trusted: bool = False
+) -> Any:
     reward = f"{shown / 'functions' / 'rewards.py'}:{function}"
-    (outcome,) = await service.outcomes(reward, [response])
+    (outcome,) = await service.outcomes(reward, [response], trusted=trusted)
     return outcome.value.components[0].value if outcome.HasField("value") else outcome.error.message
 
 
@@ -102,6 +139,44 @@ async def test_what_the_jail_refuses_is_told_with_the_key_that_allows_it(
     assert "reward.isolation" not in await value(service, shown, "reads", str(shown / "nowhere"))
 
 
+async def test_a_function_that_its_run_trusts_runs_outside_of_the_jail_and_no_other_one_does(
+    service: RewardProcess, shown: Path
+) -> None:
+    for _ in range(2):
+        assert await value(service, shown, "sees", "/etc/passwd", trusted=True) == 1.0
+        assert await value(service, shown, "sees", "/etc/passwd") == 0.0
+    assert await value(service, shown, "user", "", trusted=True) == os.getuid()
+
+
+async def test_functions_are_loaded_where_the_user_of_the_service_alone_may_go(
+    service: RewardProcess, shown: Path
+) -> None:
+    for path in (*(shown / "functions").iterdir(), shown / "functions", shown):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    assert await value(service, shown, "sees", str(shown / "functions" / "beside.py")) == 1.0
+
+
+async def test_of_a_folder_that_is_everybodys_a_function_sees_its_file_alone_as_it_is_now(
+    service: RewardProcess, tmp_path: Path
+) -> None:
+    folder = tmp_path / "everybodys"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    file, other = folder / "mine.py", folder / "other"
+    other.write_text("")
+    file.write_text(
+        "def reward(prompt, response, answer, info):\n    open(response).close()\n    return 1.0\n"
+    )
+    (seen,) = await service.outcomes(f"{file}:reward", [str(file)])
+    assert seen.value.components[0].value == 1.0
+    (hidden,) = await service.outcomes(f"{file}:reward", [str(other)])
+    assert "the jail does not show it" in hidden.error.message
+    (folder / "new").write_text("def reward(prompt, response, answer, info):\n    return 7.0\n")
+    os.replace(folder / "new", file)
+    (changed,) = await service.outcomes(f"{file}:reward", [""])
+    assert changed.value.components[0].value == 7.0
+
+
 async def test_a_stack_gives_functions_what_they_need_by_name(
     shown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +185,42 @@ async def test_a_stack_gives_functions_what_they_need_by_name(
     async with reward_process(tmp_path, workers=1, isolation=given) as service:
         assert await value(service, shown, "sees", str(shown / "more")) == 1.0
         assert await value(service, shown, "has_variable", "GIVEN") == 1.0
+
+
+async def test_a_sample_finds_nothing_that_one_before_it_left_where_workers_fork(
+    shown: Path, tmp_path: Path
+) -> None:
+    async with reward_process(tmp_path, workers=1, isolation={"preload": ["decimal"]}) as service:
+        reward = f"{shown / 'functions' / 'rewards.py'}:finds_and_leaves"
+        responses = ["", "", "shared", "shared", "dies", ""]
+        for outcome, response in zip(await service.outcomes(reward, responses), responses, strict=True):
+            if response == "dies":
+                assert "its process was ended by SIGKILL before it answered" in outcome.error.message
+            else:
+                assert outcome.value.components[0].value == 0.0, outcome
+        assert await value(service, shown, "waits", "") == 1.0
+
+
+async def test_a_worker_that_forks_answers_sample_after_sample_until_it_finds_what_it_cannot_remove(
+    shown: Path,
+) -> None:
+    pool = workers(1, lambda: find(IsolationConfig(preload=())))
+    await pool.start()
+    try:
+        target = Target("file", str(shown / "functions" / "rewards.py"), "finds_and_leaves")
+        question = {"prompt": "", "answer": "", "info": {}}
+        pids = []
+        for response in ("", "", "shared", ""):
+            outcome, _ = await pool.ask(target, question | {"response": response}, 20)
+            assert outcome.value == 0.0
+            pids += [pid for name, pid in pool.pids.items() if "unused" not in name]
+        if find().level is Level.NAMESPACES:
+            assert len(pids) == 3 and pids[0] == pids[1] != pids[2], (
+                "none is left after that of shared memory"
+            )
+        assert pool.replaced == 0
+    finally:
+        await pool.stop()
 
 
 async def test_a_host_below_the_level_that_is_demanded_runs_no_function(shown: Path, tmp_path: Path) -> None:

@@ -19,7 +19,15 @@ from flotilla_cli.completion import settings_that_begin
 from flotilla_cli.credential_check import credential_finding
 from flotilla_cli.options import Json, split_arguments
 from flotilla_cli.output import print_json, print_line, say
-from flotilla_core.config import PolicyConfig, RunConfig, StackConfig, dump_yaml, json_schema, load
+from flotilla_core.config import (
+    IsolationConfig,
+    PolicyConfig,
+    RunConfig,
+    StackConfig,
+    dump_yaml,
+    json_schema,
+    load,
+)
 from flotilla_core.config.document import read_text_file
 from flotilla_core.config.model import HUB, is_url
 from flotilla_core.config.other_programs import OURS
@@ -95,7 +103,7 @@ def check(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
         paths = paths_of_run(config)
         checked.append("settings that contradict each other, groups and samples under way")
         if functions := functions_of(config):
-            loading = Chapter.of(loading_problems(config))
+            loading = Chapter.of(loading_problems(config, IsolationConfig()))
             warnings, errors = loading.warnings, errors + loading.errors
             names = ", ".join(f"{function.key} {function.name}" for function in functions)
             checked.append(f"functions and their parameters ({names})")

@@ -247,7 +247,7 @@ def fleet_for(stack: StackConfig, subject: Subject) -> StackConfig:
 
 async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) -> Evaluation:
     """Start the fleet, evaluate, and stop the fleet; mistakes in the files are found before it starts."""
-    if errors := Chapter.of(loading_problems(config)).errors:
+    if errors := Chapter.of(loading_problems(config, fleet.reward.isolation)).errors:
         raise InvalidConfig("the rewards would not work", where=f"run {config.name}", why="; ".join(errors))
     tokenizer = Tokenizer.load(subject.folder)
     held_out = read_held_out(config, tokenizer, copies_folder(fleet))

@@ -30,6 +30,7 @@ from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.completion import complete_setting
 from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
 from flotilla_cli.output import print_json, print_line, print_table, say, short_reward
+from flotilla_cli.processes import say_isolation
 from flotilla_cli.services import find_services
 from flotilla_cli.stack import (
     load_stack_with_model,
@@ -38,7 +39,14 @@ from flotilla_cli.stack import (
     with_models_here,
 )
 from flotilla_core import rpc
-from flotilla_core.config import RewardTermConfig, RunConfig, load, load_text
+from flotilla_core.config import (
+    IsolationConfig,
+    RewardTermConfig,
+    RunConfig,
+    StackConfig,
+    load,
+    load_text,
+)
 from flotilla_core.errors import (
     FailedPrecondition,
     FlotillaError,
@@ -75,20 +83,25 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
 
     A function in a file needs no entry here: name it in the run as path.py:function.
     """
-    rewards = [_reward_json(found, services) for found, services in wait(_ask(stack, coordinator))]
+    known, levels = wait(_ask(stack, coordinator))
+    rewards = [_reward_json(found, services) for found, services in known]
     if as_json:
-        print_json({"rewards": rewards})
+        print_json({"rewards": rewards, "isolation": levels})
         return
     rows = [
         (one["name"], ", ".join(_parameter(one, name) for name in one["parameters"]), one["description"])
         for one in rewards
     ]
     print_table(("REWARD", "PARAMETERS", "WHAT IT GIVES"), rows)
+    say_isolation(levels)
 
 
-async def _ask(stack: str | None, coordinator: str | None) -> list[tuple[RewardInfo, list[str]]]:
-    """Return each reward once, with the names of the services that serve it."""
+async def _ask(
+    stack: str | None, coordinator: str | None
+) -> tuple[list[tuple[RewardInfo, list[str]]], dict[str, str]]:
+    """Return each reward once, with the names of the services that serve it, and the isolation of these."""
     found: dict[str, tuple[RewardInfo, list[str]]] = {}
+    levels: dict[str, str] = {}
     services = [
         one for one in (await find_services(stack, coordinator)).values() if one.kind == SERVICE_KIND_REWARD
     ]
@@ -98,9 +111,10 @@ async def _ask(stack: str | None, coordinator: str | None) -> list[tuple[RewardI
         async with service.channel() as channel:
             call = RewardServiceStub(channel).ListRewards
             answer = await rpc.unary(call, ListRewardsRequest(), timeout_s=_LIST_S)
+        levels[service.name] = answer.isolation
         for info in answer.rewards:
             found.setdefault(info.name, (info, []))[1].append(service.name)
-    return list(found.values())
+    return list(found.values()), levels
 
 
 def _reward_json(info: RewardInfo, services: list[str]) -> dict[str, Any]:
@@ -154,9 +168,11 @@ def test(
     code 1 when a response could not be scored.
     """
     config = _config_of(arguments, data)
-    prompts = _rows(config, stack, rows)
+    make_example(stack_file(stack))
+    of_stack = load_stack_with_model(stack)
+    prompts = _rows(config, of_stack, rows)
     tried = list(_responses(prompts, response or [], responses))
-    scored = zip(tried, _scored(config, tried), strict=True)
+    scored = zip(tried, _scored(config, of_stack.reward.isolation, tried), strict=True)
     found = [_trial_json(*one, *outcome) for one, outcome in scored]
     if as_json:
         print_json({"rewards": [term.reward for term in config.rewards], "samples": found})
@@ -196,14 +212,13 @@ def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
     return config
 
 
-def _rows(config: RunConfig, stack: str | None, rows: int) -> list[Prompt]:
+def _rows(config: RunConfig, stack: StackConfig, rows: int) -> list[Prompt]:
     """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
     from flotilla_coordinator.data.prompts import load_prompts
     from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
 
-    make_example(stack_file(stack))
-    tokenizer = Tokenizer.load(model_folder(with_models_here(load_stack_with_model(stack)).model))
+    tokenizer = Tokenizer.load(model_folder(with_models_here(stack).model))
     return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows)
 
 
@@ -242,7 +257,9 @@ def _read_responses(file: Path, most: int) -> Iterator[str]:
             yield text
 
 
-def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[tuple[Outcome, float]]:
+def _scored(
+    config: RunConfig, isolation: IsolationConfig, tried: list[tuple[Prompt, str, str]]
+) -> list[tuple[Outcome, float]]:
     """Return the outcome of each response, from a process of the reward service, and its seconds."""
     from flotilla_coordinator.rollouts.scoring import reward_spec, score_item, weigh
 
@@ -255,7 +272,7 @@ def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[tup
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
         asked.write(request.SerializeToString())
         asked.seek(0)
-        command = [sys.executable, "-m", _TRIAL]
+        command = [sys.executable, "-m", _TRIAL, isolation.model_dump_json()]
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
         with subprocess.Popen(
             command, stdin=asked, stdout=answered, stderr=subprocess.PIPE, env=environment, bufsize=0

@@ -43,11 +43,12 @@ class RewardProcess:
         run_id: str = "",
         timeout_s: float = 10.0,
         parameters: dict[str, Any] | None = None,
+        trusted: bool = False,
     ) -> list[pb.ScoreOutcome]:
         """Return one outcome for each response, in their order."""
         struct = Struct()
         struct.update(parameters or {})
-        spec = pb.RewardSpec(reward=reward, parameters=struct)
+        spec = pb.RewardSpec(reward=reward, parameters=struct, trusted=trusted)
         spec.timeout.FromMilliseconds(round(timeout_s * 1000))
         items = [
             pb.ScoreItem(sample_id=str(index), response=response, answer=answer)

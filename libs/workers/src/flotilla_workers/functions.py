@@ -41,6 +41,8 @@ class Target:
     parameters: dict[str, Any] = field(default_factory=dict)
     stamp: str = ""
     """State of the file when the target was made."""
+    trusted: bool = False
+    """Its run vouches for it: it needs no jail."""
 
     @cached_property
     def key(self) -> str:

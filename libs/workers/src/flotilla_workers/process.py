@@ -8,6 +8,7 @@ everything that it started, by its keeper, so a late answer can never be taken f
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -23,7 +24,8 @@ from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import signal_child
 from flotilla_workers import frames, keeper
 from flotilla_workers.functions import Target
-from flotilla_workers.jail.jail import NO_JAIL, Cell, Level
+from flotilla_workers.jail.jail import NO_JAIL, Cell
+from flotilla_workers.jail.level import Level
 
 START_LIMIT_S = 60.0
 LOAD_LIMIT_S = 60.0
@@ -60,6 +62,8 @@ class WorkerProcess:
         """The texts that the worker told of the targets that it loaded, by their keys."""
         self.pid = 0
         """Process id of the worker, once it has begun; of its keeper where the jail numbers processes itself."""
+        self.spent = False
+        """Whether it found what an answer left, and could not remove it: it is to be ended."""
         self._identity: ProcessIdentity | None = None
 
     @classmethod
@@ -71,7 +75,15 @@ class WorkerProcess:
         log = _log()
         try:
             # Only installed packages: nothing in the current folder can pose as one of them.
-            with cell.start([sys.executable, "-P", "-m", "flotilla_workers.worker", loader]) as start:
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "flotilla_workers.worker",
+                loader,
+                json.dumps(cell.preload),
+            ]
+            with cell.start(command) as start:
                 process = await asyncio.create_subprocess_exec(
                     *(
                         sys.executable,
@@ -168,7 +180,9 @@ class WorkerProcess:
                 body = await self._read(length)
             if self._said():
                 raise frames.NoAnswer("more bytes follow it")
-            return read(frames.decode_answer(body))
+            said = frames.decode_answer(body)
+            self.spent |= "spent" in said
+            return read(said)
         except frames.NoAnswer as error:
             await self.kill()
             return Failure(

@@ -1,4 +1,7 @@
-"""No attack reaches anything from within a jail, at each level that this host has, and the host is well after each."""
+"""No attack reaches anything from within a jail, at each level that this host has, and the host is well after each.
+
+A keeper starts each, as it starts a worker, and ends what it leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,21 @@ import ctypes
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jail.attacks import ATTACKS, PRELUDE
 
-from flotilla_workers.jail.jail import Bounds, Jail, Level, find
+from flotilla_testing.jail_attacks import ATTACKS, PRELUDE
+from flotilla_workers import keeper
+from flotilla_workers.jail.jail import Bounds, Cell, Jail, candidates, why_not
+from flotilla_workers.jail.level import Level
 
 SECRET = f"secret-{secrets.token_hex(8)}"
 BOUNDS = Bounds(memory_bytes=1 << 30, processes=48, tmp_bytes=32 << 20)
@@ -44,6 +47,9 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     shown = folder / "shown"
     shown.mkdir()
     (shown / "reward.py").write_text("")
+    (shown / ".env").write_text(SECRET)
+    (shown / ".keys").mkdir()
+    (shown / ".keys" / "key").write_text(SECRET)
     tcp = socket.create_server(("127.0.0.1", 0))
     udp = socket.socket(type=socket.SOCK_DGRAM)
     udp.bind(("127.0.0.1", 0))
@@ -84,35 +90,30 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=[Level.NAMESPACES, Level.LANDLOCK], ids=str)
 def jail(request: pytest.FixtureRequest) -> Jail:
-    best = find(bounds=BOUNDS)
-    if request.param > best.level:
-        pytest.skip(f"this host has no such jail: {best.why_not_higher}")
-    return replace(best, level=request.param)
+    tried = {
+        one: why_not(one) for one in candidates(Jail(Level.NONE, bounds=BOUNDS)) if one.level is request.param
+    }
+    for one, why in tried.items():
+        if not why:
+            return one
+    pytest.skip(f"this host has no such jail: {', '.join(tried.values())}")
 
 
-def python_of(jail: Jail) -> str:
-    """Return an interpreter that any user can reach: at the lower level the files keep their modes."""
-    return sys.executable if jail.level is Level.NAMESPACES else "/usr/bin/python3"
-
-
-def run(jail: Jail, code: str, host: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(jail: Jail, code: str, host: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     told = {name: value for name, value in host.items() if name != "heard"}
     told["namespaces"] = jail.level is Level.NAMESPACES
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
     leaked = os.open(host["secret_file"], os.O_RDONLY)
     os.set_inheritable(leaked, True)
+    ours, channel = socket.socketpair()
+    cell = Cell(jail, [Path(host["shown"])])
+    command = [sys.executable, "-I", "-c", PRELUDE + code, json.dumps(told)]
     try:
-        with jail.start(
-            [python_of(jail), "-I", "-c", PRELUDE + code],
-            readable=[Path(host["shown"])],
-            environment={"HOST": json.dumps(told)},
-            folder=folder,
-        ) as start:
+        with cell.start(command) as start:
+            kept = [sys.executable, "-I", "-S", keeper.__file__, str(channel.fileno()), ":".join(cell.groups)]
             return subprocess.run(
-                start.command,
+                [*kept, *start.command],
                 env=start.environment,
-                pass_fds=start.descriptors,
+                pass_fds=(channel.fileno(), *start.descriptors),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -120,24 +121,52 @@ def run(jail: Jail, code: str, host: dict[str, Any], folder: Path) -> subprocess
                 check=False,
             )
     finally:
+        cell.close()
         os.close(leaked)
+        ours.close()
+        channel.close()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_attack_reaches_anything(
-    jail: Jail, attack: str, host: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch
+    jail: Jail, attack: str, host: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", SECRET)
-    done = run(jail, ATTACKS[attack], host, place / "folder")
+    done = run(jail, ATTACKS[attack], host)
     assert "REACHED" not in done.stdout, done.stdout
     assert "Traceback" not in done.stderr, done.stderr
     with pytest.raises(BlockingIOError):
         host["heard"].recv(100)
-    well = run(jail, "print(open(host['shown'] + '/reward.py').read() == '')", host, place / "folder")
+    well = run(jail, "print(open(host['shown'] + '/reward.py').read() == '')", host)
     assert well.stdout == "True\n", well.stderr
 
 
-def test_what_a_verdict_needs_works(jail: Jail, host: dict[str, Any], place: Path) -> None:
+def test_functions_are_read_where_their_owner_alone_may_go(
+    jail: Jail, host: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "private" / "functions"
+    folder.mkdir(parents=True)
+    file = folder / "reward.py"
+    file.write_text("1")
+    for path, mode in ((file, 0o600), (folder, 0o700), (folder.parent, 0o700)):
+        path.chmod(mode)
+    done = run(jail, "print(open(host['shown'] + '/reward.py').read())", host | {"shown": str(folder)})
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_the_folder_in_which_a_command_is_called_is_shown_to_nobody(tmp_path: Path) -> None:
+    asked = "from flotilla_workers.jail import jail; print(*jail.interpreter_folders(), sep='\\n')"
+    (tmp_path / "called.py").write_text(asked)
+    for how in (["called.py"], ["-m", "called"]):
+        shown = subprocess.run(
+            [sys.executable, *how], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+        assert sys.prefix in shown.splitlines() and not [
+            one for one in shown.splitlines() if tmp_path.is_relative_to(one)
+        ]
+
+
+def test_what_a_verdict_needs_works(jail: Jail, host: dict[str, Any]) -> None:
     code = """
 import sqlite3, tempfile
 with tempfile.NamedTemporaryFile("w+") as file:
@@ -146,5 +175,5 @@ told = subprocess.run([sys.executable, "-I", "-c", "print(6 * 7)"], capture_outp
 with open("made", "w") as file:
     print(told.strip(), file.write("12"), open(host["shown"] + "/reward.py").read() == "")
 """
-    done = run(jail, code, host, place / "folder")
+    done = run(jail, code, host)
     assert done.stdout == "42 2 True\n", done.stderr

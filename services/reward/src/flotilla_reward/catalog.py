@@ -7,7 +7,7 @@ imported into the service: a worker loads it, and `problem` in the process of a 
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
             return Term(spec.reward, timeout_s, builtin, None)
         target = Target("builtin", spec.reward, parameters=parameters)
         return Term(spec.reward, timeout_s, None, target, builtin.blames_response)
-    target = _user_target(spec.reward, parameters, code)
+    target = replace(_user_target(spec.reward, parameters, code), trusted=spec.trusted)
     return Term(spec.reward, timeout_s, None, target)
 
 

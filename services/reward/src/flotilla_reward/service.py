@@ -25,7 +25,7 @@ from flotilla_core.findings import failed, passed, warned
 from flotilla_core.rpc import RpcServer
 from flotilla_core.transfer import Files
 from flotilla_reward import catalog, scoring
-from flotilla_workers.jail.jail import Jail, find
+from flotilla_workers.jail.jail import find
 
 SERVICE_NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 
@@ -54,7 +54,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def ListRewards(
         self, request: reward_pb2.ListRewardsRequest, context: Context
     ) -> reward_pb2.ListRewardsResponse:
-        return reward_pb2.ListRewardsResponse(rewards=catalog.list_rewards())
+        return reward_pb2.ListRewardsResponse(
+            rewards=catalog.list_rewards(), isolation=self._pool.jail.isolation
+        )
 
     async def Score(
         self, request: reward_pb2.ScoreRequest, context: Context
@@ -105,6 +107,7 @@ class RewardHostService:
 
     def describe(self, registration: Registration) -> None:
         registration.capacity["workers"] = self._workers
+        registration.isolation = self._pool.jail.isolation
 
     async def check(self) -> list[Finding]:
         alive, dead = len(self._pool.pids), self._pool.dead
@@ -116,7 +119,7 @@ class RewardHostService:
             findings = [
                 short("reward workers", found, "Read the log of this service: user code may crash or hang.")
             ]
-        findings.append(_of_jail(self._pool.jail))
+        findings.append(self._pool.jail.finding)
         if hidden := catalog.hidden_entry_points():
             found = f"{', '.join(hidden)}: hidden by the built-in reward of the same name"
             findings.append(warned("reward entry points", found, "Give the entry point another name."))
@@ -135,18 +138,6 @@ class RewardHostService:
 
     async def stop(self) -> None:
         await self._pool.stop()
-
-
-def _of_jail(jail: Jail) -> Finding:
-    """Say how far functions of users are kept from this host."""
-    name, level = "isolation of rewards", f"functions of users run at level {jail.level}"
-    if jail.refusal:
-        return failed(name, jail.refusal, "See reward.isolation in docs/rewards.md.")
-    if not jail.level:
-        return warned(
-            name, f"{level}: as this service itself", "Set reward.isolation.unsafe: false in stack.yaml."
-        )
-    return passed(name, f"{level}; {jail.why_not_higher}" if jail.why_not_higher else level)
 
 
 def _state_of(pid: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from inspect import Parameter
@@ -174,6 +175,10 @@ class Events:
             self._loop = asyncio.new_event_loop()
         return self._loop
 
+    def forget(self) -> None:
+        """Make a new loop when one is needed: two processes cannot share one."""
+        self._loop = None
+
     def result_of(self, awaitable: Awaitable[Any]) -> Any:
         """Wait for a result; what never comes is ended with the worker, at the limit."""
 
@@ -190,6 +195,7 @@ class Events:
 
 
 EVENTS = Events()
+os.register_at_fork(after_in_child=EVENTS.forget)
 
 
 def score_of(returned: Any) -> float | list[Any]:

@@ -103,6 +103,9 @@ class RewardTermConfig(ConfigModel):
     """Passed to the reward function by keyword."""
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
     """Time limit for one sample; beyond it the result is a timeout, never a score."""
+    trusted: bool = False
+    """Run this function outside of the jail of `reward.isolation`, as the reward service itself: with its files, its
+    network and its variables. For code of yours that needs them; a built-in reward needs none."""
 
     def with_paths_from(self, directory: Path) -> Self:
         return self.model_copy(update={"reward": function_path(self.reward, directory)})

@@ -331,6 +331,9 @@ class IsolationConfig(ConfigModel):
     """Files and folders that functions may read beside their own folder and the packages of the service."""
     environment: tuple[str, ...] = Field(default=(), max_length=64)
     """Names of variables of the service that functions see."""
+    preload: tuple[str, ...] | None = Field(default=None, max_length=64)
+    """Names of modules that workers import once. Then each sample has a process of its own, forked from such a worker,
+    and finds nothing that one before it left; `[]` imports nothing. Empty keeps a process from sample to sample."""
 
 
 class RewardServiceConfig(ConfigModel):

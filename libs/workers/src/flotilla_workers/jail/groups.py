@@ -2,7 +2,7 @@
 
 Invariants: version 2 is taken where both controllers are there for the children of our own group, else version 1, else
 nothing, and the limits of each process are what remains. A group holds the processes of one jail alone, and is removed
-with it. A group that a killed service left is removed by the next one.
+with it. A group that a killed service left, whose processes ended with it, is removed by the next one.
 """
 
 from __future__ import annotations
@@ -61,19 +61,20 @@ def make(slot: int, memory_bytes: int, processes: int) -> Group | None:
 
 
 def remove_left() -> None:
-    """Remove groups of services that are gone."""
+    """Remove groups of services that are gone; one that still has processes stays."""
     for parents in _parents():
         for parent in parents.values():
             for folder in parent.glob(f"{PREFIX}-*-*"):
                 pid = folder.name.split("-")[2]
                 if not Path(f"/proc/{pid}").exists():
-                    Group((folder,)).close()
+                    with suppress(OSError):
+                        folder.rmdir()
 
 
 def _parents() -> Iterator[dict[str, Path]]:
     """Give where groups can be made: by controller, with an empty name for all of version 2."""
-    own = {}
-    for line in OWN.read_text().splitlines() if OWN.exists() else ():
+    own: dict[str, str] = {}
+    for line in (OWN.read_text() if OWN.exists() else "").splitlines():
         _, names, path = line.split(":", 2)
         for name in names.split(","):
             own[name] = path

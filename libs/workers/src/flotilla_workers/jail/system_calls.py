@@ -86,6 +86,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "lookup_dcookie": (212, 18),
     "vhangup": (153, 58),
     "personality": (135, 92),
+    "mq_open": (240, 180),
 }
 ONLY_X86 = {"iopl": 172, "ioperm": 173, "modify_ldt": 154}
 UNFENCED: dict[str, tuple[int | None, int | None]] = {
@@ -112,7 +113,6 @@ UNFENCED: dict[str, tuple[int | None, int | None]] = {
     "shmat": (30, 196),
     "semget": (64, 190),
     "msgget": (68, 186),
-    "mq_open": (240, 180),
 }
 
 

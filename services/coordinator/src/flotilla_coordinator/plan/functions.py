@@ -1,8 +1,8 @@
 """Checks that the functions which a run names exist, and that they take the parameters that the run gives them.
 
 Invariants: no code of a user runs in this process: files are parsed here, and imported by a short-lived process of the
-service that will run them. Where that process does not answer in time, the plan warns and never refuses, so that a busy
-machine refuses no run.
+service that will run them, in the jail where that has one. Where that process does not answer in time, the plan warns
+and never refuses, so that a busy machine refuses no run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
-from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_core.config import IsolationConfig, PolicyConfig, RunConfig
 from flotilla_core.config.model import UserFunction
 from flotilla_core.findings import warning
 from flotilla_workers import check
+from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, find, shown_for
 
 LONGEST_CHECK_S = 12.0
 """The time for all functions of one service together; most of it is the start of Python."""
@@ -42,6 +43,7 @@ class Function:
     name: str
     parameters: dict[str, Any]
     is_reward: bool
+    trusted: bool = False
 
     @property
     def file(self) -> Path | None:
@@ -60,14 +62,15 @@ class Function:
 def functions_of(config: RunConfig) -> list[Function]:
     """Return the functions that the run names; built-in ones only where their service checks more than the schema."""
     found = [
-        Function(f"rewards[{index}].reward", term.reward, term.parameters, True)
+        Function(f"rewards[{index}].reward", term.reward, term.parameters, True, term.trusted)
         for index, term in enumerate(config.rewards)
     ]
     data = () if config.evaluation is None else config.evaluation.data
     if not isinstance(data, Path):
         found += [
-            Function(f"evaluation.data[{place}].rewards[{index}].reward", term.reward, term.parameters, True)
+            Function(f"{key}[{index}].reward", term.reward, term.parameters, True, term.trusted)
             for place, one in enumerate(data)
+            for key in [f"evaluation.data[{place}].rewards"]
             for index, term in enumerate(one.rewards)
         ]
     if isinstance(config.algorithm, PolicyConfig):
@@ -83,7 +86,17 @@ def file_errors(config: RunConfig) -> Entries:
     return (refusal(error) for function in functions_of(config) if (error := _file_error(function)))
 
 
-def loading_problems(config: RunConfig) -> Entries:
+def trusted_warnings(config: RunConfig) -> Entries:
+    """Warn of each function that runs outside of the jail."""
+    for function in functions_of(config):
+        if function.trusted:
+            yield warning(
+                f"{function.key}: {function.name} is trusted, so it runs OUTSIDE OF THE JAIL, as the reward service "
+                "itself: with its files, its network and its variables"
+            )
+
+
+def loading_problems(config: RunConfig, isolation: IsolationConfig) -> Entries:
     """Load each function as its service does, where its file has no errors, and return what is wrong."""
     whole = [function for function in functions_of(config) if not _file_error(function)]
     rewards = [function for function in whole if function.is_reward]
@@ -91,13 +104,23 @@ def loading_problems(config: RunConfig) -> Entries:
     others = [function for function in whole if not function.is_reward and function not in heavy]
     for function in heavy:
         yield from _missing_imports(function)
-    for module, name, functions in ((REWARD_CHECK, "reward", rewards), (TRAINER_CHECK, "name", others)):
+    jailed = [function for function in rewards if function.file and not function.trusted]
+    free = [function for function in rewards if function not in jailed]
+    for module, name, functions in (
+        (REWARD_CHECK, "reward", jailed),
+        (REWARD_CHECK, "reward", free),
+        (TRAINER_CHECK, "name", others),
+    ):
         if not functions or importlib.util.find_spec(module.partition(".")[0]) is None:
             continue
         asked = json.dumps(
             [{name: function.name, "parameters": function.parameters} for function in functions]
         )
-        answer = _ask(module, asked, tuple(_stamp(function) for function in functions))
+        jail, files = NO_JAIL, [function.file for function in functions if function.file]
+        if functions is jailed:
+            jail = _jail_of(isolation)
+        stamps = tuple(_stamp(function) for function in functions)
+        answer = jail.refusal or _ask(module, asked, stamps, jail, tuple({*map(shown_for, files)}))
         if isinstance(answer, str):
             keys = ", ".join(function.key for function in functions)
             yield warning(f"{keys}: not loaded before the run: {answer}")
@@ -107,13 +130,18 @@ def loading_problems(config: RunConfig) -> Entries:
                 yield refusal(f"{function.key}: {problem}")
 
 
+_jail_of = lru_cache(maxsize=4)(find)
+
+
 @lru_cache(maxsize=100)
-def _ask(module: str, asked: str, stamps: tuple[tuple[int, int], ...]) -> tuple[str, ...] | str:
+def _ask(
+    module: str, asked: str, stamps: tuple[tuple[int, int], ...], jail: Jail, shown: tuple[Path, ...]
+) -> tuple[str, ...] | str:
     """Return the problem of each function, or one text that says why there is no answer.
 
     `stamps` are those of the files as they are now: a file that changed is asked about again.
     """
-    return check.problems(module, asked, LONGEST_CHECK_S)
+    return check.problems(module, asked, LONGEST_CHECK_S, Cell(jail, shown, os.getpid()))
 
 
 def _stamp(function: Function) -> tuple[int, int]:

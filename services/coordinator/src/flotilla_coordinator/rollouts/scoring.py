@@ -313,7 +313,7 @@ def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
     parameters, timeout = Struct(), Duration()
     parameters.update(term.parameters)
     timeout.FromNanoseconds(int(term.timeout_s * 1e9))
-    return pb.RewardSpec(reward=term.reward, parameters=parameters, timeout=timeout)
+    return pb.RewardSpec(reward=term.reward, parameters=parameters, timeout=timeout, trusted=term.trusted)
 
 
 def score_item(sample_id: str, prompt: Prompt, response: str) -> pb.ScoreItem:

@@ -42,16 +42,20 @@ class ListRewardsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REWARDS_FIELD_NUMBER: _builtins.int
+    ISOLATION_FIELD_NUMBER: _builtins.int
+    isolation: _builtins.str
+    """As in its registration."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardInfo]: ...
     def __init__(
         self,
         *,
         rewards: _abc.Iterable[Global___RewardInfo] | None = ...,
+        isolation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rewards", b"rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["isolation", b"isolation", "rewards", b"rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -95,8 +99,11 @@ class RewardSpec(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
+    TRUSTED_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """A built-in name, an entry point name, or path.py:function."""
+    trusted: _builtins.bool
+    """The function runs as the service itself, outside of the jail."""
     @_builtins.property
     def parameters(self) -> _struct_pb2.Struct: ...
     @_builtins.property
@@ -112,10 +119,11 @@ class RewardSpec(_message.Message):
         parameters: _struct_pb2.Struct | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
         code: _files_pb2.FolderReference | None = ...,
+        trusted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

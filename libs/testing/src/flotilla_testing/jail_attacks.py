@@ -1,13 +1,15 @@
 """What code in a jail may try: each snippet says REACHED where it got what it wanted.
 
 `host` holds what there is to reach: a secret in the environment, files, sockets, processes and descriptors of the host.
+Its text is the first argument. A keeper gives the others, as to each worker: its channel, and the process that it must
+not outlive.
 """
 
 from __future__ import annotations
 
 PRELUDE = """
 import ctypes, errno, json, os, platform, resource, signal, socket, struct, subprocess, sys, time
-host = json.loads(os.environ["HOST"])
+host, channel = json.loads(sys.argv[1]), int(sys.argv[2])
 libc = ctypes.CDLL(None, use_errno=True)
 x86 = platform.machine() == "x86_64"
 def reached(what=""):
@@ -30,6 +32,7 @@ def tries(*actions):
 ATTACKS = {
     # Files
     "write to the root folder": 'tries(lambda: open("/made", "w"))',
+    "write beside the devices": 'tries(lambda: open("/dev/made", "w"))',
     "write to programs of the system": 'tries(lambda: open("/usr/bin/made", "w"), lambda: os.remove("/usr/bin/env"))',
     "add a .pth to the packages": 'tries(lambda: open(host["packages"] + "/made.pth", "w"))',
     "change the file of the reward": 'tries(lambda: open(host["shown"] + "/reward.py", "a"))',
@@ -43,6 +46,20 @@ try:
 except OSError as error:
     print("held:", error)""",
     "read the passwords": 'tries(lambda: open("/etc/shadow").read())',
+    "read what its folder hides": """
+for name in (".env", ".keys/key"):
+    try:
+        told = open(f"{host['shown']}/{name}").read()
+    except OSError as error:
+        print("held:", error)
+    else:
+        # The lower level shows a folder whole.
+        host["namespaces"] and reached(told)""",
+    "read what the kernel shows to root": """
+for name in os.listdir("/proc") if host["namespaces"] else ():
+    mode = os.lstat(f"/proc/{name}").st_mode
+    if mode & 0o170000 == 0o100000 and not mode & 4:
+        tries(lambda: open(f"/proc/{name}", "rb").read(1))""",
     "leave by the folders above": 'tries(lambda: open("../" * 30 + host["secret_file"][1:]).read())',
     "open by handle": 'allowed(304, 265, -100, b"x" * 64, 0)',
     "write to settings of the kernel": 'tries(lambda: open("/proc/sys/kernel/core_pattern", "w"))',
@@ -51,23 +68,19 @@ except OSError as error:
     "make a device": 'tries(lambda: os.mknod("device", 0o600 | 0o060000, os.makedev(254, 0)))',
     "change its root": "allowed(161, 51, b'/')",
     # Environment and descriptors
-    "read its own environment": """
-told = os.environ.pop("HOST")
-host["secret"] in "".join(os.environ.values()) and reached()""",
+    "read its own environment": 'host["secret"] in "".join(os.environ.values()) and reached()',
     "read the environment of its first process": """
 try:
-    told = open("/proc/1/environ", "rb").read().replace(os.environ["HOST"].encode(), b"")
-    host["secret"].encode() in told and reached()
+    host["secret"].encode() in open("/proc/1/environ", "rb").read() and reached()
 except OSError as error:
     print("held:", error)""",
     "read the environment of its parent": """
 try:
-    host["secret"].encode() in open(f"/proc/{os.getppid()}/environ", "rb").read().replace(
-        os.environ["HOST"].encode(), b"") and reached()
+    host["secret"].encode() in open(f"/proc/{os.getppid()}/environ", "rb").read() and reached()
 except OSError as error:
     print("held:", error)""",
     "use a descriptor that leaked": """
-for number in range(3, 1024):
+for number in {*range(3, 1024)} - {channel}:
     try:
         os.fstat(number)
     except OSError:
@@ -113,6 +126,7 @@ before and told.stdout.strip() == "0" and reached()""",
     "enter a namespace": "allowed(308, 268, 0, 0)",
     "mount": "allowed(165, 40, b'none', b'/tmp', b'tmpfs', 0, 0)",
     "mount by the new calls": "allowed(430, 430, b'tmpfs', 0)",
+    "a queue of messages": "allowed(240, 180, b'made', os.O_CREAT | os.O_RDWR, 0o600, 0)",
     "io_uring": "allowed(425, 425, 8, ctypes.create_string_buffer(120))",
     "keyctl": "allowed(250, 219, 0, -3, 0)",
     "add_key": "allowed(248, 217, b'user', b'made', b'x', 1, -3)",
