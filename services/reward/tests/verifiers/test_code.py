@@ -1,0 +1,121 @@
+"""Programs of responses, judged through a real pool in the jail of this host."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import yaml
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.struct_pb2 import Struct
+
+from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_core.errors import InvalidConfig
+from flotilla_reward import scoring
+from flotilla_reward.scoring import Workers, workers
+from flotilla_workers.jail.jail import Jail, Level, find
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CASES = yaml.safe_load((Path(__file__).parents[1] / "golden" / "code.yaml").read_text())["cases"]
+REASONS = {"no_program", "wrong_answer", "failed", "timed_out", "too_much_output"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[Workers]:
+    if not find().level:
+        pytest.skip(f"this host has no jail: {find().why_not_higher}")
+    pool = workers(2, find)
+    await pool.start()
+    yield pool
+    await pool.stop()
+
+
+async def judged(
+    pool: Workers, response: str, tests: Any, timeout_s: float = 10, info: Any = None, **parameters: Any
+) -> pb.ScoreOutcome:
+    given, row = Struct(), Struct()
+    given.update(parameters)
+    row.update({"tests": tests} | (info or {}))
+    limit = Duration(nanos=round(timeout_s % 1 * 1e9), seconds=int(timeout_s))
+    terms = scoring.resolve([pb.RewardSpec(reward="code", parameters=given, timeout=limit)])
+    assert [sign async for sign in scoring.load(terms, pool) if sign.outcomes] == []
+    item = pb.ScoreItem(sample_id="s", response=response, info=row)
+    found = [one async for said in scoring.score_items([item], terms, pool) for one in said.outcomes]
+    assert len(found) == 1
+    return found[0]
+
+
+def parts_of(outcome: pb.ScoreOutcome) -> dict[str, float]:
+    return {part.name: part.value for part in outcome.value.components[0].parts}
+
+
+def block(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def test_there_are_a_hundred_cases_with_names_of_their_own() -> None:
+    assert len({case["name"] for case in CASES}) == len(CASES) >= 100
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+async def test_code_judges_as_a_careful_human_does(pool: Workers, case: dict[str, Any]) -> None:
+    response = case["response"] if "response" in case else block(case["code"])
+    outcome = await judged(
+        pool, response, case["tests"], info=case.get("info"), **case.get("parameters", {})
+    )
+    if case["score"] == "error":
+        assert outcome.HasField("error")
+        return
+    assert outcome.HasField("value"), outcome
+    parts = parts_of(outcome)
+    assert outcome.value.components[0].value == case["score"], parts
+    assert parts["passed"] <= parts["total"]
+    if "reason" in case:
+        assert {case["reason"]} == REASONS & {*parts}
+
+
+SUM = [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4"}, {"input": "3 -4", "output": "-1"}]
+GOOD = block("print(sum(map(int, input().split())))")
+
+
+async def test_parts_say_how_many_passed_and_which_test_failed_first_and_why(pool: Workers) -> None:
+    only_small = block("a, b = map(int, input().split())\nprint(3 if a == 1 else 1 / (a - 2) * 0 - 1)")
+    found = parts_of(await judged(pool, only_small, SUM, all=False))
+    assert found == {"passed": 1, "total": 3, "first_failed": 2, "failed": 1}
+    assert parts_of(await judged(pool, GOOD, SUM)) == {"passed": 3, "total": 3, "first_failed": 0}
+
+
+async def test_a_program_without_time_for_all_its_tests_is_worth_0_and_no_error(pool: Workers) -> None:
+    slow = block("import time\ntime.sleep(0.7)\nprint(sum(map(int, input().split())))")
+    outcome = await judged(pool, slow, SUM, timeout_s=2)
+    assert outcome.value.components[0].value == 0
+    assert parts_of(outcome) == {"passed": 2, "total": 3, "first_failed": 3, "timed_out": 1}
+
+
+async def test_a_jail_that_does_not_start_is_an_error_and_no_score(
+    pool: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "jail", Jail(Level.NAMESPACES, bwrap="/nowhere/bwrap"))
+    outcome = await judged(pool, GOOD, SUM)
+    assert "a worker did not start" in outcome.error.message
+
+
+async def test_a_host_without_the_jail_that_its_stack_asks_for_runs_no_program(
+    pool: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "jail", Jail(Level.NONE, refusal="this host has no jail of level landlock"))
+    with pytest.raises(InvalidConfig, match="reward code cannot run code"):
+        await judged(pool, GOOD, SUM)
+
+
+async def test_a_program_sees_neither_the_host_nor_another_program(pool: Workers) -> None:
+    looks = block(
+        "import os\nfound = os.listdir('/tmp')\nprint(os.path.exists('/etc/passwd'), len(found), os.getcwd() != '/')"
+    )
+    for _ in range(2):
+        found = await judged(pool, looks, [{"input": "", "output": "False 1 True"}])
+        assert found.value.components[0].value == 1
