@@ -38,6 +38,15 @@ class Sample(NamedTuple):
     response: str
     answer: str
     info: dict[str, Any]
+    means: dict[str, Any] | None = None
+    """The jail and the time limit, for a reward that runs code of responses."""
+
+
+class Judged(NamedTuple):
+    """A value, with what it is made of."""
+
+    value: float
+    parts: dict[str, float] = {}
 
 
 class CannotScore(Refusal):
@@ -60,6 +69,8 @@ class BuiltinReward(BaseModel):
     """True where the time grows no faster than the text, whatever the text: such a reward runs inside the service."""
     blames_response: ClassVar[bool] = False
     """A response that takes too long is worth 0, for nothing else could be the reason."""
+    runs_code: ClassVar[bool] = False
+    """It runs code of responses in a jail, so it needs a host that has one."""
 
     def prepare(self) -> None:
         """Import what scoring needs, so that it takes nothing of the time of a sample."""
@@ -67,6 +78,10 @@ class BuiltinReward(BaseModel):
     @abstractmethod
     def score(self, sample: Sample) -> float:
         """Return the score; `CannotScore` says that there is none, `Unreadable` that this is the response's fault."""
+
+    def judge(self, sample: Sample) -> Judged:
+        """Return the score with its parts."""
+        return Judged(self.score(sample))
 
 
 def answer_of(sample: Sample) -> str:

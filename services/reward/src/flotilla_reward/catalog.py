@@ -40,6 +40,8 @@ class Term:
     """Runs in a worker."""
     blames_response: bool = False
     """A response that takes until the limit is worth 0."""
+    runs_code: bool = False
+    """It runs code of responses in the jail of its pool, in processes beside its worker."""
 
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
@@ -55,7 +57,7 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
         if builtin.bounded:
             return Term(spec.reward, timeout_s, builtin, None)
         target = Target("builtin", spec.reward, parameters=parameters)
-        return Term(spec.reward, timeout_s, None, target, builtin.blames_response)
+        return Term(spec.reward, timeout_s, None, target, builtin.blames_response, builtin.runs_code)
     target = _user_target(spec.reward, parameters, code)
     return Term(spec.reward, timeout_s, None, target)
 

@@ -40,9 +40,9 @@ def load(target: Target) -> Score:
     builtin = BUILTIN[target.source](**target.parameters)
     builtin.prepare()
 
-    def score(sample: dict[str, Any]) -> float | None:
+    def score(sample: dict[str, Any]) -> list[Any] | None:
         try:
-            return builtin.score(Sample(**sample))
+            return [*builtin.judge(Sample(**sample))]
         except Unreadable:
             return None
 

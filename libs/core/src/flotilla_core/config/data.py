@@ -89,23 +89,50 @@ class DataConfig(ConfigModel):
         return self
 
 
+RewardMode = Literal["weighted", "gated", "min", "max", "product", "first"]
+
+
 class RewardTermConfig(ConfigModel):
     """Section `rewards` of `run.yaml`: the terms of a sample's reward.
 
-    One term of the weighted sum.
+    One term, whose value is recorded with each sample.
     """
 
     reward: Annotated[str, AfterValidator(possible_function)]
     """Built-in name, entry point, or path.py:function."""
+    name: str = Field(default="", max_length=100)
+    """Name of its value in samples and messages; empty takes `reward`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
-    """Factor of this term."""
+    """Factor of this term; a term with 0 is only recorded."""
+    gate_at: float | None = Field(default=None, ge=-1e12, le=1e12)
+    """Makes the term a gate of `reward_mode: gated`: where its value is below this, the reward is 0."""
     parameters: Parameters = Field(default_factory=dict)
     """Passed to the reward function by keyword."""
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
     """Time limit for one sample; beyond it the result is a timeout, never a score."""
 
+    @property
+    def shown(self) -> str:
+        """The name of its value."""
+        return self.name or self.reward
+
     def with_paths_from(self, directory: Path) -> Self:
         return self.model_copy(update={"reward": function_path(self.reward, directory)})
+
+
+def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...]) -> None:
+    """Raise ValueError where terms cannot make a reward by this mode."""
+    gates = [term.shown for term in terms if term.gate_at is not None]
+    if mode != "gated" and gates:
+        raise ValueError(f"gate_at of reward {gates[0]} belongs to reward_mode gated, which is {mode}: leave it out")
+    if mode == "weighted":
+        return
+    if not terms:
+        raise ValueError(f"reward_mode is {mode}, and there are no rewards beside it: leave it out, or name some")
+    if mode == "gated" and not gates:
+        raise ValueError("reward_mode is gated, and no reward is a gate: give one gate_at, the value that it has to have")
+    if not any(term.weight for term in terms):
+        raise ValueError(f"reward_mode is {mode}, and every weight is 0: rewards with a weight alone count")
 
 
 UNREPRODUCIBLE = (
@@ -247,6 +274,8 @@ class HeldOutSet(ConfigModel):
     """Names its metrics; empty takes the file name without its extension."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
     """The rewards of its answers; empty takes those of the run."""
+    reward_mode: RewardMode = "weighted"
+    """How `rewards` of its own make one number, as `reward_mode` of the run."""
     success_at: float | None = Field(default=None, ge=-1e12, le=1e12)
     """An answer is right when its total reward is at least this."""
     max_prompts: int | None = Field(default=None, ge=1, le=100_000)
@@ -259,6 +288,11 @@ class HeldOutSet(ConfigModel):
     """0 is greedy."""
     answer_after: str | None = Field(default=None, max_length=256)
     """Text before the final answer of a response, for `eval/maj@n`."""
+
+    @model_validator(mode="after")
+    def _combines_its_rewards(self) -> HeldOutSet:
+        can_combine(self.reward_mode, self.rewards)
+        return self
 
     @property
     def shown(self) -> str:
