@@ -13,8 +13,8 @@ import asyncio
 import math
 import secrets
 from base64 import b64decode
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -26,7 +26,7 @@ from flotilla_reward.verifiers.reading import code_blocks
 from flotilla_reward.verifiers.remote import ROOT, Peer, unpacked
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import USERS, Cell, Jail
-from flotilla_workers.process import Failure, Timeout, WorkerProcess
+from flotilla_workers.process import LOAD_LIMIT_S, Timeout, WorkerProcess
 
 JAIL = TypeAdapter(Jail)
 SHARE_FOR_TESTS = 0.8
@@ -60,8 +60,8 @@ class Tally:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether another test can change the result, and has time."""
-        return not (self.first_failed and self.all_count) and self.left_s > 0
+        """Return whether another test is left that can change the result, and has time."""
+        return self.seen < self.total and not (self.first_failed and self.all_count) and self.left_s > 0
 
     @property
     def left_s(self) -> float:
@@ -141,8 +141,6 @@ class Code(BuiltinReward):
         if sample.means is None:
             raise CannotScore("there is no jail for the program")
         jail = JAIL.validate_python(sample.means["jail"])
-        memory = min(jail.bounds.memory_bytes, self.memory_mib << 20)
-        jail = replace(jail, bounds=replace(jail.bounds, memory_bytes=memory))
         limit_s = SHARE_FOR_TESTS * float(sample.means["limit_s"])
         asyncio.run(Verification(self, source, jail, limit_s, tally).run(tests))
         return tally.judged()
@@ -202,54 +200,56 @@ class Verification:
 
     async def run(self, tests: Tests) -> None:
         """Run the tests until the result is known."""
-        while self._tally.seen < len(tests.cases) and self._tally.goes_on:
-            async with self._program() as program:
+        asked = [self._code.build, self._code.command, *(one.command for one in tests.cases if isinstance(one, Run))]
+        commands = [one for one in asked if one is not None]
+        ended = False
+        while self._tally.goes_on and not ended:
+            async with self._program(commands) as program:
                 if not await self._built(program):
                     return
-                lives = True
-                while lives and self._tally.goes_on and self._tally.seen < len(tests.cases):
-                    lives = await self._case(program, tests.cases[self._tally.seen])
-        done = self._tally.seen
-        while tests.script is not None and self._tally.goes_on and self._tally.seen < self._tally.total:
-            first = self._tally.seen - done
-            async with self._program() as program, self._tests(tests.script, first) as checks:
-                if not await self._built(program):
-                    return
-                if await self._script(program, checks, done) or tests.script.kind != "asserts":
-                    return
+                if tests.script is None:
+                    await self._cases(program, tests.cases)
+                else:
+                    async with self._tests(tests.script) as checks:
+                        ended = await self._script(program, checks) or tests.script.kind != "asserts"
 
     @asynccontextmanager
-    async def _jailed(self, loader: str, parameters: dict[str, Any]) -> AsyncIterator[tuple[WorkerProcess, Target]]:
+    async def _jailed(self, loader: str, jail: Jail, parameters: dict[str, Any]) -> AsyncIterator[Jailed]:
         target = Target("builtin", "code", loader, parameters)
-        cell = Cell(self._jail, slot=secrets.randbelow(USERS))
+        cell = Cell(jail, slot=secrets.randbelow(USERS))
         worker = await WorkerProcess.start(f"{IN_JAIL}:{loader}", cell)
         try:
             failure = await worker.load(target)
             if failure is not None:
                 raise CannotScore(f"the jail did not start: {failure.message}")
-            yield worker, target
+            yield Jailed(worker, target)
         finally:
             await worker.kill()
 
     @asynccontextmanager
-    async def _program(self) -> AsyncIterator[Jailed]:
+    async def _program(self, commands: list[str | list[str] | tuple[str, ...]]) -> AsyncIterator[Jailed]:
         parameters = {"source": self._source, "file": self._code.file}
-        async with self._jailed("program", parameters) as (worker, target):
+        memory = min(self._jail.bounds.memory_bytes, self._code.memory_mib << 20)
+        jail = replace(self._jail, bounds=replace(self._jail.bounds, memory_bytes=memory))
+        async with self._jailed("program", jail, parameters) as program:
+            # Before any code of the response runs, so that it cannot say this.
+            said = await program.ask({"find": commands}, LOAD_LIMIT_S) if commands else {"missing": []}
+            if isinstance(said, str) or said["missing"]:
+                lacks = said if isinstance(said, str) else said["missing"][0]
+                raise CannotScore(f"the command {lacks!r:.200} is not on this host, or not where its jail looks")
             if self._tally.ends_at == math.inf:
                 self._tally.ends_at = asyncio.get_running_loop().time() + self._limit_s
-            yield Jailed(worker, target)
+            yield program
 
-    @asynccontextmanager
-    async def _tests(self, script: Script, first: int) -> AsyncIterator[Jailed]:
+    def _tests(self, script: Script) -> AbstractAsyncContextManager[Jailed]:
         parameters = {
             "kind": script.kind,
             "source": script.source,
             "entry_point": script.entry_point,
             "module": self._code.file.partition(".")[0],
-            "first": first,
+            "first": self._tally.seen,
         }
-        async with self._jailed("checks", parameters) as (worker, target):
-            yield Jailed(worker, target)
+        return self._jailed("checks", self._jail, parameters)
 
     async def _built(self, program: Jailed) -> bool:
         if self._code.build is None:
@@ -264,8 +264,14 @@ class Verification:
     def _limit(self) -> float:
         return min(self._code.test_timeout_s, self._tally.left_s)
 
+    async def _cases(self, program: Jailed, cases: Sequence[Run | Call]) -> None:
+        """Run the tests that are left, until one of them ends the program's process."""
+        lives = True
+        while lives and self._tally.goes_on:
+            lives = await self._case(program, cases[self._tally.seen])
+
     async def _case(self, program: Jailed, test: Run | Call) -> bool:
-        """Run one test; return whether the program can run another one."""
+        """Run one test; return whether the program's process still answers."""
         if isinstance(test, Run):
             command = test.command or self._code.command
             question: dict[str, Any] = {"command": command, "files": test.files, "input": test.text}
@@ -288,8 +294,8 @@ class Verification:
             same = False
         return "" if same else "wrong_answer"
 
-    async def _script(self, program: Jailed, checks: Jailed, done: int) -> bool:
-        """Run tests that are code; return whether nothing ended them early."""
+    async def _script(self, program: Jailed, checks: Jailed) -> bool:
+        """Run tests that are code; return whether they came to their end."""
         tally, now = self._tally, asyncio.get_running_loop().time
         said: dict[str, Any] | Reason = {}
         began, turn = now(), checks
@@ -310,7 +316,7 @@ class Verification:
                     tally.take("failed")
                 return True
             if "total" in said:
-                tally.total = done + int(said["total"])
+                tally.total = int(said["total"])
             else:
                 tally.take("" if said["passed"] is True else "failed")
             began = now()
@@ -328,7 +334,7 @@ class Jailed:
         said = await self._worker.ask(self._target, question, max(limit_s, 0.001), lambda value: value)
         if isinstance(said, Timeout):
             return "timed_out"
-        return said if isinstance(said, dict) and not isinstance(said, Failure) else "failed"
+        return said if isinstance(said, dict) else "failed"
 
 
 def _called(test: Call) -> dict[str, Any]:
@@ -339,8 +345,6 @@ def _called(test: Call) -> dict[str, Any]:
 
 def _of_run(said: dict[str, Any]) -> Reason:
     """Return why a command failed, whatever it printed."""
-    if "missing" in said:
-        raise CannotScore(f"the command {said['missing']!r:.200} is not on this host, or not where its jail looks")
     if said.get("output", "") is None:
         return "too_much_output"
     return "failed" if said.get("status") != 0 else ""
@@ -348,7 +352,7 @@ def _of_run(said: dict[str, Any]) -> Reason:
 
 def _printed(said: dict[str, Any]) -> str:
     try:
-        return b64decode(said["output"]).decode(errors="replace").replace("\r\n", "\n")
+        return b64decode(said["output"]).decode(errors="replace")
     except (KeyError, ValueError, TypeError):
         return "\0"
 

@@ -80,6 +80,8 @@ class Program:
         self._serves = False
 
     def __call__(self, question: dict[str, Any]) -> dict[str, Any]:
+        if "find" in question:
+            return {"missing": [first for one in question["find"] if (first := _not_there(one))]}
         if "command" in question:
             _write(self._folder, question["files"])
             return self._run(question["command"] or [sys.executable, self._file], question["input"])
@@ -89,12 +91,8 @@ class Program:
         return self._module.answer(question)
 
     def _run(self, command: str | list[str], text: str) -> dict[str, Any]:
-        """Return the status and the output of a command; `missing` where this host lacks it."""
+        """Return the status and the output of a command."""
         shell = command if isinstance(command, str) else shlex.join(command)
-        first = shlex.split(shell)[0]
-        known = ["/bin/sh", "-c", f"command -v -- {shlex.quote(first)}"]
-        if subprocess.run(known, stdout=subprocess.DEVNULL, check=False).returncode:
-            return {"missing": first}
         # Files, because a process that the program leaves behind may hold a pipe open.
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
             given.write(text.encode(errors="surrogatepass"))
@@ -107,6 +105,13 @@ class Program:
         if len(output) > MOST_OUTPUT_BYTES:
             return {"status": done.returncode, "output": None}
         return {"status": done.returncode, "output": b64encode(output).decode()}
+
+
+def _not_there(command: str | list[str]) -> str:
+    """Return the name of a command that this host lacks; nothing where it has it."""
+    first = shlex.split(command)[0] if isinstance(command, str) else command[0]
+    known = ["/bin/sh", "-c", f"command -v -- {shlex.quote(first)}"]
+    return first if subprocess.run(known, stdout=subprocess.DEVNULL, check=False).returncode else ""
 
 
 class ModuleOfProgram(Peer):
@@ -171,12 +176,12 @@ class Checks(Peer):
 
     def __init__(self, kind: str, source: str, entry_point: str, module: str, first: int) -> None:
         super().__init__(trusts=False)
-        self._kind, self._entry_point, self._first = kind, entry_point, first
+        self._form, self._entry_point, self._first = kind, entry_point, first
         self._folder = _folder()
         self._tree = ast.parse(source)
         self._source = source
         own = {name for node in ast.walk(self._tree) for name in _bound(node)} | {*dir(builtins)}
-        order = COLLECTED if kind == "pytest" else ()
+        order = ("_", *COLLECTED) if kind == "pytest" else ("_",)
         self._program = ProgramForTests(module, self, lambda name: name in own or name.startswith(order))
         needed = {name for node in ast.walk(self._tree) for name in _imported(node)} - {module}
         needed |= {"pytest"} if kind == "pytest" else set()
@@ -195,7 +200,7 @@ class Checks(Peer):
 
     def _run(self) -> None:
         try:
-            said = {"pytest": self._pytest, "check": self._check, "asserts": self._asserts}[self._kind]()
+            said = {"pytest": self._pytest, "check": self._check, "asserts": self._asserts}[self._form]()
         except BaseException as error:  # noqa: BLE001 - tests may raise anything
             said = {"over": f"{type(error).__name__}: {error}"}
         self._outbox.put(said or {"over": ""})
@@ -229,9 +234,9 @@ class Checks(Peer):
                 self.tell({"passed": self._test(code, namespace)})
 
     def _check(self) -> None:
-        """Call `check` with the function that the row names."""
+        """Call `check` with the function that the row names, and nothing else of the program."""
         self.tell({"total": 1})
-        namespace = self._namespace()
+        namespace = {"__name__": "tests"}
         called = f"\nfrom {self._program.__name__} import {self._entry_point}\ncheck({self._entry_point})"
         self.tell({"passed": self._test(compile(self._source + called, "tests", "exec"), namespace)})
 
@@ -291,7 +296,9 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def _bound(node: ast.AST) -> list[str]:
-    """Return the names that a piece of code gives to something of its own."""
+    """Return the names that a piece of code gives to something of its own, or that it takes for a module, as `np`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return [node.value.id] if node.value.id.islower() else []
     if isinstance(node, ast.Import):
         return [(one.asname or one.name).partition(".")[0] for one in node.names]
     if isinstance(node, ast.ImportFrom):

@@ -11,7 +11,11 @@ from __future__ import annotations
 import builtins
 import math
 import operator
+from collections import deque
 from collections.abc import Callable
+from datetime import date, datetime
+from decimal import Decimal
+from fractions import Fraction
 from queue import SimpleQueue
 from typing import Any
 
@@ -142,6 +146,9 @@ class Peer:
             return {"complex": [self.pack(value.real), self.pack(value.imag)]}
         if isinstance(value, Remote):
             return {"yours": object.__getattribute__(value, "_number")}
+        for name, (made, parts, _) in MADE.items():
+            if isinstance(value, made):
+                return {name: self.pack(parts(value), depth + 1)}
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
             return self.pack(value.tolist(), depth)
         if isinstance(value, type) and issubclass(value, Exception):
@@ -163,10 +170,10 @@ class Peer:
         if kind == "yours":
             return self._objects[content]
         if kind == "exception":
-            return self._kind(content)
+            return self._kind_of(content)
         return unpacked(kind, content, self.unpack)
 
-    def _kind(self, names: list[str]) -> type[Exception]:
+    def _kind_of(self, names: list[str]) -> type[Exception]:
         """Return our class for an exception of theirs; none of what ends a process, or a test as skipped."""
         known = (getattr(builtins, name, None) for name in names)
         base = next((one for one in known if isinstance(one, type) and issubclass(one, Exception)), Ended)
@@ -176,12 +183,20 @@ class Peer:
 
     def _exception(self, names: list[str], text: str) -> Exception:
         try:
-            return self._kind(names)(text)
+            return self._kind_of(names)(text)
         except TypeError:  # It is made of more than a text.
             return Ended(f"{names[0]}: {text}")
 
 
 MUTABLE = (list, dict, set)
+# Values of the standard library: their type, plain parts, and the value of these.
+MADE: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "deque": (deque, list, deque),
+    "Decimal": (Decimal, str, Decimal),
+    "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], lambda parts: Fraction(*parts)),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+}
 
 
 def unpacked(kind: str, content: Any, unpack: Callable[[Any], Any]) -> Any:
@@ -200,6 +215,8 @@ def unpacked(kind: str, content: Any, unpack: Callable[[Any], Any]) -> Any:
             return (bytes if kind == "bytes" else bytearray).fromhex(content)
         case "complex":
             return complex(*map(unpack, content))
+        case _ if kind in MADE:
+            return MADE[kind][2](unpack(content))
     raise ValueError(f"no value is a {kind}")
 
 
