@@ -49,10 +49,19 @@ def test_a_mistake_about_held_out_sets_is_named(data: str, message: str) -> None
     [
         ("reward_mode: gated", "no reward is a gate: give one gate_at"),
         ("reward_mode: mean", "reward_mode: "),
-        ("rewards: [{reward: exact, gate_at: 1}]", "gate_at of reward exact belongs to reward_mode gated, which is weigh"),
-        ("reward_mode: min\nrewards: [{reward: exact, weight: 0}]", "reward_mode is min, and every weight is 0"),
-        ("reward_mode: max\nrewards: []\nalgorithm: {type: sft}", "reward_mode is max, and there are no rewards"),
-        ("reward_mode: product\nalgorithm: {type: gdpo}", "gdpo normalises each reward by itself"),
+        (
+            "rewards: [{reward: exact, gate_at: 1}]",
+            "gate_at of reward exact belongs to reward_mode gated, which is weigh",
+        ),
+        (
+            "reward_mode: min\nrewards: [{reward: exact, weight: 0}]",
+            "reward_mode is min, and every weight is 0",
+        ),
+        (
+            "reward_mode: max\nrewards: []\nalgorithm: {type: sft}",
+            "reward_mode is max, and there are no rewards",
+        ),
+        ("reward_mode: product\nalgorithm: {type: gdpo}", "gdpo normalises each reward by "),
         ("evaluation: {data: [{path: /a.jsonl, reward_mode: min}]}", "there are no rewards beside it"),
     ],
 )

@@ -46,7 +46,7 @@ class Judged(NamedTuple):
     """A value, with what it is made of."""
 
     value: float
-    parts: dict[str, float] = {}
+    parts: dict[str, float]
 
 
 class CannotScore(Refusal):
@@ -81,7 +81,7 @@ class BuiltinReward(BaseModel):
 
     def judge(self, sample: Sample) -> Judged:
         """Return the score with its parts."""
-        return Judged(self.score(sample))
+        return Judged(self.score(sample), {})
 
 
 def answer_of(sample: Sample) -> str:

@@ -64,9 +64,7 @@ def test_there_are_a_hundred_cases_with_names_of_their_own() -> None:
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 async def test_code_judges_as_a_careful_human_does(pool: Workers, case: dict[str, Any]) -> None:
     response = case["response"] if "response" in case else block(case["code"])
-    outcome = await judged(
-        pool, response, case["tests"], info=case.get("info"), **case.get("parameters", {})
-    )
+    outcome = await judged(pool, response, case["tests"], info=case.get("info"), **case.get("parameters", {}))
     if case["score"] == "error":
         assert outcome.HasField("error")
         return
@@ -119,3 +117,98 @@ async def test_a_program_sees_neither_the_host_nor_another_program(pool: Workers
     for _ in range(2):
         found = await judged(pool, looks, [{"input": "", "output": "False 1 True"}])
         assert found.value.components[0].value == 1
+
+
+EVIL = """
+class Evil:
+    def __getattr__(self, name):
+        if name.startswith("__array"):
+            raise AttributeError(name)
+        return Evil()
+    def __call__(self, *arguments, **keywords):
+        return True
+    def __sub__(self, other):
+        return 0
+    def __lt__(self, other):
+        return True
+    def __float__(self):
+        return 0.0
+    def __iter__(self):
+        return iter([Evil()])
+    def __enter__(self):
+        return self
+    def __exit__(self, *error):
+        return True
+    __rsub__ = __sub__
+    __gt__ = __le__ = __ge__ = __eq__ = __contains__ = __lt__
+    def __ne__(self, other):
+        return False
+    def __hash__(self):
+        return hash(3.5)
+
+def f(*arguments):
+    return Evil()
+
+np = all = abs = len = isinstance = round = set = pytest = approx = Evil()
+def test_of_the_program():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["assert f(1) == 3.5"],
+        ["assert 3.5 == f(1)"],
+        ["assert not f(1) != 3.5"],
+        ["assert abs(f(1) - 3.5) < 1e-6"],
+        ["assert 3.4 < f(1) < 3.6"],
+        ["import math\nassert math.isclose(f(1), 3.5)"],
+        ["assert round(f(1), 1) == 3.5"],
+        ["assert 3.5 in f(1)"],
+        ["assert f(1) in {3.5}"],
+        ["assert f(1) in (3.5, 4.5)"],
+        ["assert set(f(1)) == {3.5}"],
+        ["assert [f(1)] == [3.5]"],
+        ["assert {'a': f(1)} == {'a': 3.5}"],
+        ["assert all(one == 3.5 for one in f(1))"],
+        ["assert isinstance(f(1), float)"],
+        ["assert np.allclose(f(1), 3.5)"],
+        ["import numpy as np\nassert np.allclose(np.asarray(f(1), dtype=float), 3.5)"],
+        "import pytest\nfrom solution import *\n\ndef test_f():\n    assert f(1) == pytest.approx(3.5)\n",
+        "from solution import *\nimport pytest\n\ndef test_f():\n    with pytest.raises(ValueError):\n        f(1)\n",
+        "import unittest\nfrom solution import *\n\nclass T(unittest.TestCase):\n    def test_f(self):\n"
+        "        self.assertAlmostEqual(f(1), 3.5)\n",
+        "def check(candidate):\n    assert abs(candidate(1) - 3.5) < 1e-6\n",
+    ],
+)
+async def test_no_object_of_a_program_passes_for_a_value(pool: Workers, tests: Any) -> None:
+    info = {"entry_point": "f"}
+    outcome = await judged(pool, block(EVIL), tests, info=info, all=False, timeout_s=20)
+    assert outcome.value.components[0].value == 0, parts_of(outcome)
+    assert parts_of(outcome)["passed"] == 0
+
+
+async def test_objects_of_a_program_behave_as_its_tests_expect(pool: Workers) -> None:
+    code = block(
+        "from collections import deque\nfrom dataclasses import dataclass\nfrom fractions import Fraction\n\n"
+        "class Missing(Exception):\n    pass\n\n"
+        "@dataclass(frozen=True)\nclass Point:\n    x: int\n    def __add__(self, other):\n"
+        "        return Point(self.x + other.x)\n\n"
+        "def half():\n    return Fraction(1, 2)\n\ndef line():\n    return deque([1, 2])\n\n"
+        "def numbers(n):\n    yield from range(n)\n\ndef sort(items):\n    items.sort()\n\n"
+        "def find(key):\n    raise Missing(key)\n\ndef twice(call, one):\n    return call(call(one))\n"
+    )
+    tests = (
+        "from collections import deque\nfrom fractions import Fraction\nimport pytest\n"
+        "from solution import *\nfrom solution import Missing, Point\n\n"
+        "def test_values():\n    assert half() == Fraction(1, 2) and line() == deque([1, 2])\n\n"
+        "def test_objects():\n    assert Point(1) + Point(2) == Point(3) != Point(4)\n"
+        "    assert Point(5).x == 5 and isinstance(Point(1), Point)\n\n"
+        "def test_iterators():\n    assert list(numbers(3)) == [0, 1, 2]\n\n"
+        "def test_in_place():\n    items = [3, 1, 2]\n    sort(items)\n    assert items == [1, 2, 3]\n\n"
+        "def test_exceptions():\n    with pytest.raises(Missing, match='a'):\n        find('a')\n\n"
+        "def test_calls_back():\n    assert twice(lambda one: one + 1, 3) == 5\n"
+    )
+    outcome = await judged(pool, code, tests, timeout_s=20, all=False)
+    assert parts_of(outcome) == {"passed": 6, "total": 6, "first_failed": 0}

@@ -79,7 +79,11 @@ def said(text: str) -> Sample:
         ('{"card": 1, "address": 2}', {"dependentRequired": {"card": ["address"]}}, 1),
         ('{"card": 1}', {"dependentRequired": {"card": ["address"]}}, 0),
         ('{"card": 1}', {"dependentSchemas": {"card": {"minProperties": 2}}}, 0),
-        ('{"in": "US", "zip": "1"}', {"if": {"properties": {"in": {"const": "US"}}}, "then": {"required": ["zip"]}}, 1),
+        (
+            '{"in": "US", "zip": "1"}',
+            {"if": {"properties": {"in": {"const": "US"}}}, "then": {"required": ["zip"]}},
+            1,
+        ),
         ('{"in": "US"}', {"if": {"properties": {"in": {"const": "US"}}}, "then": {"required": ["zip"]}}, 0),
         ('{"in": "FR"}', {"if": {"properties": {"in": {"const": "US"}}}, "else": {"required": ["cp"]}}, 0),
         ("3", {"format": "date"}, 1),
@@ -99,7 +103,9 @@ def test_json_fits_its_schema_wherever_that_comes_from(response: str, schema: di
 
 def test_formats_are_those_of_the_documents_that_json_schema_names() -> None:
     rows = [line.split("\t") for line in (GOLDEN / "formats.tsv").read_text().splitlines()]
-    wrong = [row for row in rows if JsonSchema(json_schema={"format": row[0]}).score(said(row[2])) != float(row[1])]
+    wrong = [
+        row for row in rows if JsonSchema(json_schema={"format": row[0]}).score(said(row[2])) != float(row[1])
+    ]
     assert wrong == []
     assert {row[0] for row in rows} == {*FORMATS}
 
@@ -122,8 +128,14 @@ def test_partial_credit_is_the_share_of_demands_that_are_met() -> None:
     ("schema", "says"),
     [
         ({"requried": ["a"]}, r"/requried: the keyword is not known \(did you mean required\?\)"),
-        ({"properties": {"a": {"format": "day"}}}, "/properties/a/format: 'day' is no format; formats are date,"),
-        ({"properties": {"a": {"unevaluatedProperties": False}}}, "unevaluatedProperties: the keyword is not"),
+        (
+            {"properties": {"a": {"format": "day"}}},
+            "/properties/a/format: 'day' is no format; formats are date,",
+        ),
+        (
+            {"properties": {"a": {"unevaluatedProperties": False}}},
+            "unevaluatedProperties: the keyword is not",
+        ),
         ({"patternProperties": {"(": True}}, "not a regular expression"),
         ({"dependentRequired": {"a": "b"}}, "/dependentRequired: has a wrong value"),
         ({"type": "float"}, "'float' is no type"),

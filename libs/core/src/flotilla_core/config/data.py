@@ -124,13 +124,19 @@ def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...]) -> None:
     """Raise ValueError where terms cannot make a reward by this mode."""
     gates = [term.shown for term in terms if term.gate_at is not None]
     if mode != "gated" and gates:
-        raise ValueError(f"gate_at of reward {gates[0]} belongs to reward_mode gated, which is {mode}: leave it out")
+        raise ValueError(
+            f"gate_at of reward {gates[0]} belongs to reward_mode gated, which is {mode}: leave it out"
+        )
     if mode == "weighted":
         return
     if not terms:
-        raise ValueError(f"reward_mode is {mode}, and there are no rewards beside it: leave it out, or name some")
+        raise ValueError(
+            f"reward_mode is {mode}, and there are no rewards beside it: leave it out, or name some"
+        )
     if mode == "gated" and not gates:
-        raise ValueError("reward_mode is gated, and no reward is a gate: give one gate_at, the value that it has to have")
+        raise ValueError(
+            "reward_mode is gated, and no reward is a gate: give one gate_at, the value that it has to have"
+        )
     if not any(term.weight for term in terms):
         raise ValueError(f"reward_mode is {mode}, and every weight is 0: rewards with a weight alone count")
 

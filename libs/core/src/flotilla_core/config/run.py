@@ -23,6 +23,7 @@ from flotilla_core.config.data import (
     RewardTermConfig,
     RolloutConfig,
     StopConfig,
+    can_combine,
 )
 from flotilla_core.config.model import ConfigModel, FolderOrUrl, kind_of
 from flotilla_core.config.training import (
@@ -331,8 +332,8 @@ class RunConfig(ConfigModel):
         advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
         if isinstance(advantage, GdpoAdvantage) and self.reward_mode != "weighted":
             raise ValueError(
-                f"reward_mode is {self.reward_mode}, and algorithm.advantage.type gdpo normalises each reward by itself "
-                "before it adds them: leave reward_mode out, or take another advantage"
+                f"reward_mode is {self.reward_mode}, and algorithm.advantage.type gdpo normalises each reward by "
+                "itself before it adds them: leave reward_mode out, or take another advantage"
             )
         return self
 

@@ -186,10 +186,12 @@ class Scorer:
 
 
 def combined(mode: RewardMode, terms: Sequence[RewardTermConfig], values: Sequence[float]) -> float:
-    """Return the reward that the values of all terms make; without a weight a term is recorded, and counts as a gate alone."""
+    """Return the reward that the values of all terms make; a term without a weight counts as a gate alone."""
     weighed = [term.weight * value for term, value in zip(terms, values, strict=True)]
     counted = [one for term, one in zip(terms, weighed, strict=True) if term.weight]
-    gates = ((term.gate_at, value) for term, value in zip(terms, values, strict=True) if term.gate_at is not None)
+    gates = (
+        (term.gate_at, value) for term, value in zip(terms, values, strict=True) if term.gate_at is not None
+    )
     if not counted or (mode == "gated" and any(value < least for least, value in gates)):
         return 0.0
     match mode:

@@ -97,14 +97,18 @@ class Code(BuiltinReward):
         default=None,
         description="The label of the block; by default that of Python, and any label where `command` is set.",
     )
-    all: bool = Field(default=True, description="All tests have to pass; else the value is the share that does.")
+    all: bool = Field(
+        default=True, description="All tests have to pass; else the value is the share that does."
+    )
     command: str | tuple[str, ...] | None = Field(
         default=None,
         min_length=1,
         description="The command that runs the program on an input; by default Python runs `file`.",
     )
     build: str | None = Field(
-        default=None, min_length=1, description="The command that runs once before the tests; it has to succeed."
+        default=None,
+        min_length=1,
+        description="The command that runs once before the tests; it has to succeed.",
     )
     file: str = Field(
         default="solution.py",
@@ -112,20 +116,23 @@ class Code(BuiltinReward):
         description="The name of the program's file; without its ending, that of the module that tests import.",
     )
     test_timeout_s: float = Field(
-        default=4.0, gt=0, le=86_400, description="Time limit of one test. All have 0.8 of the term's `timeout_s`."
+        default=4.0,
+        gt=0,
+        le=86_400,
+        description="Time limit of one test. All have 0.8 of the term's `timeout_s`.",
     )
     memory_mib: int = Field(
         default=1024, ge=64, le=1 << 20, description="Memory of the program, within that of the stack's jail."
     )
     output: Literal["lines", "tokens", "exact"] = Field(
         default="lines",
-        description="Outputs are compared without white space at the ends of lines and of the text; word by word; or whole.",
+        description="Comparison of outputs: without white space at the ends of lines, word by word, or whole.",
     )
     tolerance: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Allowed difference of numbers that are no integers, absolute or relative; 0 compares what is written.",
+        description="Allowed difference of numbers that are no integers, absolute or relative.",
     )
 
     def score(self, sample: Sample) -> float:
@@ -150,7 +157,9 @@ class Code(BuiltinReward):
         text = text_after(self.after, response) or ""
         if self.program == "response":
             return text
-        blocks = [(label.split()[0].lower() if label else "", content) for label, content in code_blocks(text)]
+        blocks = [
+            (label.split()[0].lower() if label else "", content) for label, content in code_blocks(text)
+        ]
         if self.language is None and self.command is not None:
             return blocks[-1][1] if blocks else ""
         asked = PYTHON if self.language is None else (self.language.lower(),)
@@ -180,7 +189,9 @@ class Code(BuiltinReward):
         if isinstance(got, dict) and isinstance(expected, dict):
             ours = {str(key): value for key, value in got.items()}
             theirs = {str(key): value for key, value in expected.items()}
-            return ours.keys() == theirs.keys() and all(self.same_value(ours[key], theirs[key]) for key in ours)
+            return ours.keys() == theirs.keys() and all(
+                self.same_value(ours[key], theirs[key]) for key in ours
+            )
         return bool(got == expected) or self._near(got, expected)
 
     def _near(self, got: Any, expected: Any) -> bool:
@@ -200,7 +211,11 @@ class Verification:
 
     async def run(self, tests: Tests) -> None:
         """Run the tests until the result is known."""
-        asked = [self._code.build, self._code.command, *(one.command for one in tests.cases if isinstance(one, Run))]
+        asked = [
+            self._code.build,
+            self._code.command,
+            *(one.command for one in tests.cases if isinstance(one, Run)),
+        ]
         commands = [one for one in asked if one is not None]
         ended = False
         while self._tally.goes_on and not ended:
@@ -236,7 +251,9 @@ class Verification:
             said = await program.ask({"find": commands}, LOAD_LIMIT_S) if commands else {"missing": []}
             if isinstance(said, str) or said["missing"]:
                 lacks = said if isinstance(said, str) else said["missing"][0]
-                raise CannotScore(f"the command {lacks!r:.200} is not on this host, or not where its jail looks")
+                raise CannotScore(
+                    f"the command {lacks!r:.200} is not on this host, or not where its jail looks"
+                )
             if self._tally.ends_at == math.inf:
                 self._tally.ends_at = asyncio.get_running_loop().time() + self._limit_s
             yield program
@@ -290,7 +307,7 @@ class Verification:
             return "failed"
         try:
             same = self._code.same_value(plain(said["says"]), expected)
-        except (NotPlain, ValueError, TypeError, OverflowError, RecursionError):
+        except (NotPlain, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             same = False
         return "" if same else "wrong_answer"
 

@@ -99,7 +99,9 @@ def _tests(found: Any, row: dict[str, Any]) -> Tests:
             return _tests([found], row)
         return _tests(_read(inner), row)
     if found and all(isinstance(one, str) for one in found):
-        setup = [str(row[name]) for name in ("test_setup_code", "test_imports") if isinstance(row.get(name), str)]
+        setup = [
+            str(row[name]) for name in ("test_setup_code", "test_imports") if isinstance(row.get(name), str)
+        ]
         imports = row.get("test_imports")
         setup += [str(one) for one in imports] if isinstance(imports, list) else []
         return Tests(script=_script("\n".join([*setup, *found]), row))
@@ -139,7 +141,9 @@ def _case(one: dict[str, Any], row: dict[str, Any]) -> Run | Call:
     if name:
         arguments = _first(one, ("arguments", "args", "input"), [])
         keywords = _first(one, ("keywords", "kwargs"), {})
-        return Call(name, list(_read(arguments)), dict(keywords), _first(one, ("expected", "result", "output")))
+        return Call(
+            name, list(_read(arguments)), dict(keywords), _first(one, ("expected", "result", "output"))
+        )
     command, files = one.get("command"), dict(one.get("files", {}))
     if command is not None and not (isinstance(command, str | list) and command):
         raise ValueError("a command is neither a text nor a list of texts")

@@ -130,7 +130,7 @@ class ModuleOfProgram(Peer):
             self._loaded = True
             sys.modules[self._module.__name__] = self._module
             try:
-                exec(compile(self._source, self._path, "exec"), vars(self._module))  # noqa: S102
+                exec(compile(self._source, self._path, "exec"), vars(self._module))
             except BaseException as error:  # noqa: BLE001 - a program may raise anything
                 self._error = error
         if self._error is not None:
@@ -207,7 +207,7 @@ class Checks(Peer):
 
     def _test(self, code: CodeType, namespace: dict[str, Any]) -> bool:
         try:
-            exec(code, namespace)  # noqa: S102 - the tests of a row
+            exec(code, namespace)
         except BaseException:  # noqa: BLE001 - an assertion, or whatever the program raised
             return False
         return True
@@ -216,7 +216,7 @@ class Checks(Peer):
         """Return what the program has, by its names; nothing of a program that does not load."""
         namespace: dict[str, Any] = {"__name__": "tests"}
         try:
-            exec(f"from {self._program.__name__} import *", namespace)  # noqa: S102
+            exec(f"from {self._program.__name__} import *", namespace)
         except Exception:  # noqa: BLE001 - every test will say so
             pass
         return namespace

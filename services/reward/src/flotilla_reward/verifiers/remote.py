@@ -128,29 +128,20 @@ class Peer:
             raise ValueError("a value is nested too deeply")
         if value is None or isinstance(value, bool | str):
             return value
-        if isinstance(value, int):
-            return value if abs(value) < LARGEST_PLAIN else {"int": hex(value)}
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {"float": repr(float(value))}
+        if isinstance(value, int | float):
+            return _number(value)
         if isinstance(value, list):
             return [self.pack(one, depth + 1) for one in value]
-        if isinstance(value, dict):
-            pairs = [[self.pack(key, depth + 1), self.pack(one, depth + 1)] for key, one in value.items()]
-            return {"dict": pairs}
-        for kind in (tuple, set, frozenset):
+        for name, (kind, parts, _) in PLAIN.items():
             if isinstance(value, kind):
-                return {kind.__name__: [self.pack(one, depth + 1) for one in value]}
-        if isinstance(value, bytes | bytearray):
-            return {type(value).__name__: value.hex()}
-        if isinstance(value, complex):
-            return {"complex": [self.pack(value.real), self.pack(value.imag)]}
-        if isinstance(value, Remote):
-            return {"yours": object.__getattribute__(value, "_number")}
-        for name, (made, parts, _) in MADE.items():
-            if isinstance(value, made):
                 return {name: self.pack(parts(value), depth + 1)}
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-            return self.pack(value.tolist(), depth)
+            return self.pack(value.tolist(), depth + 1)
+        return self._reference(value)
+
+    def _reference(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, Remote):
+            return {"yours": object.__getattribute__(value, "_number")}
         if isinstance(value, type) and issubclass(value, Exception):
             return {"exception": [kind.__name__ for kind in value.__mro__]}
         number = self._numbers.setdefault(id(value), len(self._objects))
@@ -189,35 +180,38 @@ class Peer:
 
 
 MUTABLE = (list, dict, set)
-# Values of the standard library: their type, plain parts, and the value of these.
-MADE: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dict": (dict, lambda value: [list(pair) for pair in value.items()], dict),
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     "deque": (deque, list, deque),
     "Decimal": (Decimal, str, Decimal),
-    "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], lambda parts: Fraction(*parts)),
+    "Fraction": (
+        Fraction,
+        lambda value: [value.numerator, value.denominator],
+        lambda parts: Fraction(*parts),
+    ),
     "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
     "date": (date, date.isoformat, date.fromisoformat),
 }
+"""Values that JSON has no notation for: their type, its parts, and the value of these."""
+
+
+def _number(value: float) -> Any:
+    if isinstance(value, int):
+        return value if abs(value) < LARGEST_PLAIN else {"int": hex(value)}
+    return value if math.isfinite(value) else {"float": repr(float(value))}
 
 
 def unpacked(kind: str, content: Any, unpack: Callable[[Any], Any]) -> Any:
-    """Return a plain value that JSON has no notation for."""
-    match kind:
-        case "int":
-            return int(content, 16)
-        case "float":
-            return float(content)
-        case "dict":
-            return {unpack(key): unpack(one) for key, one in content}
-        case "tuple" | "set" | "frozenset":
-            kinds: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-            return kinds[kind](map(unpack, content))
-        case "bytes" | "bytearray":
-            return (bytes if kind == "bytes" else bytearray).fromhex(content)
-        case "complex":
-            return complex(*map(unpack, content))
-        case _ if kind in MADE:
-            return MADE[kind][2](unpack(content))
-    raise ValueError(f"no value is a {kind}")
+    """Return a value that JSON has no notation for."""
+    if kind == "int":
+        return int(content, 16)
+    return float(content) if kind == "float" else PLAIN[kind][2](unpack(content))
 
 
 class Remote:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -22,17 +22,27 @@ from flotilla_reward.verifiers.formats import FORMATS
 from flotilla_reward.verifiers.reading import NoJson, code_blocks, read_json
 
 COLUMNS = ("json_schema", "schema")
-ANNOTATIONS = frozenset(
-    "$schema $id $comment title description default examples deprecated readOnly writeOnly".split()
-)
-ONE_SCHEMA = frozenset(
-    "items additionalItems contains additionalProperties propertyNames not if then else".split()
-)
+ABOUT = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
+ANNOTATIONS = frozenset({"$schema", "$id", "$comment", *ABOUT})
+OF_ITEMS = ("items", "additionalItems", "contains")
+ONE_SCHEMA = frozenset({*OF_ITEMS, "additionalProperties", "propertyNames", "not", "if", "then", "else"})
 SCHEMAS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
-COUNTS = tuple(f"{bound}{of}" for of in ("Items", "Length", "Properties", "Contains") for bound in ("min", "max"))
+COUNTS = tuple(
+    f"{bound}{of}" for of in ("Items", "Length", "Properties", "Contains") for bound in ("min", "max")
+)
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-VALUES = ("type", "enum", "const", "required", "dependentRequired", "uniqueItems", "pattern", "format", "$ref")
+VALUES = (
+    "type",
+    "enum",
+    "const",
+    "required",
+    "dependentRequired",
+    "uniqueItems",
+    "pattern",
+    "format",
+    "$ref",
+)
 PLAIN = frozenset({*VALUES, *COUNTS, *NUMBERS})
 KNOWN = ANNOTATIONS | ONE_SCHEMA | SCHEMAS | NAMED_SCHEMAS | PLAIN
 
@@ -151,20 +161,22 @@ def check_schema(schema: Any, root: Any, place: str) -> None:
         listed = keyword in SCHEMAS or (keyword == "items" and isinstance(demand, list))
         if keyword in ONE_SCHEMA and not listed:
             check_schema(demand, root, here)
-        elif listed:
-            if not isinstance(demand, list) or not demand:
-                raise ValueError(f"{here} is no list of schemas")
-            for index, item in enumerate(demand):
-                check_schema(item, root, f"{here}/{index}")
-        elif keyword in NAMED_SCHEMAS:
-            if not isinstance(demand, dict):
-                raise ValueError(f"{here} is no object")
-            for name, item in demand.items():
+        elif listed or keyword in NAMED_SCHEMAS:
+            for name, item in _parts(demand, listed, here):
+                check_schema(item, root, f"{here}/{name}")
                 if keyword == "patternProperties":
                     _check_plain("pattern", name, root, f"{here}/{name}")
-                check_schema(item, root, f"{here}/{name}")
         elif keyword in PLAIN:
             _check_plain(keyword, demand, root, here)
+
+
+def _parts(demand: Any, listed: bool, here: str) -> Iterable[tuple[Any, Any]]:
+    """Return the schemas of a keyword that has several, by their places or names."""
+    if listed and (not isinstance(demand, list) or not demand):
+        raise ValueError(f"{here} is no list of schemas")
+    if not listed and not isinstance(demand, dict):
+        raise ValueError(f"{here} is no object")
+    return enumerate(demand) if listed else demand.items()
 
 
 def _check_plain(keyword: str, demand: Any, root: Any, here: str) -> None:
