@@ -189,6 +189,34 @@ async def test_no_object_of_a_program_passes_for_a_value(pool: Workers, tests: A
     assert parts_of(outcome)["passed"] == 0
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "seen.gi_frame.f_back.f_globals",
+        "seen.gi_frame.f_builtins",
+        "setattr(seen, 'send', None)",
+    ],
+)
+async def test_a_program_looks_into_nothing_that_tests_give_it(pool: Workers, code: str) -> None:
+    looks = block(
+        f"def f(seen):\n    next(seen)\n    try:\n        {code}\n    except AttributeError:\n        return 'no'"
+    )
+    tests = ["expected = 'no'\nassert f(one for one in [1, 2, 3]) == expected"]
+    assert (await judged(pool, looks, tests)).value.components[0].value == 1
+
+
+async def test_a_program_uses_objects_of_its_tests(pool: Workers) -> None:
+    code = block(
+        "def total(node):\n    found = 0\n    while node is not None:\n        found += node.value\n"
+        "        node.seen = True\n        node = node.next\n    return found"
+    )
+    tests = (
+        "class Node:\n    def __init__(self, value, next):\n        self.value, self.next = value, next\n"
+        "last = Node(2, None)\nassert total(Node(1, last)) == 3 and last.seen is True"
+    )
+    assert (await judged(pool, code, tests)).value.components[0].value == 1
+
+
 async def test_objects_of_a_program_behave_as_its_tests_expect(pool: Workers) -> None:
     code = block(
         "from collections import deque\nfrom dataclasses import dataclass\nfrom fractions import Fraction\n\n"

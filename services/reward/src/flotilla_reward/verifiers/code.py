@@ -355,7 +355,7 @@ class Jailed:
 
 
 def _called(test: Call) -> dict[str, Any]:
-    pack = Peer(trusts=False).pack
+    pack = Peer().pack
     arguments = [test.function, *map(pack, test.arguments)]
     return {"operation": "named", "of": ROOT, "arguments": arguments, "keywords": pack(test.keywords)}
 

@@ -31,6 +31,9 @@ MOST_OUTPUT_BYTES = 700 * 1024
 COLLECTED = ("test", "Test", "pytest", "setup", "teardown")
 """Beginnings of names by which pytest would take something of the program for a test, or for an order."""
 
+OF_CODE, OF_PYTEST = "tests", "test_of_row"
+"""Names of the modules that tests are."""
+
 Answers = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -123,7 +126,7 @@ class ModuleOfProgram(Peer):
         self._module.__file__ = str(path)
         self._error: BaseException | None = None
         self._loaded = False
-        super().__init__(self._module, trusts=True)
+        super().__init__(self._module, shows=None)
 
     def _do(self, operation: str, of: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         if not self._loaded:
@@ -175,7 +178,7 @@ class Checks(Peer):
     """
 
     def __init__(self, kind: str, source: str, entry_point: str, module: str, first: int) -> None:
-        super().__init__(trusts=False)
+        super().__init__(shows=(OF_CODE, OF_PYTEST))
         self._form, self._entry_point, self._first = kind, entry_point, first
         self._folder = _folder()
         self._tree = ast.parse(source)
@@ -214,7 +217,7 @@ class Checks(Peer):
 
     def _namespace(self) -> dict[str, Any]:
         """Return what the program has, by its names; nothing of a program that does not load."""
-        namespace: dict[str, Any] = {"__name__": "tests"}
+        namespace: dict[str, Any] = {"__name__": OF_CODE}
         try:
             exec(f"from {self._program.__name__} import *", namespace)
         except Exception:  # noqa: BLE001 - every test will say so
@@ -236,7 +239,7 @@ class Checks(Peer):
     def _check(self) -> None:
         """Call `check` with the function that the row names, and nothing else of the program."""
         self.tell({"total": 1})
-        namespace = {"__name__": "tests"}
+        namespace = {"__name__": OF_CODE}
         called = f"\nfrom {self._program.__name__} import {self._entry_point}\ncheck({self._entry_point})"
         self.tell({"passed": self._test(compile(self._source + called, "tests", "exec"), namespace)})
 
@@ -244,10 +247,10 @@ class Checks(Peer):
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         import pytest
 
-        _write(self._folder, {"test_of_row.py": self._source})
+        _write(self._folder, {f"{OF_PYTEST}.py": self._source})
         seen = Seen(self)
         options = ["-s", "--noconftest", f"--rootdir={self._folder}", f"-c{os.devnull}", "-pno:cacheprovider"]
-        pytest.main([*options, "test_of_row.py"], plugins=[seen])
+        pytest.main([*options, f"{OF_PYTEST}.py"], plugins=[seen])
         if not seen.total and not seen.failed:
             return {"broken": "pytest finds no test in them"}
         return None

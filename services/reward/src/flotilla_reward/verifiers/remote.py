@@ -12,7 +12,7 @@ import builtins
 import math
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
@@ -59,13 +59,13 @@ class Ended(Exception):
 class Peer:
     """One of two processes, whose work runs in a thread; by `answer` it takes turns with the other one."""
 
-    def __init__(self, root: object = None, *, trusts: bool) -> None:
+    def __init__(self, root: object = None, shows: Collection[str] | None = ()) -> None:
         self._objects: list[Any] = [root]
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Remote] = {}
         self._kinds: dict[str, type[Exception]] = {}
-        self._trusts = trusts
-        """The other side may look at all of an object that it has, and not only at what has a public name."""
+        self._shows = shows
+        """Modules: the other side looks into instances of their classes alone, at public names; None shows all."""
         self._inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._outbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
@@ -115,7 +115,10 @@ class Peer:
         found = self._objects[of]
         if operation in ("get", "set"):
             name = arguments[0]
-            if not self._trusts and name.startswith("_"):
+            # A generator, for one, has a frame, and by that all that there is.
+            if self._shows is not None and (
+                name.startswith("_") or type(found).__module__ not in self._shows
+            ):
                 raise AttributeError(name)
             return getattr(found, name) if operation == "get" else setattr(found, *arguments)
         if operation == "call":
