@@ -11,7 +11,7 @@ import logging
 import re
 from abc import abstractmethod
 from decimal import Decimal, InvalidOperation, localcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -42,11 +42,16 @@ class Sample(NamedTuple):
     """The jail and the time limit, for a reward that runs code of responses."""
 
 
-class Judged(NamedTuple):
-    """A value, with what it is made of."""
+class Judged(float):
+    """A score, with what it is made of."""
 
-    value: float
     parts: dict[str, float]
+
+    def __new__(cls, value: float, parts: dict[str, float]) -> Self:
+        """Return the score."""
+        made = super().__new__(cls, value)
+        made.parts = parts
+        return made
 
 
 class CannotScore(Refusal):
@@ -77,11 +82,8 @@ class BuiltinReward(BaseModel):
 
     @abstractmethod
     def score(self, sample: Sample) -> float:
-        """Return the score; `CannotScore` says that there is none, `Unreadable` that this is the response's fault."""
-
-    def judge(self, sample: Sample) -> Judged:
-        """Return the score with its parts."""
-        return Judged(self.score(sample), {})
+        """Return the score, also as `Judged`; `CannotScore` says that there is none, `Unreadable` that this is the
+        response's fault."""
 
 
 def answer_of(sample: Sample) -> str:

@@ -26,7 +26,7 @@ from flotilla_core.structs import to_json
 from flotilla_reward import catalog
 from flotilla_reward.builtin import CannotScore, Sample, Unreadable
 from flotilla_reward.catalog import Term
-from flotilla_reward.verifiers.code import JAIL
+from flotilla_reward.verifiers.code import JAIL, OF_JAIL
 from flotilla_reward.worker import LONGEST_NAME, MOST_PARTS
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
@@ -163,7 +163,7 @@ async def _run(
             question["chat"] = [{"role": one.role, "content": one.content} for one in item.chat]
             question["answer_column"] = to_json(item.answer_column)
         elif term.runs_code:
-            jail = JAIL.dump_python(pool.jail, mode="json")
+            jail = JAIL.dump_python(pool.jail, mode="json", include=OF_JAIL)
             question["means"] = {"jail": jail, "limit_s": term.timeout_s}
         outcome, elapsed_s = await pool.ask(term.target, question, term.timeout_s, run_id)
         if isinstance(outcome, Timeout) and term.blames_response:

@@ -42,9 +42,10 @@ def load(target: Target) -> Score:
 
     def score(sample: dict[str, Any]) -> list[Any] | None:
         try:
-            return [*builtin.judge(Sample(**sample))]
+            value = builtin.score(Sample(**sample))
         except Unreadable:
             return None
+        return [float(value), getattr(value, "parts", {})]
 
     return score
 

@@ -29,6 +29,8 @@ from flotilla_workers.jail.jail import USERS, Cell, Jail
 from flotilla_workers.process import LOAD_LIMIT_S, Timeout, WorkerProcess
 
 JAIL = TypeAdapter(Jail)
+OF_JAIL = {"level", "bwrap", "bounds", "readable", "environment"}
+"""What tells a jail to a worker that starts processes in it."""
 SHARE_FOR_TESTS = 0.8
 """The part of the time limit of a sample that its tests have; what is left is for the jails to start and to end."""
 PYTHON = ("python", "python3", "py")
@@ -135,10 +137,7 @@ class Code(BuiltinReward):
         description="Allowed difference of numbers that are no integers, absolute or relative.",
     )
 
-    def score(self, sample: Sample) -> float:
-        return self.judge(sample).value
-
-    def judge(self, sample: Sample) -> Judged:
+    def score(self, sample: Sample) -> Judged:
         tests = tests_of(sample)
         tally = Tally(tests.least, self.all)
         source = self._source(sample.response)
