@@ -82,8 +82,7 @@ class BuiltinReward(BaseModel):
 
     @abstractmethod
     def score(self, sample: Sample) -> float:
-        """Return the score, also as `Judged`; `CannotScore` says that there is none, `Unreadable` that this is the
-        response's fault."""
+        """Return the score; `CannotScore` says that there is none, `Unreadable` that this is the response's fault."""
 
 
 def answer_of(sample: Sample) -> str:
