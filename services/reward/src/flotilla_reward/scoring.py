@@ -26,7 +26,7 @@ from flotilla_core.structs import to_json
 from flotilla_reward import catalog
 from flotilla_reward.builtin import CannotScore, Sample, Unreadable
 from flotilla_reward.catalog import Term
-from flotilla_reward.verifiers.code import JAIL, OF_JAIL
+from flotilla_reward.verifiers.code import JAIL, OF_JAIL, STARTS_S
 from flotilla_reward.worker import LONGEST_NAME, MOST_PARTS
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
@@ -165,7 +165,8 @@ async def _run(
         elif term.runs_code:
             jail = JAIL.dump_python(pool.jail, mode="json", include=OF_JAIL)
             question["means"] = {"jail": jail, "limit_s": term.timeout_s}
-        outcome, elapsed_s = await pool.ask(term.target, question, term.timeout_s, run_id)
+        limit_s = term.timeout_s + (STARTS_S if term.runs_code else 0)
+        outcome, elapsed_s = await pool.ask(term.target, question, limit_s, run_id)
         if isinstance(outcome, Timeout) and term.blames_response:
             return Value(0.0, unreadable=True), elapsed_s
         return outcome, elapsed_s

@@ -14,7 +14,7 @@ import math
 import secrets
 from base64 import b64decode
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -31,8 +31,8 @@ from flotilla_workers.process import LOAD_LIMIT_S, Timeout, WorkerProcess
 JAIL = TypeAdapter(Jail)
 OF_JAIL = {"level", "bwrap", "bounds", "readable", "environment"}
 """What tells a jail to a worker that starts processes in it."""
-SHARE_FOR_TESTS = 0.8
-"""The part of the time limit of a sample that its tests have; what is left is for the jails to start and to end."""
+STARTS_S = 60.0
+"""The time that the jails of a sample have to start and to end, beside that of its tests."""
 PYTHON = ("python", "python3", "py")
 IN_JAIL = "flotilla_reward.verifiers.jailed"
 
@@ -121,7 +121,7 @@ class Code(BuiltinReward):
         default=4.0,
         gt=0,
         le=86_400,
-        description="Time limit of one test. All have 0.8 of the term's `timeout_s`.",
+        description="Time limit of one test; all tests of a sample have `timeout_s` of the term.",
     )
     memory_mib: int = Field(
         default=1024, ge=64, le=1 << 20, description="Memory of the program, within that of the stack's jail."
@@ -147,8 +147,7 @@ class Code(BuiltinReward):
         if sample.means is None:
             raise CannotScore("there is no jail for the program")
         jail = JAIL.validate_python(sample.means["jail"])
-        limit_s = SHARE_FOR_TESTS * float(sample.means["limit_s"])
-        asyncio.run(Verification(self, source, jail, limit_s, tally).run(tests))
+        asyncio.run(Verification(self, source, jail, sample.means["limit_s"], tally).run(tests))
         return tally.judged()
 
     def _source(self, response: str) -> str:
@@ -219,13 +218,17 @@ class Verification:
         ended = False
         while self._tally.goes_on and not ended:
             async with self._program(commands) as program:
-                if not await self._built(program):
-                    return
                 if tests.script is None:
+                    ended = not await self._begun(program)
                     await self._cases(program, tests.cases)
-                else:
-                    async with self._tests(tests.script) as checks:
-                        ended = await self._script(program, checks) or tests.script.kind != "asserts"
+                    continue
+                async with self._jailed("checks", self._jail, self._parameters(tests.script)) as checks:
+                    # Until they say something, tests are only read, and pytest is imported.
+                    said = await checks.ask({}, LOAD_LIMIT_S)
+                    if isinstance(said, str):
+                        raise CannotScore(f"the tests of the row did not begin: {said}")
+                    ended = not await self._begun(program) or await self._script(program, checks, said)
+                    ended |= tests.script.kind != "asserts"
 
     @asynccontextmanager
     async def _jailed(self, loader: str, jail: Jail, parameters: dict[str, Any]) -> AsyncIterator[Jailed]:
@@ -253,21 +256,21 @@ class Verification:
                 raise CannotScore(
                     f"the command {lacks!r:.200} is not on this host, or not where its jail looks"
                 )
-            if self._tally.ends_at == math.inf:
-                self._tally.ends_at = asyncio.get_running_loop().time() + self._limit_s
             yield program
 
-    def _tests(self, script: Script) -> AbstractAsyncContextManager[Jailed]:
-        parameters = {
+    def _parameters(self, script: Script) -> dict[str, Any]:
+        return {
             "kind": script.kind,
             "source": script.source,
             "entry_point": script.entry_point,
             "module": self._code.file.partition(".")[0],
             "first": self._tally.seen,
         }
-        return self._jailed("checks", self._jail, parameters)
 
-    async def _built(self, program: Jailed) -> bool:
+    async def _begun(self, program: Jailed) -> bool:
+        """Begin to count the time, and build the program; return whether it can be tested."""
+        if self._tally.ends_at == math.inf:
+            self._tally.ends_at = asyncio.get_running_loop().time() + self._limit_s
         if self._code.build is None:
             return True
         question = {"command": self._code.build, "files": {}, "input": ""}
@@ -310,32 +313,39 @@ class Verification:
             same = False
         return "" if same else "wrong_answer"
 
-    async def _script(self, program: Jailed, checks: Jailed) -> bool:
-        """Run tests that are code; return whether they came to their end."""
-        tally, now = self._tally, asyncio.get_running_loop().time
-        said: dict[str, Any] | Reason = {}
+    async def _script(self, program: Jailed, checks: Jailed, first: dict[str, Any]) -> bool:
+        """Run tests that are code, from the first that they said; return whether they came to their end."""
+        now = asyncio.get_running_loop().time
+        said: dict[str, Any] | Reason = first
         began, turn = now(), checks
-        question: dict[str, Any] = {}
-        while tally.goes_on:
-            said = await turn.ask(question, min(self._code.test_timeout_s - (now() - began), tally.left_s))
-            if isinstance(said, str):
-                tally.take(said)
-                return False
-            if turn is program or "asks" in said or "says" in said or "raised" in said:
+        while not isinstance(said, str):
+            # What the program says is for its tests, whatever it looks like.
+            if turn is program or not {"asks", "says", "raised"}.isdisjoint(said):
                 question, turn = said, checks if turn is program else program
-                continue
-            question = {}
-            if "broken" in said:
-                raise CannotScore(f"the tests of the row cannot run: {said['broken']}")
-            if "over" in said:
-                if tally.seen < tally.total:
-                    tally.take("failed")
-                return True
-            if "total" in said:
-                tally.total = int(said["total"])
+            elif self._takes(said):
+                question, began = {}, now()
             else:
-                tally.take("" if said["passed"] is True else "failed")
-            began = now()
+                return True
+            if not self._tally.goes_on:
+                return True
+            said = await turn.ask(
+                question, min(self._code.test_timeout_s - (now() - began), self._tally.left_s)
+            )
+        self._tally.take(said)
+        return False
+
+    def _takes(self, said: dict[str, Any]) -> bool:
+        """Take what tests say of themselves; return whether they will say more."""
+        match said:
+            case {"broken": why}:
+                raise CannotScore(f"the tests of the row cannot run: {why}")
+            case {"total": int(total)}:
+                self._tally.total = total
+            case {"passed": bool(passed)}:
+                self._tally.take("" if passed else "failed")
+            case _:  # They are over, and those that are missing did not run.
+                self._tally.take("failed")
+                return False
         return True
 
 
