@@ -219,7 +219,8 @@ class Verification:
         while self._tally.goes_on and not ended:
             async with self._program(commands) as program:
                 if tests.script is None:
-                    ended = not await self._begun(program)
+                    if not await self._begun(program):
+                        return
                     await self._cases(program, tests.cases)
                     continue
                 async with self._jailed("checks", self._jail, self._parameters(tests.script)) as checks:
@@ -227,8 +228,9 @@ class Verification:
                     said = await checks.ask({}, LOAD_LIMIT_S)
                     if isinstance(said, str):
                         raise CannotScore(f"the tests of the row did not begin: {said}")
-                    ended = not await self._begun(program) or await self._script(program, checks, said)
-                    ended |= tests.script.kind != "asserts"
+                    if not await self._begun(program):
+                        return
+                    ended = await self._script(program, checks, said) or tests.script.kind != "asserts"
 
     @asynccontextmanager
     async def _jailed(self, loader: str, jail: Jail, parameters: dict[str, Any]) -> AsyncIterator[Jailed]:
