@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import math
 import operator
+import os
 from collections import deque
 from collections.abc import Callable, Collection
 from datetime import date, datetime
@@ -80,9 +81,13 @@ class Peer:
         self._inbox.get()
 
     def serve(self) -> None:
-        """Do what the other side asks, for ever."""
+        """Do what the other side asks, for ever; a process that was forked meanwhile ends where it comes back."""
+        process_id, leave = os.getpid(), os._exit
         while True:
-            self._outbox.put(self._done(self._inbox.get()["asks"]))
+            said = self._done(self._inbox.get()["asks"])
+            if os.getpid() != process_id:
+                leave(0)
+            self._outbox.put(said)
 
     def ask(self, operation: str, of: Any, *arguments: Any, **keywords: Any) -> Any:
         """Have the other side do something with an object of its own; what it asks meanwhile is done here."""
