@@ -51,7 +51,7 @@ def test_a_mistake_about_held_out_sets_is_named(data: str, message: str) -> None
         ("reward_mode: mean", "reward_mode: "),
         (
             "rewards: [{reward: exact, gate_at: 1}]",
-            "gate_at of reward exact belongs to reward_mode gated, which is weigh",
+            "reward_mode is weighted, and reward exact has a gate_at",
         ),
         (
             "reward_mode: min\nrewards: [{reward: exact, weight: 0}]",
@@ -62,7 +62,10 @@ def test_a_mistake_about_held_out_sets_is_named(data: str, message: str) -> None
             "reward_mode is max, and there are no rewards",
         ),
         ("reward_mode: product\nalgorithm: {type: gdpo}", "gdpo normalises each reward by "),
-        ("evaluation: {data: [{path: /a.jsonl, reward_mode: min}]}", "there are no rewards beside it"),
+        (
+            "evaluation: {data: [{path: /a.jsonl, reward_mode: min}]}",
+            "reward_mode of a is min, and there are no rewards beside it",
+        ),
     ],
 )
 def test_rewards_that_cannot_be_combined_as_the_run_says_are_refused(text: str, message: str) -> None:

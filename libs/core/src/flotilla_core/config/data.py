@@ -120,25 +120,20 @@ class RewardTermConfig(ConfigModel):
         return self.model_copy(update={"reward": function_path(self.reward, directory)})
 
 
-def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...]) -> None:
-    """Raise ValueError where terms cannot make a reward by this mode."""
+def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str = "") -> None:
+    """Raise ValueError where terms cannot make a reward by this mode; `of` says whose they are."""
     gates = [term.shown for term in terms if term.gate_at is not None]
+    problem = ""
     if mode != "gated" and gates:
-        raise ValueError(
-            f"gate_at of reward {gates[0]} belongs to reward_mode gated, which is {mode}: leave it out"
-        )
-    if mode == "weighted":
-        return
-    if not terms:
-        raise ValueError(
-            f"reward_mode is {mode}, and there are no rewards beside it: leave it out, or name some"
-        )
-    if mode == "gated" and not gates:
-        raise ValueError(
-            "reward_mode is gated, and no reward is a gate: give one gate_at, the value that it has to have"
-        )
-    if not any(term.weight for term in terms):
-        raise ValueError(f"reward_mode is {mode}, and every weight is 0: rewards with a weight alone count")
+        problem = f"reward {gates[0]} has a gate_at, which belongs to gated: leave one of them out"
+    elif mode != "weighted" and not terms:
+        problem = "there are no rewards beside it: leave it out, or name some"
+    elif mode == "gated" and not gates:
+        problem = "no reward is a gate: give one gate_at, the value that it has to have"
+    elif mode != "weighted" and not any(term.weight for term in terms):
+        problem = "every weight is 0: rewards with a weight alone count"
+    if problem:
+        raise ValueError(f"reward_mode{of} is {mode}, and {problem}")
 
 
 UNREPRODUCIBLE = (
@@ -294,11 +289,6 @@ class HeldOutSet(ConfigModel):
     """0 is greedy."""
     answer_after: str | None = Field(default=None, max_length=256)
     """Text before the final answer of a response, for `eval/maj@n`."""
-
-    @model_validator(mode="after")
-    def _combines_its_rewards(self) -> HeldOutSet:
-        can_combine(self.reward_mode, self.rewards)
-        return self
 
     @property
     def shown(self) -> str:

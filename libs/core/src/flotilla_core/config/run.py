@@ -329,6 +329,8 @@ class RunConfig(ConfigModel):
     @model_validator(mode="after")
     def _combines_its_rewards(self) -> RunConfig:
         can_combine(self.reward_mode, self.rewards)
+        for one in () if self.evaluation is None else self.evaluation.sets_of_data:
+            can_combine(one.reward_mode, one.rewards, f" of {one.shown}")
         advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
         if isinstance(advantage, GdpoAdvantage) and self.reward_mode != "weighted":
             raise ValueError(
