@@ -26,7 +26,7 @@ from flotilla_core.structs import to_json
 from flotilla_reward import catalog
 from flotilla_reward.builtin import CannotScore, Sample, Unreadable
 from flotilla_reward.catalog import Term
-from flotilla_reward.verifiers.code import JAIL, OF_JAIL, STARTS_S
+from flotilla_reward.verifiers.verification import JAIL, OF_JAIL, STARTS_S
 from flotilla_reward.worker import LONGEST_NAME, MOST_PARTS
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
