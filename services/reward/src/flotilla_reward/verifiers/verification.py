@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from flotilla_core.errors import Unavailable
 from flotilla_reward.builtin import CannotScore, Judged
 from flotilla_reward.verifiers.code_tests import Call, Run, Script, Tests
 from flotilla_reward.verifiers.remote import ROOT, Peer, unpacked
@@ -128,7 +129,10 @@ class Verification:
     async def _jailed(self, loader: str, jail: Jail, parameters: dict[str, Any]) -> AsyncIterator[Jailed]:
         target = Target("builtin", "code", loader, parameters)
         cell = Cell(jail, slot=secrets.randbelow(USERS))
-        worker = await WorkerProcess.start(f"{IN_JAIL}:{loader}", cell)
+        try:
+            worker = await WorkerProcess.start(f"{IN_JAIL}:{loader}", cell)
+        except Unavailable as error:
+            raise CannotScore(f"the jail did not start: {error}") from error
         try:
             failure = await worker.load(target)
             if failure is not None:
