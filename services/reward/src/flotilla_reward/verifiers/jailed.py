@@ -202,8 +202,10 @@ class Checks(Peer):
         return self.answer(question)
 
     def _run(self) -> None:
+        forms: dict[str, Callable[[], dict[str, Any] | None]]
+        forms = {"pytest": self._pytest, "check": self._check, "asserts": self._asserts}
         try:
-            said = {"pytest": self._pytest, "check": self._check, "asserts": self._asserts}[self._form]()
+            said = forms[self._form]()
         except BaseException as error:  # noqa: BLE001 - tests may raise anything
             said = {"over": f"{type(error).__name__}: {error}"}
         self._outbox.put(said or {"over": ""})

@@ -18,7 +18,7 @@ from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 DEEPEST = 100
 LARGEST_PLAIN = 1 << 53
@@ -178,7 +178,8 @@ class Peer:
         base = next((one for one in known if isinstance(one, type) and issubclass(one, Exception)), Ended)
         if base.__name__ == names[0]:
             return base
-        return self._kinds.setdefault(names[0], type(names[0], (base,), {}))
+        made = cast("type[Exception]", type(names[0], (base,), {}))
+        return self._kinds.setdefault(names[0], made)
 
     def _exception(self, names: list[str], text: str) -> Exception:
         try:
@@ -257,7 +258,7 @@ def _unary(name: str) -> Callable[..., Any]:
 
 def _binary(name: str) -> Callable[..., Any]:
     def asked(self: Remote, other: Any) -> Any:
-        if not isinstance(other, Remote) or type(other) is not Remote:
+        if type(other) is not Remote:
             return NotImplemented
         return self._peer.ask(name, self._number, other)
 

@@ -34,6 +34,7 @@ STARTS_S = 60.0
 """The time that the jails of a sample have to start and to end, beside that of its tests."""
 IN_JAIL = "flotilla_reward.verifiers.jailed"
 
+Command = str | list[str] | tuple[str, ...]
 Reason = Literal["", "no_program", "wrong_answer", "failed", "timed_out", "too_much_output"]
 
 
@@ -42,7 +43,7 @@ class Rules:
     """How the tests of a response run, and what counts as equal."""
 
     file: str
-    command: str | tuple[str, ...] | None
+    command: Command | None
     build: str | None
     memory_mib: int
     test_timeout_s: float
@@ -102,7 +103,7 @@ class Verification:
         asyncio.run(self._run(tests))
 
     async def _run(self, tests: Tests) -> None:
-        asked = [
+        asked: list[Command | None] = [
             self._rules.build,
             self._rules.command,
             *(one.command for one in tests.cases if isinstance(one, Run)),
@@ -142,7 +143,7 @@ class Verification:
             await worker.kill()
 
     @asynccontextmanager
-    async def _program(self, commands: list[str | list[str] | tuple[str, ...]]) -> AsyncIterator[Jailed]:
+    async def _program(self, commands: list[Command]) -> AsyncIterator[Jailed]:
         parameters = {"source": self._source, "file": self._rules.file}
         memory = min(self._jail.bounds.memory_bytes, self._rules.memory_mib << 20)
         jail = replace(self._jail, bounds=replace(self._jail.bounds, memory_bytes=memory))
@@ -173,7 +174,7 @@ class Verification:
             return True
         question = {"command": self._rules.build, "files": {}, "input": ""}
         said = await program.ask(question, self._tally.left_s)
-        reason = said if isinstance(said, str) else _of_run(said)
+        reason = said if isinstance(said, str) else _of_command(said)
         if reason:
             self._tally.take(reason)
         return not reason
@@ -193,14 +194,17 @@ class Verification:
             command = test.command or self._rules.command
             question: dict[str, Any] = {"command": command, "files": test.files, "input": test.text}
             said = await program.ask(question, self._limit())
-            reason = said if isinstance(said, str) else _of_run(said)
-            if not reason and not self._rules.same_output(_printed(said), test.output):
-                reason = "wrong_answer"
+            reason = said if isinstance(said, str) else self._of_run(said, test.output)
         else:
             said = await program.ask({"asks": _called(test)}, self._limit())
             reason = said if isinstance(said, str) else self._of_call(said, test.result)
         self._tally.take(reason)
         return not isinstance(said, str)
+
+    def _of_run(self, said: dict[str, Any], expected: str) -> Reason:
+        if reason := _of_command(said):
+            return reason
+        return "" if self._rules.same_output(_printed(said), expected) else "wrong_answer"
 
     def _of_call(self, said: dict[str, Any], expected: Any) -> Reason:
         if "says" not in said:
@@ -267,7 +271,7 @@ def _called(test: Call) -> dict[str, Any]:
     return {"operation": "named", "of": ROOT, "arguments": arguments, "keywords": pack(test.keywords)}
 
 
-def _of_run(said: dict[str, Any]) -> Reason:
+def _of_command(said: dict[str, Any]) -> Reason:
     """Return why a command failed, whatever it printed."""
     if said.get("output", "") is None:
         return "too_much_output"
