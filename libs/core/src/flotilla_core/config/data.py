@@ -111,18 +111,13 @@ class RewardTermConfig(ConfigModel):
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
     """Time limit for one sample; beyond it the result is a timeout, never a score."""
 
-    @property
-    def shown(self) -> str:
-        """The name of its value."""
-        return self.name or self.reward
-
     def with_paths_from(self, directory: Path) -> Self:
         return self.model_copy(update={"reward": function_path(self.reward, directory)})
 
 
 def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str = "") -> None:
     """Raise ValueError where terms cannot make a reward by this mode; `of` says whose they are."""
-    gates = [term.shown for term in terms if term.gate_at is not None]
+    gates = [term.name or term.reward for term in terms if term.gate_at is not None]
     problem = ""
     if mode != "gated" and gates:
         problem = f"reward {gates[0]} has a gate_at, which belongs to gated: leave one of them out"

@@ -189,10 +189,9 @@ def combined(mode: RewardMode, terms: Sequence[RewardTermConfig], values: Sequen
     """Return the reward that the values of all terms make; a term without a weight counts as a gate alone."""
     weighed = [term.weight * value for term, value in zip(terms, values, strict=True)]
     counted = [one for term, one in zip(terms, weighed, strict=True) if term.weight]
-    gates = (
-        (term.gate_at, value) for term, value in zip(terms, values, strict=True) if term.gate_at is not None
-    )
-    if not counted or (mode == "gated" and any(value < least for least, value in gates)):
+    gates = [term.gate_at for term in terms]
+    closed = any(least is not None and value < least for least, value in zip(gates, values, strict=True))
+    if not counted or (mode == "gated" and closed):
         return 0.0
     match mode:
         case "min":
@@ -223,20 +222,22 @@ def weigh(
     if len(components) != len(terms):
         return Outcome(None, f"{len(terms)} rewards gave {len(components)} values")
     values = tuple(part.value for part in components)
+    shown = [term.name or term.reward for term in terms]
     total = combined(mode, terms, values) if all(map(math.isfinite, values)) else math.nan
     if not abs(total) <= LARGEST_REWARD:
         parts = ", ".join(
-            f"{term.weight:g} x {value:g} ({term.shown})" for term, value in zip(terms, values, strict=True)
+            f"{term.weight:g} x {value:g} ({name})"
+            for term, name, value in zip(terms, shown, values, strict=True)
         )
         made = "weighted sum" if mode in ("weighted", "gated") else f"reward by mode {mode}"
-        return Outcome(None, f"reward {terms[-1].shown}: the {made} is {total}: {parts}")
+        return Outcome(None, f"reward {shown[-1]}: the {made} is {total}: {parts}")
     unreadable = any(part.unreadable for part in components)
     named = tuple(
         one
-        for term, part in zip(terms, components, strict=True)
+        for name, part in zip(shown, components, strict=True)
         for one in (
-            (term.shown, part.value),
-            *((f"{term.shown}[{inner.name}]", inner.value) for inner in part.parts),
+            (name, part.value),
+            *((f"{name}[{inner.name}]", inner.value) for inner in part.parts),
         )
     )
     return Outcome(total, unreadable=unreadable, terms=values, parts=named)
