@@ -105,7 +105,7 @@ class RewardTermConfig(ConfigModel):
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this term; a term with 0 is only recorded."""
     gate_at: float | None = Field(default=None, ge=-1e12, le=1e12)
-    """Makes the term a gate of `reward_mode: gated`: where its value is below this, the reward is 0."""
+    """Least value of the term as a gate of `reward_mode: gated`: where it is below this, the reward is 0."""
     parameters: Parameters = Field(default_factory=dict)
     """Passed to the reward function by keyword."""
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
