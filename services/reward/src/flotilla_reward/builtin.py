@@ -75,7 +75,7 @@ class BuiltinReward(BaseModel):
     blames_response: ClassVar[bool] = False
     """A response that takes too long is worth 0, for nothing else could be the reason."""
     runs_code: ClassVar[bool] = False
-    """It runs code of responses in a jail, so it needs a host that has one."""
+    """True where it runs code of responses in a jail, so that it needs a host that has one."""
 
     def prepare(self) -> None:
         """Import what scoring needs, so that it takes nothing of the time of a sample."""

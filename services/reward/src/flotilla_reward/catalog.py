@@ -41,7 +41,7 @@ class Term:
     blames_response: bool = False
     """A response that takes until the limit is worth 0."""
     runs_code: bool = False
-    """It runs code of responses in the jail of its pool, in processes beside its worker."""
+    """Code of responses runs in the jail of its pool, in processes beside its worker."""
 
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:

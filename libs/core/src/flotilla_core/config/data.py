@@ -271,7 +271,7 @@ class HeldOutSet(ConfigModel):
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
     """The rewards of its answers; empty takes those of the run."""
     reward_mode: RewardMode = "weighted"
-    """How `rewards` of its own make one number, as `reward_mode` of the run."""
+    """Combination of `rewards` of its own, as `reward_mode` of the run."""
     success_at: float | None = Field(default=None, ge=-1e12, le=1e12)
     """An answer is right when its total reward is at least this."""
     max_prompts: int | None = Field(default=None, ge=1, le=100_000)

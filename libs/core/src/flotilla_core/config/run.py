@@ -188,7 +188,7 @@ class RunConfig(ConfigModel):
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
     """The terms of a sample's reward; evaluation uses the same, unless a held-out set names its own."""
     reward_mode: RewardMode = "weighted"
-    """How the terms make one number of weight x value: their sum (`weighted`), their sum or 0 where a term is below its
+    """Combination of weight x value of the terms: their sum (`weighted`), their sum or 0 where a term is below its
     `gate_at` (`gated`), the smallest (`min`), the largest (`max`), their product, or the first that is not 0."""
     algorithm: AlgorithmConfig = Field(default_factory=PolicyConfig)
     """The objective."""

@@ -58,7 +58,7 @@ class Tests:
 
     @property
     def least(self) -> int:
-        """How many tests there are; what a script has beyond its first one is known when it runs."""
+        """The number of tests; what a script has beyond its first one is known when it runs."""
         return len(self.cases) + (self.script is not None)
 
 

@@ -1,4 +1,4 @@
-"""What runs in the jails of the verifier `code`: the program of a response in one, and tests that are code in another.
+"""The processes in the jails of the verifier `code`: the program of a response, and tests that are code.
 
 Both are workers that load by a function of this module. Invariants: the jail of the program holds no expected result
 and no test; what it says is a value or an output, which is compared elsewhere. The jail of the tests holds no code of
@@ -27,7 +27,7 @@ from flotilla_reward.verifiers.remote import ROOT, Peer
 from flotilla_workers.functions import Target
 
 MOST_OUTPUT_BYTES = 700 * 1024
-"""What a program may print in one test; an answer of a worker has room for it."""
+"""The longest output of a program in one test; an answer of a worker has room for it."""
 COLLECTED = ("test", "Test", "pytest", "setup", "teardown")
 """Beginnings of names by which pytest would take something of the program for a test, or for an order."""
 

@@ -1,4 +1,4 @@
-"""How two processes use objects of each other: what the tests say of a program, and what it says to them.
+"""Objects of one process in another: a program and its tests use those of each other.
 
 Invariants: plain values cross as copies, of the builtin types alone; any other object stays where it is, and the other
 side has a `Remote` of it. What compares a `Remote` with a plain value is never asked of the side that has the object:
@@ -54,7 +54,7 @@ BINARY: dict[str, Callable[..., Any]] = {
 
 
 class Ended(Exception):
-    """What ends a process or its thread on the other side, such as an exit."""
+    """An exception of the other side that has no class here, such as an exit."""
 
 
 class Peer:

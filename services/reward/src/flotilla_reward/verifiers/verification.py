@@ -29,7 +29,7 @@ from flotilla_workers.process import LOAD_LIMIT_S, Timeout, WorkerProcess
 
 JAIL = TypeAdapter(Jail)
 OF_JAIL = {"level", "bwrap", "bounds", "readable", "environment"}
-"""What tells a jail to a worker that starts processes in it."""
+"""The fields that a worker needs to start processes in a jail."""
 STARTS_S = 60.0
 """The time that the jails of a sample have to start and to end, beside that of its tests."""
 IN_JAIL = "flotilla_reward.verifiers.jailed"
@@ -40,7 +40,7 @@ Reason = Literal["", "no_program", "wrong_answer", "failed", "timed_out", "too_m
 
 @dataclass(frozen=True)
 class Rules:
-    """How the tests of a response run, and what counts as equal."""
+    """The options of a reward that say how tests run, and what is equal."""
 
     file: str
     command: Command | None
@@ -53,7 +53,7 @@ class Rules:
 
 @dataclass
 class Tally:
-    """What the tests of one response have shown so far."""
+    """The results of the tests of one response so far."""
 
     total: int
     all_count: bool
@@ -62,7 +62,7 @@ class Tally:
     seen: int = 0
     first_failed: int = 0
     reason: Reason = ""
-    """Why the first test failed that did; empty while none has."""
+    """The reason of the first failure; empty while there is none."""
 
     def take(self, reason: Reason) -> None:
         """Take the result of the next test: why it failed, or nothing."""
