@@ -220,10 +220,7 @@ class Checks(Peer):
     def _namespace(self) -> dict[str, Any]:
         """Return what the program has, by its names; nothing of a program that does not load."""
         namespace: dict[str, Any] = {"__name__": OF_CODE}
-        try:
-            exec(f"from {self._program.__name__} import *", namespace)
-        except Exception:  # noqa: BLE001 - every test will say so
-            pass
+        self._test(compile(f"from {self._program.__name__} import *", "tests", "exec"), namespace)
         return namespace
 
     def _asserts(self) -> None:
