@@ -57,7 +57,7 @@ def block(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-def test_there_are_a_hundred_cases_with_names_of_their_own() -> None:
+async def test_there_are_a_hundred_cases_with_names_of_their_own() -> None:
     assert len({case["name"] for case in CASES}) == len(CASES) >= 100
 
 
