@@ -1,4 +1,4 @@
-"""What a run file says of its rewards, from a real reward service to the reward that a sample gets."""
+"""Rewards as a run file combines them, from a real reward service to the reward that a sample gets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import pytest_asyncio
@@ -53,7 +54,7 @@ TOTALS = {
     "first": {"tagged": 0.5, "tagged and long": 0.5, "plain": 2.0},
 }
 
-Replicas = ReplicaPool[reward_pb2_grpc.RewardServiceAsyncStub]
+Replicas: TypeAlias = "ReplicaPool[reward_pb2_grpc.RewardServiceAsyncStub]"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
