@@ -269,7 +269,9 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
             sets = held_out_prompts(
                 config,
                 held_out,
-                lambda terms: Scorer([RewardServiceScorer(subject.run_id, terms, pools.rewards, limit_s)]),
+                lambda terms, mode: Scorer(
+                    [RewardServiceScorer(subject.run_id, terms, pools.rewards, limit_s)], mode
+                ),
             )
             evaluator = Evaluator(subject.run_id, sets, generation, config.rollout.sample_timeout_s)
             say(f"evaluating version {subject.version} of {subject.run_id}")

@@ -282,7 +282,9 @@ def _scored(
         answer = answered.read()
     if trial.returncode == 0:
         outcomes = pb.ScoreResponse.FromString(answer).outcomes
-        return [(weigh(config.rewards, [one]), one.elapsed.ToNanoseconds() / 1e9) for one in outcomes]
+        seconds = [one.elapsed.ToNanoseconds() / 1e9 for one in outcomes]
+        made = [weigh(config.rewards, [one], config.reward_mode) for one in outcomes]
+        return [*zip(made, seconds, strict=True)]
     refused = from_status(answer) if trial.returncode == _REFUSED else None
     raise refused or Internal("the trial ended early", why=f"its process ended with code {trial.returncode}")
 

@@ -128,6 +128,7 @@ def test_a_held_out_set_takes_what_it_leaves_out_from_the_evaluation() -> None:
     text = """name: run
 steps: 3
 data: {train: /x.jsonl}
+reward_mode: max
 rewards: [{reward: numeric}]
 evaluation:
   success_at: 0.5
@@ -142,6 +143,7 @@ evaluation:
     assert (own.name, own.success_at, own.samples_per_prompt, own.temperature) == ("sums", 0.0, 4, 0.7)
     assert (own.max_prompts, own.max_response_tokens) == (40, config.rollout.sampling.max_response_tokens)
     assert (plain.rewards[0].reward, own.rewards[0].reward) == ("numeric", "exact")
+    assert (plain.reward_mode, own.reward_mode) == ("max", "weighted")
     assert held_out_sets(load_text(RunConfig, dump_yaml(config))) == [plain, own]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 from opentelemetry.trace import SpanContext
@@ -11,7 +12,7 @@ from opentelemetry.trace import SpanContext
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1.reward_pb2 import ScoreItem
 from flotilla_coordinator.rollouts.scoring import ScoreGathering, Scorer, weigh
-from flotilla_core.config import RewardTermConfig
+from flotilla_core.config import RewardMode, RewardTermConfig
 from flotilla_core.errors import Unavailable
 
 LIMIT_S = 10.0
@@ -129,6 +130,58 @@ async def test_a_reward_is_the_weighted_sum_of_all_terms_whoever_gives_them() ->
     outcome = (await scorer.score([ScoreItem(sample_id="a")]))["a"]
     assert outcome.total == 1.0 - 1.0 + 0.75
     assert outcome.parts == (("exact", 1.0), ("length", 2.0), ("judge", 3.0))
+
+
+# Values of `a`, `b` and `c`, whose weights are 2, 0.5 and 0; `a` has to be at least 0.5 where there are gates.
+@pytest.mark.parametrize(
+    ("mode", "values", "total"),
+    [
+        ("weighted", (1.0, 3.0, 9.0), 2 + 1.5),
+        ("weighted", (0.0, 3.0, 9.0), 1.5),
+        ("gated", (1.0, 3.0, 9.0), 2 + 1.5),
+        ("gated", (0.5, 3.0, 9.0), 1 + 1.5),
+        ("gated", (0.49, 3.0, 9.0), 0),
+        ("min", (1.0, 3.0, 9.0), 1.5),
+        ("min", (-1.0, 3.0, -9.0), -2),
+        ("max", (1.0, 3.0, 9.0), 2),
+        ("max", (-1.0, -3.0, 9.0), -1.5),
+        ("product", (1.0, 3.0, 9.0), 3),
+        ("product", (0.0, 3.0, 9.0), 0),
+        ("product", (-1.0, -3.0, 0.0), 3),
+        ("first", (1.0, 3.0, 9.0), 2),
+        ("first", (0.0, 3.0, 9.0), 1.5),
+        ("first", (-1.0, 3.0, 9.0), -2),
+        ("first", (0.0, 0.0, 9.0), 0),
+    ],
+)
+async def test_a_mode_makes_one_reward_of_all_terms_and_each_term_keeps_its_value(
+    mode: RewardMode, values: tuple[float, ...], total: float
+) -> None:
+    gate = 0.5 if mode == "gated" else None
+    given = Terms({}, scored(values))
+    given.terms = (
+        RewardTermConfig(reward="a", weight=2, gate_at=gate),
+        RewardTermConfig(reward="b", weight=0.5, name="named"),
+        RewardTermConfig(reward="c", weight=0),
+    )
+    outcome = (await Scorer([given], mode).score([ScoreItem(sample_id="s")]))["s"]
+    assert (outcome.total, outcome.terms) == (total, values)
+    assert outcome.parts == tuple(zip(("a", "named", "c"), values, strict=True))
+
+
+def test_a_gate_without_a_weight_only_opens_or_closes() -> None:
+    terms = [RewardTermConfig(reward="a", weight=0, gate_at=1), RewardTermConfig(reward="b")]
+    assert weigh(terms, [scored((1.0, 0.25))], "gated").total == 0.25
+    assert weigh(terms, [scored((0.0, 0.25))], "gated").total == 0
+
+
+@pytest.mark.parametrize("mode", get_args(RewardMode))
+def test_a_term_that_failed_is_no_reward_by_any_mode(mode: RewardMode) -> None:
+    terms = [RewardTermConfig(reward="a"), RewardTermConfig(reward="b")]
+    failed = pb.ScoreOutcome(error=pb.RewardError(message="it raised"))
+    assert weigh(terms, [scored((1.0,)), failed], mode).total is None
+    assert weigh(terms, [scored((1.0, float("nan")))], mode).total is None
+    assert weigh(terms, [scored((float("nan"), 1.0))], mode).total is None
 
 
 def test_what_a_function_returned_beside_its_value_is_named_behind_it_and_weighs_nothing() -> None:

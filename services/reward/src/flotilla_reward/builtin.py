@@ -11,7 +11,7 @@ import logging
 import re
 from abc import abstractmethod
 from decimal import Decimal, InvalidOperation, localcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -38,6 +38,20 @@ class Sample(NamedTuple):
     response: str
     answer: str
     info: dict[str, Any]
+    means: dict[str, Any] | None = None
+    """The jail and the time limit, for a reward that runs code of responses."""
+
+
+class Judged(float):
+    """A score, with what it is made of."""
+
+    parts: dict[str, float]
+
+    def __new__(cls, value: float, parts: dict[str, float]) -> Self:
+        """Return the score."""
+        made = super().__new__(cls, value)
+        made.parts = parts
+        return made
 
 
 class CannotScore(Refusal):
@@ -60,6 +74,8 @@ class BuiltinReward(BaseModel):
     """True where the time grows no faster than the text, whatever the text: such a reward runs inside the service."""
     blames_response: ClassVar[bool] = False
     """A response that takes too long is worth 0, for nothing else could be the reason."""
+    runs_code: ClassVar[bool] = False
+    """True where it runs code of responses in a jail, so that it needs a host that has one."""
 
     def prepare(self) -> None:
         """Import what scoring needs, so that it takes nothing of the time of a sample."""

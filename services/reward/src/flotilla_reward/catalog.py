@@ -40,6 +40,16 @@ class Term:
     """Runs in a worker."""
     blames_response: bool = False
     """A response that takes until the limit is worth 0."""
+    runs_code: bool = False
+    """Code of responses runs in the jail of its pool, in processes beside its worker."""
+
+    @property
+    def needs_jail(self) -> bool:
+        """Return whether code runs for it that nobody vouches for."""
+        target = self.target
+        return self.runs_code or (
+            target is not None and target.kind != "builtin" and not target.trusted
+        )
 
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
@@ -55,7 +65,7 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
         if builtin.bounded:
             return Term(spec.reward, timeout_s, builtin, None)
         target = Target("builtin", spec.reward, parameters=parameters)
-        return Term(spec.reward, timeout_s, None, target, builtin.blames_response)
+        return Term(spec.reward, timeout_s, None, target, builtin.blames_response, builtin.runs_code)
     target = replace(_user_target(spec.reward, parameters, code), trusted=spec.trusted)
     return Term(spec.reward, timeout_s, None, target)
 

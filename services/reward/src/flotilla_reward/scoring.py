@@ -26,6 +26,7 @@ from flotilla_core.structs import to_json
 from flotilla_reward import catalog
 from flotilla_reward.builtin import CannotScore, Sample, Unreadable
 from flotilla_reward.catalog import Term
+from flotilla_reward.verifiers.verification import JAIL, OF_JAIL, STARTS_S
 from flotilla_reward.worker import LONGEST_NAME, MOST_PARTS
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
@@ -91,6 +92,8 @@ async def load(terms: Sequence[Term], pool: Workers, run_id: str = "") -> AsyncG
     for term in terms:
         if term.target is None:
             continue
+        if term.runs_code and pool.jail.refusal:
+            raise InvalidConfig(f"reward {term.name} cannot run code", why=pool.jail.refusal)
         loading = asyncio.create_task(pool.prove(term.target, run_id))
         async with aclosing(endings([loading])) as moments:
             async for ended in moments:
@@ -159,7 +162,11 @@ async def _run(
         if term.target.kind != "builtin":
             question["chat"] = [{"role": one.role, "content": one.content} for one in item.chat]
             question["answer_column"] = to_json(item.answer_column)
-        outcome, elapsed_s = await pool.ask(term.target, question, term.timeout_s, run_id)
+        elif term.runs_code:
+            jail = JAIL.dump_python(pool.jail, mode="json", include=OF_JAIL)
+            question["means"] = {"jail": jail, "limit_s": term.timeout_s}
+        limit_s = term.timeout_s + (STARTS_S if term.runs_code else 0)
+        outcome, elapsed_s = await pool.ask(term.target, question, limit_s, run_id)
         if isinstance(outcome, Timeout) and term.blames_response:
             return Value(0.0, unreadable=True), elapsed_s
         return outcome, elapsed_s

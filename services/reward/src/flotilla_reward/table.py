@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flotilla_reward.builtin import BuiltinReward, Exact, Format, Math, Numeric
 from flotilla_reward.verifiers.choice import Choice
+from flotilla_reward.verifiers.code import Code
 from flotilla_reward.verifiers.instructions import Instructions
 from flotilla_reward.verifiers.lists import F1, ExactList
 from flotilla_reward.verifiers.structured import JsonSchema
@@ -22,4 +23,5 @@ BUILTIN: dict[str, type[BuiltinReward]] = {
     "length": Length,
     "repetition": Repetition,
     "instructions": Instructions,
+    "code": Code,
 }

@@ -31,9 +31,9 @@ REFUSED = 3
 async def outcomes_of(request: pb.ScoreRequest, isolation: IsolationConfig) -> pb.ScoreResponse:
     """Return one outcome for each item of the request, in its order."""
     terms = scoring.resolve(request.rewards)
-    targets = [term.target for term in terms if term.target is not None]
-    jailed = any(target.kind != "builtin" and not target.trusted for target in targets)
-    count = min(len(request.items), os.cpu_count() or 1, MOST_WORKERS) if targets else 0
+    needs_workers = any(term.target is not None for term in terms)
+    jailed = any(term.needs_jail for term in terms)
+    count = min(len(request.items), os.cpu_count() or 1, MOST_WORKERS) if needs_workers else 0
     pool = scoring.workers(count, partial(find, isolation) if jailed else no_jail)
     await pool.start()
     for line in _how(terms, told(pool.jail.isolation) if jailed else ""):

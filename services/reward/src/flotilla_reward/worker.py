@@ -41,11 +41,12 @@ def load(target: Target) -> Score:
     builtin = BUILTIN[target.source](**target.parameters)
     builtin.prepare()
 
-    def score(sample: dict[str, Any]) -> float | None:
+    def score(sample: dict[str, Any]) -> list[Any] | None:
         try:
-            return builtin.score(Sample(**sample))
+            value = builtin.score(Sample(**sample))
         except Unreadable:
             return None
+        return [float(value), getattr(value, "parts", {})]
 
     return score
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         DynamicSamplingConfig,
         EvaluationConfig,
         HeldOutSet,
+        RewardMode,
         RewardTermConfig,
         RolloutConfig,
         SamplingConfig,

@@ -89,16 +89,23 @@ class DataConfig(ConfigModel):
         return self
 
 
+RewardMode = Literal["weighted", "gated", "min", "max", "product", "first"]
+
+
 class RewardTermConfig(ConfigModel):
     """Section `rewards` of `run.yaml`: the terms of a sample's reward.
 
-    One term of the weighted sum.
+    One term, whose value is recorded with each sample.
     """
 
     reward: Annotated[str, AfterValidator(possible_function)]
     """Built-in name, entry point, or path.py:function."""
+    name: str = Field(default="", max_length=100)
+    """Name of its value in samples and messages; empty takes `reward`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
-    """Factor of this term."""
+    """Factor of this term; a term with 0 is only recorded."""
+    gate_at: float | None = Field(default=None, ge=-1e12, le=1e12)
+    """Least value of the term as a gate of `reward_mode: gated`: where it is below this, the reward is 0."""
     parameters: Parameters = Field(default_factory=dict)
     """Passed to the reward function by keyword."""
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
@@ -109,6 +116,22 @@ class RewardTermConfig(ConfigModel):
 
     def with_paths_from(self, directory: Path) -> Self:
         return self.model_copy(update={"reward": function_path(self.reward, directory)})
+
+
+def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str = "") -> None:
+    """Raise ValueError where terms cannot make a reward by this mode; `of` says whose they are."""
+    gates = [term.name or term.reward for term in terms if term.gate_at is not None]
+    problem = ""
+    if mode != "gated" and gates:
+        problem = f"reward {gates[0]} has a gate_at, which belongs to gated: leave one of them out"
+    elif mode != "weighted" and not terms:
+        problem = "there are no rewards beside it: leave it out, or name some"
+    elif mode == "gated" and not gates:
+        problem = "no reward is a gate: give one gate_at, the value that it has to have"
+    elif mode != "weighted" and not any(term.weight for term in terms):
+        problem = "every weight is 0: rewards with a weight alone count"
+    if problem:
+        raise ValueError(f"reward_mode{of} is {mode}, and {problem}")
 
 
 UNREPRODUCIBLE = (
@@ -250,6 +273,8 @@ class HeldOutSet(ConfigModel):
     """Names its metrics; empty takes the file name without its extension."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
     """The rewards of its answers; empty takes those of the run."""
+    reward_mode: RewardMode = "weighted"
+    """Combination of `rewards` of its own, as `reward_mode` of the run."""
     success_at: float | None = Field(default=None, ge=-1e12, le=1e12)
     """An answer is right when its total reward is at least this."""
     max_prompts: int | None = Field(default=None, ge=1, le=100_000)

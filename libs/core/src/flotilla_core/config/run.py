@@ -19,9 +19,11 @@ from flotilla_core.config.algorithm import AlgorithmConfig, DpoConfig, PolicyCon
 from flotilla_core.config.data import (
     DataConfig,
     EvaluationConfig,
+    RewardMode,
     RewardTermConfig,
     RolloutConfig,
     StopConfig,
+    can_combine,
 )
 from flotilla_core.config.model import ConfigModel, FolderOrUrl, kind_of
 from flotilla_core.config.training import (
@@ -184,7 +186,10 @@ class RunConfig(ConfigModel):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Generation; `sft`, `dpo` and `reward_model` use `prompts_per_step` alone, as answers or pairs per step."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
-    """The terms of the weighted sum; evaluation uses the same, unless a held-out set names its own."""
+    """The terms of a sample's reward; evaluation uses the same, unless a held-out set names its own."""
+    reward_mode: RewardMode = "weighted"
+    """Combination of weight x value of the terms: their sum (`weighted`), their sum or 0 where a term is below its
+    `gate_at` (`gated`), the smallest (`min`), the largest (`max`), their product, or the first that is not 0."""
     algorithm: AlgorithmConfig = Field(default_factory=PolicyConfig)
     """The objective."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -318,6 +323,19 @@ class RunConfig(ConfigModel):
         if why:
             raise ValueError(
                 f"data.rest_epochs lets prompts rest whose answers earn a reward of 1, and {why}: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _combines_its_rewards(self) -> RunConfig:
+        can_combine(self.reward_mode, self.rewards)
+        for one in () if self.evaluation is None else self.evaluation.sets_of_data:
+            can_combine(one.reward_mode, one.rewards, f" of {one.shown}")
+        advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
+        if isinstance(advantage, GdpoAdvantage) and self.reward_mode != "weighted":
+            raise ValueError(
+                f"reward_mode is {self.reward_mode}, and algorithm.advantage.type gdpo normalises each reward by "
+                "itself before it adds them: leave reward_mode out, or take another advantage"
             )
         return self
 

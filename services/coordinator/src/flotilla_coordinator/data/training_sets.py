@@ -28,6 +28,7 @@ from flotilla_core.config import (
     EvaluationConfig,
     HeldOutSet,
     PolicyConfig,
+    RewardMode,
     RewardTermConfig,
     RunConfig,
     StackConfig,
@@ -172,6 +173,7 @@ class HeldOut:
     data: DataConfig
     """The settings by which its rows are read: those of the training rows, but for the split and columns of its own."""
     rewards: tuple[RewardTermConfig, ...]
+    reward_mode: RewardMode
     success_at: float
     max_prompts: int
     max_response_tokens: int
@@ -195,6 +197,7 @@ def _held_out(one: HeldOutSet, evaluation: EvaluationConfig, config: RunConfig) 
         path=one.path,
         data=_read_like(config.data, one, evaluation),
         rewards=one.rewards or config.rewards,
+        reward_mode=one.reward_mode if one.rewards else config.reward_mode,
         success_at=evaluation.success_at if one.success_at is None else one.success_at,
         max_prompts=one.max_prompts or evaluation.max_prompts,
         max_response_tokens=longest or config.rollout.sampling.max_response_tokens,

@@ -24,7 +24,7 @@ from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
 from flotilla_coordinator.trainers.messages import parts
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_core import telemetry
-from flotilla_core.config import RewardTermConfig, RunConfig, SamplingConfig
+from flotilla_core.config import RewardMode, RewardTermConfig, RunConfig, SamplingConfig
 from flotilla_core.errors import UserCodeError
 from flotilla_core.evaluations import ACCURACY, named
 from flotilla_core.tasks import gather_or_cancel
@@ -125,7 +125,7 @@ class HeldOutPrompts:
 def held_out_prompts(
     config: RunConfig,
     held_out: Iterable[tuple[HeldOut, PromptFile]],
-    scorer_of: Callable[[tuple[RewardTermConfig, ...]], Scorer],
+    scorer_of: Callable[[tuple[RewardTermConfig, ...], RewardMode], Scorer],
 ) -> list[HeldOutPrompts]:
     """Return the sets of a run as it evaluates them; answers end as rollouts do."""
     rollout = config.rollout.sampling
@@ -133,7 +133,7 @@ def held_out_prompts(
         HeldOutPrompts(
             one.name,
             file.prompts,
-            scorer_of(one.rewards),
+            scorer_of(one.rewards, one.reward_mode),
             SamplingConfig(
                 temperature=one.temperature,
                 max_response_tokens=one.max_response_tokens,

@@ -29,7 +29,7 @@ from flotilla.common.v1.chat_pb2 import Message
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_core import ids, rpc, telemetry
-from flotilla_core.config import LARGEST_REWARD, RewardTermConfig
+from flotilla_core.config import LARGEST_REWARD, RewardMode, RewardTermConfig
 from flotilla_core.config.model import file_of_function
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Unavailable
 from flotilla_core.rpc import Load, ReplicaPool
@@ -169,9 +169,10 @@ class TermScorer(Protocol):
 
 
 class Scorer:
-    """Weighs the terms of a run's reward."""
+    """Makes one reward of the terms of a run."""
 
-    def __init__(self, scorers: Sequence[TermScorer]) -> None:
+    def __init__(self, scorers: Sequence[TermScorer], mode: RewardMode = "weighted") -> None:
+        self._mode = mode
         self._scorers = [one for one in scorers if one.terms]
         self._terms = [term for one in scorers for term in one.terms]
 
@@ -179,12 +180,34 @@ class Scorer:
         """Return one outcome for every item; without reward terms there is no call, and every total is 0."""
         found = await gather_or_cancel(one.outcomes(items) for one in self._scorers)
         return {
-            item.sample_id: weigh(self._terms, [outcomes[item.sample_id] for outcomes in found])
+            item.sample_id: weigh(self._terms, [outcomes[item.sample_id] for outcomes in found], self._mode)
             for item in items
         }
 
 
-def weigh(terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome]) -> Outcome:
+def combined(mode: RewardMode, terms: Sequence[RewardTermConfig], values: Sequence[float]) -> float:
+    """Return the reward that the values of all terms make; a term without a weight counts as a gate alone."""
+    weighed = [term.weight * value for term, value in zip(terms, values, strict=True)]
+    counted = [one for term, one in zip(terms, weighed, strict=True) if term.weight]
+    gates = [term.gate_at for term in terms]
+    closed = any(least is not None and value < least for least, value in zip(gates, values, strict=True))
+    if not counted or (mode == "gated" and closed):
+        return 0.0
+    match mode:
+        case "min":
+            return min(counted)
+        case "max":
+            return max(counted)
+        case "product":
+            return math.prod(counted)
+        case "first":
+            return next((one for one in counted if one), 0.0)
+    return sum(counted)
+
+
+def weigh(
+    terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome], mode: RewardMode = "weighted"
+) -> Outcome:
     """Return the outcome of a sample from those of its terms; the first that failed decides."""
     for one in outcomes:
         kind = one.WhichOneof("outcome")
@@ -199,19 +222,22 @@ def weigh(terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome]
     if len(components) != len(terms):
         return Outcome(None, f"{len(terms)} rewards gave {len(components)} values")
     values = tuple(part.value for part in components)
-    total = sum((term.weight * value for term, value in zip(terms, values, strict=True)), 0.0)
+    shown = [term.name or term.reward for term in terms]
+    total = combined(mode, terms, values) if all(map(math.isfinite, values)) else math.nan
     if not abs(total) <= LARGEST_REWARD:
         parts = ", ".join(
-            f"{term.weight:g} x {value:g} ({term.reward})" for term, value in zip(terms, values, strict=True)
+            f"{term.weight:g} x {value:g} ({name})"
+            for term, name, value in zip(terms, shown, values, strict=True)
         )
-        return Outcome(None, f"reward {terms[-1].reward}: the weighted sum is {total}: {parts}")
+        made = "weighted sum" if mode in ("weighted", "gated") else f"reward by mode {mode}"
+        return Outcome(None, f"reward {shown[-1]}: the {made} is {total}: {parts}")
     unreadable = any(part.unreadable for part in components)
     named = tuple(
         one
-        for term, part in zip(terms, components, strict=True)
+        for name, part in zip(shown, components, strict=True)
         for one in (
-            (term.reward, part.value),
-            *((f"{term.reward}[{inner.name}]", inner.value) for inner in part.parts),
+            (name, part.value),
+            *((f"{name}[{inner.name}]", inner.value) for inner in part.parts),
         )
     )
     return Outcome(total, unreadable=unreadable, terms=values, parts=named)

@@ -252,7 +252,7 @@ class RunContext:
             # The samples are written before the ledger, which never repeats a step that it has; and only by the run's
             # owner.
             await self.ledger.check_owner()
-            rewards = [term.reward for term in self.config.rewards]
+            rewards = [term.name or term.reward for term in self.config.rewards]
             await self.disk.until_taken(
                 "samples", lambda: asyncio.to_thread(self.directory.write_samples, batch, rewards)
             )

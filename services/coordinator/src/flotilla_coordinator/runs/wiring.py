@@ -40,7 +40,7 @@ from flotilla_coordinator.weights.members import Candidates, GeneratorReplica
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.config import PolicyConfig, RewardTermConfig, dump_yaml
+from flotilla_core.config import PolicyConfig, RewardMode, RewardTermConfig, dump_yaml
 from flotilla_core.errors import FlotillaError, Unavailable
 from flotilla_core.findings import warning
 from flotilla_core.model_folder import model_folder
@@ -95,7 +95,7 @@ class RunWiring:
         policy = learners.policy
         sync = self._sync(policy, prompts, tokenizer, fence)
         generation = self._generation(sync, tokenizer)
-        scorer = self._scorer(config.rewards)
+        scorer = self._scorer(config.rewards, config.reward_mode)
         evaluator = self._evaluator(held_out, policy, generation, scorer)
         if isinstance(evaluator, Evaluator) and config.evaluation is not None and config.evaluation.pinned:
             self._pinned = PinnedEvaluation(evaluator, self._fleet.generators.replicas, sync.serving.serves)
@@ -273,9 +273,9 @@ class RunWiring:
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 
-    def _scorer(self, rewards: tuple[RewardTermConfig, ...]) -> Scorer:
+    def _scorer(self, rewards: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
         offer, pool = self._host.files.offer, self._fleet.rewards
-        return Scorer([RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer)])
+        return Scorer([RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer)], mode)
 
     def _evaluator(
         self,
@@ -290,11 +290,11 @@ class RunWiring:
             pairs = {one.name: file.prompts for one, file in held_out}
             return PairEvaluator(self._run_id, pairs, policy)
 
-        def scorer_of(rewards: tuple[RewardTermConfig, ...]) -> Scorer:
+        def scorer_of(rewards: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
             # The rewards of the run share calls with its rollouts.
-            if rewards == self._config.rewards:
+            if (rewards, mode) == (self._config.rewards, self._config.reward_mode):
                 return scorer
-            return self._scorer(rewards)
+            return self._scorer(rewards, mode)
 
         sets = held_out_prompts(self._config, held_out, scorer_of)
         return Evaluator(self._run_id, sets, sampler, self._config.rollout.sample_timeout_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -18,18 +18,32 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from flotilla_reward.builtin import BuiltinReward, CannotScore, Sample, Unreadable
+from flotilla_reward.verifiers.formats import FORMATS
 from flotilla_reward.verifiers.reading import NoJson, code_blocks, read_json
 
 COLUMNS = ("json_schema", "schema")
-ANNOTATIONS = frozenset(
-    {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated"}
-)
-ONE_SCHEMA = frozenset({"items", "additionalProperties", "not", "propertyNames"})
+ABOUT = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
+ANNOTATIONS = frozenset({"$schema", "$id", "$comment", *ABOUT})
+OF_ITEMS = ("items", "additionalItems", "contains")
+ONE_SCHEMA = frozenset({*OF_ITEMS, "additionalProperties", "propertyNames", "not", "if", "then", "else"})
 SCHEMAS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
-NAMED_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
-COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+COUNTS = tuple(
+    f"{bound}{of}" for of in ("Items", "Length", "Properties", "Contains") for bound in ("min", "max")
+)
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-PLAIN = frozenset({"type", "enum", "const", "required", "uniqueItems", "pattern", "$ref", *COUNTS, *NUMBERS})
+VALUES = (
+    "type",
+    "enum",
+    "const",
+    "required",
+    "dependentRequired",
+    "uniqueItems",
+    "pattern",
+    "format",
+    "$ref",
+)
+PLAIN = frozenset({*VALUES, *COUNTS, *NUMBERS})
 KNOWN = ANNOTATIONS | ONE_SCHEMA | SCHEMAS | NAMED_SCHEMAS | PLAIN
 
 
@@ -56,6 +70,7 @@ RULES: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "minLength": ("string", lambda value, least: len(value) >= least),
     "maxLength": ("string", lambda value, most: len(value) <= most),
     "pattern": ("string", lambda value, pattern: re.search(pattern, value) is not None),
+    "format": ("string", lambda value, name: FORMATS[name](value)),
     "minItems": ("array", lambda value, least: len(value) >= least),
     "maxItems": ("array", lambda value, most: len(value) <= most),
     "uniqueItems": (
@@ -142,20 +157,26 @@ def check_schema(schema: Any, root: Any, place: str) -> None:
             raise ValueError(
                 f"{here}: the keyword is not known" + (f" (did you mean {close[0]}?)" if close else "")
             )
-        if keyword in ONE_SCHEMA:
+        # In earlier drafts `items` is a list where it is `prefixItems` now.
+        listed = keyword in SCHEMAS or (keyword == "items" and isinstance(demand, list))
+        if keyword in ONE_SCHEMA and not listed:
             check_schema(demand, root, here)
-        elif keyword in SCHEMAS:
-            if not isinstance(demand, list) or not demand:
-                raise ValueError(f"{here} is no list of schemas")
-            for index, item in enumerate(demand):
-                check_schema(item, root, f"{here}/{index}")
-        elif keyword in NAMED_SCHEMAS:
-            if not isinstance(demand, dict):
-                raise ValueError(f"{here} is no object")
-            for name, item in demand.items():
+        elif listed or keyword in NAMED_SCHEMAS:
+            for name, item in _parts(demand, listed, here):
                 check_schema(item, root, f"{here}/{name}")
+                if keyword == "patternProperties":
+                    _check_plain("pattern", name, root, f"{here}/{name}")
         elif keyword in PLAIN:
             _check_plain(keyword, demand, root, here)
+
+
+def _parts(demand: Any, listed: bool, here: str) -> Iterable[tuple[Any, Any]]:
+    """Return the schemas of a keyword that has several, by their places or names."""
+    if listed and (not isinstance(demand, list) or not demand):
+        raise ValueError(f"{here} is no list of schemas")
+    if not listed and not isinstance(demand, dict):
+        raise ValueError(f"{here} is no object")
+    return enumerate(demand) if listed else demand.items()
 
 
 def _check_plain(keyword: str, demand: Any, root: Any, here: str) -> None:
@@ -168,6 +189,9 @@ def _check_plain(keyword: str, demand: Any, root: Any, here: str) -> None:
             problem = ""
         except (re.error, OverflowError, TypeError) as error:
             problem = f"not a regular expression: {error}"
+    elif keyword == "format":
+        known = isinstance(demand, str) and demand in FORMATS
+        problem = "" if known else f"{demand!r:.100} is no format; formats are {', '.join(FORMATS)}"
     elif keyword == "$ref":
         seen: list[Any] = []
         while isinstance(demand, str) and demand not in seen:
@@ -178,7 +202,8 @@ def _check_plain(keyword: str, demand: Any, root: Any, here: str) -> None:
     else:
         good = {
             "enum": isinstance(demand, list),
-            "required": isinstance(demand, list) and all(isinstance(name, str) for name in demand),
+            "required": _is_names(demand),
+            "dependentRequired": isinstance(demand, dict) and all(map(_is_names, demand.values())),
             "uniqueItems": isinstance(demand, bool),
             "const": True,
             "multipleOf": _is_number(demand) and demand > 0,
@@ -191,6 +216,10 @@ def _check_plain(keyword: str, demand: Any, root: Any, here: str) -> None:
         )
     if problem:
         raise ValueError(f"{here}: {problem}")
+
+
+def _is_names(demand: Any) -> bool:
+    return isinstance(demand, list) and all(isinstance(name, str) for name in demand)
 
 
 def _types(demand: Any) -> list[Any]:
@@ -242,25 +271,40 @@ def _of_parts(value: Any, schema: dict[str, Any], root: Any) -> Iterator[bool]:
         yield sum(fits(value, part, root) for part in schema["oneOf"]) == 1
     if "not" in schema:
         yield not fits(value, schema["not"], root)
+    if "if" in schema:
+        branch = "then" if fits(value, schema["if"], root) else "else"
+        if branch in schema:
+            yield from demands(value, schema[branch], root)
 
 
 def _of_list(value: list[Any], schema: dict[str, Any], root: Any) -> Iterator[bool]:
-    first = schema.get("prefixItems", [])
+    first, rest = schema.get("prefixItems", []), schema.get("items")
+    if isinstance(rest, list):
+        first, rest = rest, schema.get("additionalItems")
     for item, part in zip(value, first, strict=False):
         yield from demands(item, part, root)
-    for item in value[len(first) :] if "items" in schema else []:
-        yield from demands(item, schema["items"], root)
+    for item in value[len(first) :] if rest is not None else []:
+        yield from demands(item, rest, root)
+    if "contains" in schema:
+        found = sum(fits(item, schema["contains"], root) for item in value)
+        yield schema.get("minContains", 1) <= found <= schema.get("maxContains", found)
 
 
 def _of_object(value: dict[str, Any], schema: dict[str, Any], root: Any) -> Iterator[bool]:
-    properties = schema.get("properties", {})
-    for name in schema.get("required", []):
+    properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    dependent = [names for name, names in schema.get("dependentRequired", {}).items() if name in value]
+    for name in [*schema.get("required", []), *(name for names in dependent for name in names)]:
         yield name in value
+    for name, part in schema.get("dependentSchemas", {}).items():
+        if name in value:
+            yield from demands(value, part, root)
     for name, item in value.items():
-        if name in properties:
-            yield from demands(item, properties[name], root)
-        elif "additionalProperties" in schema:
-            yield from demands(item, schema["additionalProperties"], root)
+        parts = [part for pattern, part in patterns.items() if re.search(pattern, name)]
+        parts += [properties[name]] if name in properties else []
+        if not parts and "additionalProperties" in schema:
+            parts = [schema["additionalProperties"]]
+        for part in parts:
+            yield from demands(item, part, root)
         if "propertyNames" in schema:
             yield from demands(name, schema["propertyNames"], root)
 
