@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ class Term:
     target: Target | None
     """Runs in a worker."""
     blames_response: bool = False
-    """A response that takes until the limit is worth 0."""
+    """A response that takes until the limit, or ends the worker, is unverifiable."""
+    version: str = ""
+    """What decides how a built-in reward judges; a function's is told by its worker."""
 
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
@@ -52,12 +55,13 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
     parameters = to_json(spec.parameters)
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)
+        version = _version_of(spec.reward)
         if builtin.bounded:
-            return Term(spec.reward, timeout_s, builtin, None)
+            return Term(spec.reward, timeout_s, builtin, None, version=version)
         target = Target("builtin", spec.reward, parameters=parameters)
-        return Term(spec.reward, timeout_s, None, target, builtin.blames_response)
+        return Term(spec.reward, timeout_s, None, target, builtin.blames_response, version)
     target = _user_target(spec.reward, parameters, code)
-    return Term(spec.reward, timeout_s, None, target)
+    return Term(spec.reward, timeout_s, None, target, spec.blames_response)
 
 
 def problem(reward: str, parameters: dict[str, Any]) -> str:
@@ -140,6 +144,11 @@ def _user_target(name: str, parameters: dict[str, Any], code: Path | None) -> Ta
         f"there is no reward {name!r}{_did_you_mean(name, known)}",
         next_step=f"Known are {', '.join(known)}; a function of your own is path.py:function.",
     )
+
+
+@lru_cache
+def _version_of(builtin: str) -> str:
+    return BUILTIN[builtin].version()
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:

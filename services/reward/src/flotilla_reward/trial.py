@@ -16,6 +16,7 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import FlotillaError
 from flotilla_core.rpc.status import encode
 from flotilla_reward import scoring
+from flotilla_reward.answers import Workers
 from flotilla_workers.jail.jail import find, no_jail
 
 MOST_WORKERS = 4
@@ -27,17 +28,18 @@ async def outcomes_of(request: pb.ScoreRequest) -> pb.ScoreResponse:
     terms = scoring.resolve(request.rewards)
     needs_workers = any(term.target is not None for term in terms)
     count = min(len(request.items), os.cpu_count() or 1, MOST_WORKERS) if needs_workers else 0
-    pool = scoring.workers(count, find if needs_workers else no_jail)
+    pool = Workers(count, find if needs_workers else no_jail)
     await pool.start()
     try:
         async with aclosing(scoring.load(terms, pool)) as signs:
             async for _ in signs:
                 pass
         for term in terms:
-            if term.target is not None and (told := pool.told[term.target.key]):
-                print(f"{term.name}: {told}", flush=True)  # noqa: T201 - beside what it prints itself
+            if form := pool.facts(term).form:
+                print(f"{term.name}: {form}", flush=True)  # noqa: T201 - beside what it prints itself
         found: dict[str, pb.ScoreOutcome] = {}
-        async with aclosing(scoring.score_items(request.items, terms, pool)) as responses:
+        run = scoring.Run(request.run_id, request.total_steps)
+        async with aclosing(scoring.score_items(request.items, terms, pool, run)) as responses:
             async for response in responses:
                 found |= {outcome.sample_id: outcome for outcome in response.outcomes}
     finally:
