@@ -19,7 +19,7 @@ from flotilla_core import rpc
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.rpc import ReplicaPool
-from flotilla_reward.scoring import workers
+from flotilla_reward.answers import Workers
 from flotilla_reward.service import RewardServicer
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import NO_FILES
@@ -61,7 +61,7 @@ Replicas: TypeAlias = "ReplicaPool[reward_pb2_grpc.RewardServiceAsyncStub]"
 async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replicas]:
     async with AsyncExitStack() as stack:
         trusted = credential(Path(tmp_path_factory.mktemp("modes")))
-        servicer = RewardServicer(workers(0, no_jail), NO_FILES)
+        servicer = RewardServicer(Workers(0, no_jail), NO_FILES)
         address = await stack.enter_async_context(serving(servicer, credential=trusted))
         pool: Replicas = ReplicaPool(
             reg.SERVICE_KIND_REWARD,

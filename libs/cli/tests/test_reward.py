@@ -79,6 +79,34 @@ def test_a_function_of_verl_is_tried_as_it_is_with_its_parts(flotilla: Command) 
     assert "verl.py:judge=0.5, verl.py:judge[ok/right]=1" in out
 
 
+def test_a_function_of_groups_sees_the_responses_to_a_row_and_the_verdicts_are_shown(
+    flotilla: Command,
+) -> None:
+    Path("rank.py").write_text(
+        "def judge(completions, completion_ids, trainer_state, **columns):\n"
+        "    assert len(completion_ids) == 2 and (trainer_state.global_step, trainer_state.max_steps) == (0, 1)\n"
+        "    return [{'score': len(one), 'of': len(completions), 'extracted': one} for one in completions]\n"
+        "class Unverifiable(Exception): pass\n"
+        "def blames(solution_str): raise Unverifiable('endless') if solution_str else ZeroDivisionError\n"
+    )
+    data = ("--data", "train.jsonl", "-n", "2")
+    first, *_ = samples(flotilla, "rank.py:judge", *data)
+    (verdict,) = first["verdicts"]
+    assert (verdict["parts"], verdict["extracted"], verdict["value"]) == ({"of": 2.0}, "1", 1.0)
+    assert verdict["version"].startswith("sha256:") and verdict["seconds"] > 0
+    code, _, err = flotilla("reward", "test", "rank.py:judge", *data)
+    assert code == 0 and "rank.py:judge is sha256:" in err
+    blamed, failed, *_ = samples(flotilla, "rank.py:blames", *data, code=1)
+    assert (blamed["reward"], blamed["failure"], blamed["verdicts"][0]["outcome"]) == (
+        0.0,
+        "",
+        "unverifiable",
+    )
+    assert (failed["verdicts"][0]["outcome"], failed["verdicts"][0]["line"]) == ("error", 5)
+    *_, err = flotilla("reward", "test", "rank.py:blames", *data)
+    assert "2 of 4 unverifiable: endless" in err
+
+
 def test_the_table_shows_what_differs_between_the_prompts(flotilla: Command) -> None:
     rows = [
         {"prompt": f"You are a calculator with a long introduction.\n{n}+1=", "level": n} for n in range(2)

@@ -16,14 +16,14 @@ from flotilla.common.v1.chat_pb2 import Message
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import InvalidConfig
 from flotilla_reward import scoring
-from flotilla_reward.scoring import Workers, workers
-from flotilla_reward.worker import Function
+from flotilla_reward.answers import Workers
+from flotilla_reward.worker import Facts, Function
 from flotilla_workers.functions import Refusal, Target
 from flotilla_workers.jail.jail import no_jail
 
 ROW: dict[str, Any] = {
     "prompt": "<user>2+2=",
-    "response": "4",
+    "responses": ["4"],
     "answer": "4",
     "info": {"data_source": "sums", "extra_info": {"index": 3}, "level": 2},
     "chat": [],
@@ -36,6 +36,12 @@ def function(tmp_path: Path, code: str, **parameters: Any) -> Function:
     file = tmp_path / "judges.py"
     file.write_text(textwrap.dedent(code))
     return Function(Target("file", str(file), "judge", parameters))
+
+
+def score_of_one(judge: Function, question: dict[str, Any]) -> Any:
+    """Return what is told of a single response, also by a function that gets whole groups."""
+    said = judge(question)
+    return said["each"][0] if judge.facts.whole_groups else said
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,17 @@ def function(tmp_path: Path, code: str, **parameters: Any) -> Function:
             },
         ),
         ("solution_str, ground_truth, weight", {}, {"solution_str": "4", "ground_truth": 4, "weight": 7}),
+        (
+            "data_sources, solution_strs, ground_truths, extra_infos, weight",
+            {},
+            {
+                "data_sources": ["sums"],
+                "solution_strs": ["4"],
+                "ground_truths": [4],
+                "extra_infos": [{"index": 3}],
+                "weight": 7,
+            },
+        ),
         (
             "data_source, solution_str, ground_truth, extra_info, weight",
             {"info": {}, "answer_column": {}},
@@ -115,7 +132,7 @@ def test_a_function_gets_what_its_form_says_and_no_more_than_it_takes(
     for begin in ("def", "async def"):
         code = f"seen = []\n{begin} judge({signature}):\n    seen.append(dict(locals()))\n    return 1\n"
         judge = function(tmp_path, code, weight=7)
-        assert judge({**ROW, **row}) == 1.0
+        assert score_of_one(judge, {**ROW, **row}) == 1.0
         assert judge._call.__globals__["seen"] == [sees]
 
 
@@ -128,12 +145,16 @@ def test_a_function_gets_what_its_form_says_and_no_more_than_it_takes(
             "def judge(data_source, solution_str, ground_truth, extra_info=None)",
             "called as verl's compute_score",
         ),
-        ("async def judge(completions, **columns)", "called as TRL's reward function, awaited"),
+        (
+            "async def judge(completions, **columns)",
+            "called as TRL's reward function, with whole groups, awaited",
+        ),
+        ("def judge(prompt, responses, answer, info)", "called as a reward of whole groups"),
         ("def judge(prompt, response, answer, info, completions=None)", ""),
     ],
 )
 def test_a_form_that_is_not_ours_is_told(tmp_path: Path, head: str, told: str) -> None:
-    assert function(tmp_path, f"{head}: return 1").told == told
+    assert function(tmp_path, f"{head}: return 1").facts.form == told
 
 
 @pytest.mark.parametrize(
@@ -145,8 +166,8 @@ def test_a_form_that_is_not_ours_is_told(tmp_path: Path, head: str, told: str) -
         ),
         ("def judge(solution_str, tokenizer)", r"as verl's compute_score with .*missing .*'tokenizer'"),
         (
-            "def judge(completions, trainer_state)",
-            r"as TRL's reward function with .*missing .*'trainer_state'",
+            "def judge(completions, log_extra)",
+            r"as TRL's reward function with .*missing .*'log_extra'",
         ),
         ("def judge(completions, /)", r"'completions' parameter is positional only"),
     ],
@@ -175,7 +196,9 @@ def test_a_column_that_a_row_lacks_is_named_with_those_that_it_has(tmp_path: Pat
         ("[0.5]", 0.5),
         ("(numpy.int64(2),)", 2.0),
         ("{'score': 0.5}", 0.5),
-        ("{'reward': 0.5, 'pred': 'four', 3: 4}", 0.5),
+        ("{'reward': 0.5, 'note': 'four', 3: 4}", 0.5),
+        ("{'score': 0.5, 'pred': 'four'}", [0.5, {}, "four"]),
+        ("{'score': 0.5, 'extracted': 4, 'pred': 5}", [0.5, {"extracted": 4.0, "pred": 5.0}, "4"]),
         ("{'score': 0.5, 'acc': True, 'reward': 2}", [0.5, {"acc": 1.0, "reward": 2.0}]),
         ("[{'score': numpy.float32(0.5), 'length': numpy.array(3)}]", [0.5, {"length": 3.0}]),
         ("later(0.5)", 0.5),
@@ -183,14 +206,15 @@ def test_a_column_that_a_row_lacks_is_named_with_those_that_it_has(tmp_path: Pat
 )
 def test_a_number_is_taken_as_it_comes(tmp_path: Path, returns: str, score: Any) -> None:
     code = "import numpy\nasync def later(value): return value\n"
-    assert function(tmp_path, f"{code}def judge(completions): return {returns}")(ROW) == score
+    for signature in ("completions", "solution_str"):
+        judge = function(tmp_path, f"{code}def judge({signature}): return {returns}")
+        assert score_of_one(judge, ROW) == score
 
 
 @pytest.mark.parametrize(
     ("returns", "says"),
     [
         ("None", "returned None of type NoneType, expected a number"),
-        ("[None]", "returned None, by which TRL leaves a response out"),
         ("[1.0, 0.5]", "of type list, expected a number"),
         ("'0.5'", "of type str, expected a number"),
         ("{'acc': 1, 3: 4}", "returned a dict of acc, expected score or reward in it"),
@@ -202,7 +226,7 @@ def test_a_number_is_taken_as_it_comes(tmp_path: Path, returns: str, score: Any)
 )
 def test_what_is_no_finite_number_is_refused(tmp_path: Path, returns: str, says: str) -> None:
     with pytest.raises(Refusal, match=says.replace("(", r"\(").replace("[", r"\[")):
-        function(tmp_path, f"def judge(completions): return {returns}")(ROW)
+        function(tmp_path, f"def judge(solution_str): return {returns}")(ROW)
 
 
 def test_calls_share_an_event_loop_until_one_of_them_breaks_it(tmp_path: Path) -> None:
@@ -222,10 +246,10 @@ def test_calls_share_an_event_loop_until_one_of_them_breaks_it(tmp_path: Path) -
     first = judge(ROW)
     assert judge(ROW) == first
     with pytest.raises(SystemExit):
-        judge(ROW | {"response": "exit"})
+        judge(ROW | {"responses": ["exit"]})
     assert judge(ROW) == first
     with pytest.raises(RuntimeError, match="loop stopped"):
-        judge(ROW | {"response": "stop"})
+        judge(ROW | {"responses": ["stop"]})
     second = judge(ROW)
     assert judge(ROW) == second
 
@@ -299,7 +323,7 @@ HOSTILE = """
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool() -> AsyncIterator[Workers]:
-    pool = workers(1, no_jail)
+    pool = Workers(1, no_jail)
     await pool.start()
     yield pool
     await pool.stop()
@@ -375,8 +399,8 @@ async def test_rows_reach_functions_of_others_and_their_parts_come_back(
     (component,) = verl.value.components
     assert component.value == 0.5
     assert [(part.name, part.value) for part in component.parts] == [("acc", 1.0), ("index", 3.0)]
-    assert set(pool.told.values()) >= {
-        "called as TRL's reward function, awaited",
+    assert {Facts.of(told).form for told in pool.told.values()} >= {
+        "called as TRL's reward function, with whole groups, awaited",
         "called as verl's compute_score",
     }
 
@@ -386,6 +410,6 @@ async def test_a_function_that_fits_no_form_fails_the_call_before_any_scoring(
     pool: Workers, tmp_path: Path
 ) -> None:
     file = tmp_path / "unfit.py"
-    file.write_text("def judge(completions, trainer_state): return [1]\n")
+    file.write_text("def judge(completions, log_metric): return [1]\n")
     with pytest.raises(InvalidConfig, match=r"cannot be called as TRL's reward function"):
         await score(pool, f"{file}:judge", [pb.ScoreItem(sample_id="a")])

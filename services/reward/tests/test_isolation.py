@@ -12,7 +12,7 @@ import pytest
 
 from flotilla_core.config import IsolationConfig
 from flotilla_core.errors import InvalidConfig
-from flotilla_reward.scoring import workers
+from flotilla_reward.answers import Workers
 from flotilla_testing.reward_process import RewardProcess, reward_process
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import find
@@ -204,14 +204,14 @@ async def test_a_sample_finds_nothing_that_one_before_it_left_where_workers_fork
 async def test_a_worker_that_forks_answers_sample_after_sample_until_it_finds_what_it_cannot_remove(
     shown: Path,
 ) -> None:
-    pool = workers(1, lambda: find(IsolationConfig(preload=())))
+    pool = Workers(1, lambda: find(IsolationConfig(preload=())))
     await pool.start()
     try:
         target = Target("file", str(shown / "functions" / "rewards.py"), "finds_and_leaves")
         question = {"prompt": "", "answer": "", "info": {}}
         pids = []
         for response in ("", "", "shared", ""):
-            outcome, _ = await pool.ask(target, question | {"response": response}, 20)
+            outcome, _ = await pool.ask(target, question | {"responses": [response]}, 20)
             assert outcome.value == 0.0
             pids += [pid for name, pid in pool.pids.items() if "unused" not in name]
         if find().level is Level.NAMESPACES:

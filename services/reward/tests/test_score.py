@@ -15,8 +15,8 @@ from google.protobuf.struct_pb2 import Struct
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_reward import catalog, scoring
+from flotilla_reward.answers import Workers
 from flotilla_reward.catalog import Term
-from flotilla_reward.scoring import Workers, workers
 from flotilla_workers.jail.jail import no_jail
 
 HERE = Path(__file__).parent
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool() -> AsyncIterator[Workers]:
-    pool = workers(2, no_jail)
+    pool = Workers(2, no_jail)
     await pool.start()
     yield pool
     await pool.stop()
@@ -280,7 +280,7 @@ async def test_an_installed_entry_point_is_found_by_its_name(
     (information / "entry_points.txt").write_text("[flotilla.rewards]\nlen = rewards_fixture:length\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    pool = workers(1, no_jail)
+    pool = Workers(1, no_jail)
     await pool.start()
     try:
         assert value((await score(pool, [spec("len")], items("four")))["s0"]) == 4

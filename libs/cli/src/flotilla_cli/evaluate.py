@@ -43,6 +43,8 @@ from flotilla_core.config import (
     CoordinatorConfig,
     GangConfig,
     NatsConfig,
+    RewardMode,
+    RewardTermConfig,
     RunConfig,
     StackConfig,
     TrainerConfig,
@@ -114,6 +116,8 @@ def evaluate(
     lines = [answer.record(subject.version.step, subject.version) for answer in found.answers]
     if output is not None:
         output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
+    if found.unscored:
+        say(found.unscored)
     if as_json:
         values = {
             "model": str(subject.folder),
@@ -266,14 +270,17 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
                 wait_limit_s=limit_s,
                 lost=lambda _ids, error: say(f"samples are issued again: {error}"),
             )
-            sets = held_out_prompts(
-                config,
-                held_out,
-                lambda terms, mode: Scorer(
-                    [RewardServiceScorer(subject.run_id, terms, pools.rewards, limit_s)], mode
-                ),
+
+            def scorer_of(terms: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
+                pool, steps = pools.rewards, config.steps
+                service = RewardServiceScorer(subject.run_id, terms, pool, limit_s, total_steps=steps)
+                return Scorer([service], mode)
+
+            sets = held_out_prompts(config, held_out, scorer_of)
+            rollout = config.rollout
+            evaluator = Evaluator(
+                subject.run_id, sets, generation, rollout.sample_timeout_s, rollout.max_reward_failure_rate
             )
-            evaluator = Evaluator(subject.run_id, sets, generation, config.rollout.sample_timeout_s)
             say(f"evaluating version {subject.version} of {subject.run_id}")
             return await evaluator.evaluate(subject.version, subject.version.step)
         finally:

@@ -40,7 +40,6 @@ from flotilla_cli.stack import (
 )
 from flotilla_core import rpc
 from flotilla_core.config import (
-    IsolationConfig,
     RewardTermConfig,
     RunConfig,
     StackConfig,
@@ -62,6 +61,7 @@ from flotilla_data.rows import open_rows, parts
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.prompts import Prompt
+    from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.rollouts.scoring import Outcome
 
 app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
@@ -170,9 +170,9 @@ def test(
     config = _config_of(arguments, data)
     make_example(stack_file(stack))
     of_stack = load_stack_with_model(stack)
-    prompts = _rows(config, of_stack, rows)
+    prompts, tokenizer = _rows(config, of_stack, rows)
     tried = list(_responses(prompts, response or [], responses))
-    scored = zip(tried, _scored(config, of_stack.reward.isolation, tried), strict=True)
+    scored = zip(tried, _scored(config, of_stack, tokenizer, tried), strict=True)
     found = [_trial_json(*one, *outcome) for one, outcome in scored]
     if as_json:
         print_json({"rewards": [term.reward for term in config.rewards], "samples": found})
@@ -212,14 +212,14 @@ def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
     return config
 
 
-def _rows(config: RunConfig, stack: StackConfig, rows: int) -> list[Prompt]:
+def _rows(config: RunConfig, stack: StackConfig, rows: int) -> tuple[list[Prompt], Tokenizer]:
     """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
     from flotilla_coordinator.data.prompts import load_prompts
     from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
 
     tokenizer = Tokenizer.load(model_folder(with_models_here(stack).model))
-    return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows)
+    return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows), tokenizer
 
 
 def _responses(
@@ -258,21 +258,37 @@ def _read_responses(file: Path, most: int) -> Iterator[str]:
 
 
 def _scored(
-    config: RunConfig, isolation: IsolationConfig, tried: list[tuple[Prompt, str, str]]
+    config: RunConfig, stack: StackConfig, tokenizer: Tokenizer, tried: list[tuple[Prompt, str, str]]
 ) -> list[tuple[Outcome, float]]:
-    """Return the outcome of each response, from a process of the reward service, and its seconds."""
+    """Return the outcome of each response, from a process of the reward service, and its seconds.
+
+    The responses to a row are a group, of a run that has made no step.
+    """
+    import numpy as np
+
     from flotilla_coordinator.rollouts.scoring import reward_spec, score_item, weigh
 
     if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
         raise FailedPrecondition(
             "the reward service is not installed here", next_step="pip install flotilla-reward"
         )
-    items = [score_item(str(number), prompt, text) for number, (prompt, text, _) in enumerate(tried)]
-    request = pb.ScoreRequest(rewards=map(reward_spec, config.rewards), items=items)
+    items = [
+        score_item(
+            str(number),
+            prompt,
+            text,
+            group=str(prompt.index),
+            token_ids=np.array(tokenizer.encode(text, special=False), np.int32),
+            step=0,
+        )
+        for number, (prompt, text, _) in enumerate(tried)
+    ]
+    rewards = map(reward_spec, config.rewards)
+    request = pb.ScoreRequest(rewards=rewards, items=items, total_steps=config.steps)
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
         asked.write(request.SerializeToString())
         asked.seek(0)
-        command = [sys.executable, "-m", _TRIAL, isolation.model_dump_json()]
+        command = [sys.executable, "-m", _TRIAL, stack.reward.isolation.model_dump_json()]
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
         with subprocess.Popen(
             command, stdin=asked, stdout=answered, stderr=subprocess.PIPE, env=environment, bufsize=0
@@ -312,6 +328,8 @@ def _say_all(trial: Popen[bytes]) -> None:
 
 
 def _trial_json(prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    from flotilla_coordinator.ledger.verdicts import named_parts
+
     return {
         "row": prompt.index + 1,
         "prompt": prompt.prompt_text,
@@ -320,15 +338,16 @@ def _trial_json(prompt: Prompt, response: str, name: str, outcome: Outcome, seco
         "answer": prompt.answer,
         "info": prompt.info,
         "reward": outcome.total,
-        "reward_parts": [{"reward": name, "value": value} for name, value in outcome.parts],
+        "reward_parts": [{"reward": name, "value": value} for name, value in named_parts(outcome.verdicts)],
+        "verdicts": [verdict.record() for verdict in outcome.verdicts],
         "seconds": seconds,
-        "failure": outcome.failure,
+        "failure": outcome.failure if outcome.failed else "",
         "traceback": outcome.traceback,
     }
 
 
 def _print_trial(found: list[dict[str, Any]]) -> None:
-    """Print a line for each response, then each failure once with its traceback, then what to make of it."""
+    """Print a line for each response, each failure once with its traceback, the verifiers, and what to make of it."""
     rows = []
     shared = _shared_lines([one["prompt"] for one in found])
     for one in found:
@@ -336,7 +355,8 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
             f"{short_reward(part['reward'])}={part['value']:.4g}" for part in one["reward_parts"]
         )
         shown = f"({one['response_is']})" if one["response_is"] else _short(one["response"])
-        reward = "failed" if one["failure"] else f"{one['reward']:.4g}"
+        reward = "dropped" if one["reward"] is None else f"{one['reward']:.4g}"
+        reward = "failed" if one["failure"] else reward
         time = f"{one['seconds'] * 1000:.1f} ms"
         rows.append(
             (
@@ -358,15 +378,26 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
         print_line(f"\n{len(ones)} of {len(found)} failed, row {ones[0]['row']} first: {failure}")
         if ones[0]["traceback"]:
             print_line(textwrap.indent(ones[0]["traceback"].rstrip(), "  "))
-    rewards = [one["reward"] for one in found if not one["failure"]]
+    for reward, ones in _verdicts_by_reward(found).items():
+        broken = [one for one in ones if one["outcome"] == "unverifiable"]
+        of_some = f"; {len(broken)} of {len(ones)} unverifiable: {broken[0]['message']}" if broken else ""
+        say(f"{short_reward(reward)} is {ones[0].get('version') or 'of no known version'}{of_some}")
+    rewards = [one["reward"] for one in found if one["reward"] is not None]
     for name in dict.fromkeys(one["response_is"] for one in found):
-        of_name = [one["reward"] for one in found if one["response_is"] == name and not one["failure"]]
+        of_name = [one["reward"] for one in found if one["response_is"] == name and one["reward"] is not None]
         if name and of_name:
             say(
                 f"mean reward of {name.replace('empty', 'an empty response')}: {sum(of_name) / len(of_name):.4g}"
             )
     if len(rewards) > 1 and len(set(rewards)) == 1:
         say("all rewards are equal: these responses teach nothing. Try others: --response TEXT")
+
+
+def _verdicts_by_reward(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    verdicts: dict[str, list[dict[str, Any]]] = {}
+    for verdict in (verdict for one in found for verdict in one["verdicts"]):
+        verdicts.setdefault(verdict["reward"], []).append(verdict)
+    return verdicts
 
 
 def _shared_lines(prompts: list[str]) -> int:

@@ -133,6 +133,20 @@ def test_a_file_is_imported_in_the_jail_unless_its_run_trusts_it(tmp_path: Path)
     assert all_errors(run([{"reward": f"{file}:score", "trusted": True}])) == []
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "solution_str, ground_truth, extra_info=None, scale=1",
+        "completions, level, scale, **columns",
+        "prompt, responses, answer, info, scale",
+    ],
+)
+def test_functions_of_every_form_that_the_service_takes_are_no_problem(tmp_path: Path, head: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def score({head}):\n    return 1.0\n")
+    config = run([{"reward": f"{tmp_path}/mine.py:score", "parameters": {"scale": 2}}])
+    assert not [*file_errors(config), *loading_problems(config, IsolationConfig())]
+
+
 def test_an_import_without_an_end_is_a_warning_after_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

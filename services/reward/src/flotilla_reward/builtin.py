@@ -11,6 +11,7 @@ import logging
 import re
 from abc import abstractmethod
 from decimal import Decimal, InvalidOperation, localcontext
+from importlib import metadata
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -42,24 +43,31 @@ class Sample(NamedTuple):
     """The jail and the time limit, for a reward that runs code of responses."""
 
 
-class Judged(float):
-    """A score, with what it is made of."""
-
-    parts: dict[str, float]
-
-    def __new__(cls, value: float, parts: dict[str, float]) -> Self:
-        """Return the score."""
-        made = super().__new__(cls, value)
-        made.parts = parts
-        return made
-
-
 class CannotScore(Refusal):
     """The sample cannot be judged, for example because its answer is missing: an error, never a score."""
 
 
-class Unreadable(Exception):
-    """The response broke a checker of ours: it is worth 0, and that is counted."""
+class Unverifiable(Exception):
+    """The response made its verifier fail: `on_unverifiable` of the term says what that is worth."""
+
+
+class Unreadable(Unverifiable):
+    """The response cannot be read by a checker of ours."""
+
+
+class Judged(float):
+    """A score, with the numbers that it is made of and the answer that was read in the response."""
+
+    parts: dict[str, float]
+    extracted: str | None
+
+    def __new__(
+        cls, value: float, *, parts: dict[str, float] | None = None, extracted: str | None = None
+    ) -> Self:
+        """Return the score."""
+        made = super().__new__(cls, value)
+        made.parts, made.extracted = parts or {}, extracted
+        return made
 
 
 class BuiltinReward(BaseModel):
@@ -73,16 +81,27 @@ class BuiltinReward(BaseModel):
     bounded: ClassVar[bool]
     """True where the time grows no faster than the text, whatever the text: such a reward runs inside the service."""
     blames_response: ClassVar[bool] = False
-    """A response that takes too long is worth 0, for nothing else could be the reason."""
+    """A response that takes too long, or ends the worker, is unverifiable: nothing else could be the reason."""
     runs_code: ClassVar[bool] = False
     """True where it runs code of responses in a jail, so that it needs a host that has one."""
+    rules: ClassVar[int] = 1
+    """A number that grows whenever a response may be judged differently than before."""
+    judges_by: ClassVar[tuple[str, ...]] = ()
+    """Packages whose rules are among its own."""
 
     def prepare(self) -> None:
         """Import what scoring needs, so that it takes nothing of the time of a sample."""
 
     @abstractmethod
     def score(self, sample: Sample) -> float:
-        """Return the score; `CannotScore` says that there is none, `Unreadable` that this is the response's fault."""
+        """Return the score, also as `Judged`; raise `CannotScore`, or `Unverifiable`, which blames the response."""
+
+    @classmethod
+    def version(cls) -> str:
+        """Return what decides how a response is judged."""
+        packages = ("flotilla-reward", *cls.judges_by)
+        names = (f"{name.removesuffix('-reward')} {metadata.version(name)}" for name in packages)
+        return f"{', '.join(names)}, rules {cls.rules}"
 
 
 def answer_of(sample: Sample) -> str:
@@ -123,8 +142,8 @@ class Exact(BuiltinReward):
             return 0.0
         text = text.strip()
         if self.ignore_case:
-            return float(text.casefold() == answer.casefold())
-        return float(text == answer)
+            text, answer = text.casefold(), answer.casefold()
+        return Judged(text == answer, extracted=text)
 
 
 class Numeric(BuiltinReward):
@@ -162,7 +181,7 @@ class Numeric(BuiltinReward):
         with localcontext(prec=PRECISION) as context:
             context.clear_traps()
             allowed = max(Decimal(self.absolute_tolerance), Decimal(self.relative_tolerance) * abs(expected))
-            return float(abs(got - expected) <= allowed)
+            return Judged(abs(got - expected) <= allowed, extracted=str(got.normalize()))
 
 
 def _number(text: str) -> Decimal | None:
@@ -227,6 +246,7 @@ class Math(BuiltinReward):
     # Simplification may never end.
     bounded: ClassVar[bool] = False
     blames_response: ClassVar[bool] = True
+    judges_by: ClassVar[tuple[str, ...]] = ("math-verify", "sympy")
 
     significant_digits: int = Field(
         default=15, ge=1, le=50, description="Precision of comparisons that have to be done numerically."
@@ -251,17 +271,24 @@ class Math(BuiltinReward):
         if not expected:
             raise CannotScore(f"the answer {answer!r:.200} is not an expression that can be read")
         try:
-            return float(any(self._equal(expected, text) for text in _readings(sample.response)))
+            told = None
+            for text in _readings(sample.response):
+                read = _expressions(text)
+                if self._equal(expected, read):
+                    # Expressions that are equal and look different are one answer.
+                    return Judged(1.0, extracted=answer)
+                told = str(read[-1]) if read else told
+            return Judged(0.0, extracted=told)
         # Whatever the text of a model makes of sympy.
         except Exception as error:
-            raise Unreadable from error
+            raise Unreadable(f"{error!r:.200}") from error
 
-    def _equal(self, expected: list[Any], response: str) -> bool:
+    def _equal(self, expected: list[Any], response: list[Any]) -> bool:
         from math_verify import verify
 
         equal: bool = verify(
             expected,
-            _expressions(response),
+            response,
             float_rounding=self.decimals,
             numeric_precision=self.significant_digits,
             timeout_seconds=None,

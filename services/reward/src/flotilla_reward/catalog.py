@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -39,35 +40,42 @@ class Term:
     target: Target | None
     """Runs in a worker."""
     blames_response: bool = False
-    """A response that takes until the limit is worth 0."""
+    """A response that takes until the limit, or ends the worker, is unverifiable."""
+    version: str = ""
+    """What decides how a built-in reward judges; a function's is told by its worker."""
     runs_code: bool = False
     """Code of responses runs in the jail of its pool, in processes beside its worker."""
 
     @property
+    def is_builtin(self) -> bool:
+        """Return whether it is code of this service."""
+        return self.target is None or self.target.kind == "builtin"
+
+    @property
     def needs_jail(self) -> bool:
         """Return whether code runs for it that nobody vouches for."""
-        target = self.target
         return self.runs_code or (
-            target is not None and target.kind != "builtin" and not target.trusted
+            self.target is not None and self.target.kind != "builtin" and not self.target.trusted
         )
 
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
     """Return the term behind a spec; `code` is where the file of its function is on this host."""
-    timeout_s = DEFAULT_TIMEOUT_S
+    name, timeout_s = spec.name or spec.reward, DEFAULT_TIMEOUT_S
     if spec.HasField("timeout"):
         timeout_s = spec.timeout.seconds + spec.timeout.nanos / 1e9
     if timeout_s <= 0:
-        raise InvalidRequest(f"timeout of reward {spec.reward} is {timeout_s:g} s: it must be above 0")
+        raise InvalidRequest(f"timeout of reward {name} is {timeout_s:g} s: it must be above 0")
     parameters = to_json(spec.parameters)
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)
+        version = _version_of(spec.reward)
         if builtin.bounded:
-            return Term(spec.reward, timeout_s, builtin, None)
+            return Term(name, timeout_s, builtin, None, version=version)
         target = Target("builtin", spec.reward, parameters=parameters)
-        return Term(spec.reward, timeout_s, None, target, builtin.blames_response, builtin.runs_code)
+        return Term(name, timeout_s, None, target, builtin.blames_response, version, builtin.runs_code)
     target = replace(_user_target(spec.reward, parameters, code), trusted=spec.trusted)
-    return Term(spec.reward, timeout_s, None, target)
+    return Term(name, timeout_s, None, target, spec.blames_response)
 
 
 def problem(reward: str, parameters: dict[str, Any]) -> str:
@@ -150,6 +158,11 @@ def _user_target(name: str, parameters: dict[str, Any], code: Path | None) -> Ta
         f"there is no reward {name!r}{_did_you_mean(name, known)}",
         next_step=f"Known are {', '.join(known)}; a function of your own is path.py:function.",
     )
+
+
+@lru_cache
+def _version_of(builtin: str) -> str:
+    return BUILTIN[builtin].version()
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:

@@ -25,6 +25,7 @@ from flotilla_core.findings import failed, passed, warned
 from flotilla_core.rpc import RpcServer
 from flotilla_core.transfer import Files
 from flotilla_reward import catalog, scoring
+from flotilla_reward.answers import Workers
 from flotilla_workers.jail.jail import find
 
 SERVICE_NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
@@ -38,7 +39,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     A call knows everything that it needs; calls are only counted, because a drain waits until none runs.
     """
 
-    def __init__(self, pool: scoring.Workers, files: Files) -> None:
+    def __init__(self, pool: Workers, files: Files) -> None:
         self._pool = pool
         self._files = files
         self._running = 0
@@ -73,7 +74,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             async with aclosing(scoring.load(terms, self._pool, request.run_id)) as signs:
                 async for sign in signs:
                     yield sign
-            responses = scoring.score_items(request.items, terms, self._pool, request.run_id)
+            yield scoring.facts_of(terms, self._pool)
+            total_steps = request.total_steps if request.HasField("total_steps") else None
+            run = scoring.Run(request.run_id, total_steps)
+            responses = scoring.score_items(request.items, terms, self._pool, run)
             async with aclosing(responses):
                 async for response in responses:
                     yield response
@@ -95,7 +99,7 @@ class RewardHostService:
 
     def __init__(self, config: RewardServiceConfig, files: Files) -> None:
         self._workers = config.workers
-        self._pool = scoring.workers(config.workers, partial(find, config.isolation))
+        self._pool = Workers(config.workers, partial(find, config.isolation))
         self._servicer = RewardServicer(self._pool, files)
 
     def add_to(self, server: RpcServer) -> None:

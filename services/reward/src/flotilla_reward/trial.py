@@ -20,6 +20,7 @@ from flotilla_core.config import IsolationConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.rpc.status import encode
 from flotilla_reward import scoring
+from flotilla_reward.answers import Workers
 from flotilla_reward.catalog import Term
 from flotilla_workers.jail.jail import find, no_jail
 from flotilla_workers.jail.level import told
@@ -34,7 +35,7 @@ async def outcomes_of(request: pb.ScoreRequest, isolation: IsolationConfig) -> p
     needs_workers = any(term.target is not None for term in terms)
     jailed = any(term.needs_jail for term in terms)
     count = min(len(request.items), os.cpu_count() or 1, MOST_WORKERS) if needs_workers else 0
-    pool = scoring.workers(count, partial(find, isolation) if jailed else no_jail)
+    pool = Workers(count, partial(find, isolation) if jailed else no_jail)
     await pool.start()
     for line in _how(terms, told(pool.jail.isolation) if jailed else ""):
         print(line, flush=True)  # noqa: T201 - beside what rewards print themselves
@@ -43,10 +44,11 @@ async def outcomes_of(request: pb.ScoreRequest, isolation: IsolationConfig) -> p
             async for _ in signs:
                 pass
         for term in terms:
-            if term.target is not None and (form := pool.told[term.target.key]):
+            if form := pool.facts(term).form:
                 print(f"{term.name}: {form}", flush=True)  # noqa: T201 - beside what it prints itself
         found: dict[str, pb.ScoreOutcome] = {}
-        async with aclosing(scoring.score_items(request.items, terms, pool)) as responses:
+        run = scoring.Run(request.run_id, request.total_steps)
+        async with aclosing(scoring.score_items(request.items, terms, pool, run)) as responses:
             async for response in responses:
                 found |= {outcome.sample_id: outcome for outcome in response.outcomes}
     finally:

@@ -15,8 +15,9 @@ from google.protobuf.struct_pb2 import Struct
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import InvalidConfig
 from flotilla_reward import scoring
-from flotilla_reward.scoring import Workers, workers
-from flotilla_workers.jail.jail import Jail, Level, find
+from flotilla_reward.answers import Workers
+from flotilla_workers.jail.jail import Jail, find
+from flotilla_workers.jail.level import Level
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -28,7 +29,7 @@ REASONS = {"no_program", "wrong_answer", "failed", "timed_out", "too_much_output
 async def pool() -> AsyncIterator[Workers]:
     if not find().level:
         pytest.skip(f"this host has no jail: {find().why_not_higher}")
-    pool = workers(2, find)
+    pool = Workers(2, find)
     await pool.start()
     yield pool
     await pool.stop()

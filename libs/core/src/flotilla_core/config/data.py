@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from flotilla_core.config.model import ConfigModel, DataSource, Parameters, function_path, possible_function
+from flotilla_core.evaluations import majority_sizes, team_sizes
 
 LARGEST_REWARD = 1e38
 """Largest absolute value: sums and squares of such rewards stay finite. The trainer's contract has the same bound."""
@@ -109,10 +110,21 @@ class RewardTermConfig(ConfigModel):
     parameters: Parameters = Field(default_factory=dict)
     """Passed to the reward function by keyword."""
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
-    """Time limit for one sample; beyond it the result is a timeout, never a score."""
+    """Time limit for one sample; beyond it the result is a timeout, never a score. A function of whole groups has this
+    time for each of their samples."""
+    on_unverifiable: Annotated[float, Field(ge=-1e6, le=1e6)] | Literal["drop"] = 0.0
+    """Value of a response that made its verifier fail; `drop` trains no such sample."""
+    blames_response: bool = False
+    """A response during which a function of yours passes its limit, or dies twice, has made it fail. This always holds
+    of built-in rewards."""
     trusted: bool = False
     """Run this function outside of the jail of `reward.isolation`, as the reward service itself: with its files, its
     network and its variables. For code of yours that needs them; a built-in reward needs none."""
+
+    @property
+    def shown(self) -> str:
+        """The name of its value."""
+        return self.name or self.reward
 
     def with_paths_from(self, directory: Path) -> Self:
         return self.model_copy(update={"reward": function_path(self.reward, directory)})
@@ -120,7 +132,7 @@ class RewardTermConfig(ConfigModel):
 
 def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str = "") -> None:
     """Raise ValueError where terms cannot make a reward by this mode; `of` says whose they are."""
-    gates = [term.name or term.reward for term in terms if term.gate_at is not None]
+    gates = [term.shown for term in terms if term.gate_at is not None]
     problem = ""
     if mode != "gated" and gates:
         problem = f"reward {gates[0]} has a gate_at, which belongs to gated: leave one of them out"
@@ -286,7 +298,7 @@ class HeldOutSet(ConfigModel):
     temperature: float | None = Field(default=None, ge=0, le=100)
     """0 is greedy."""
     answer_after: str | None = Field(default=None, max_length=256)
-    """Text before the final answer of a response, for `eval/maj@n`."""
+    """Text before the final answer of a response, for `eval/maj@k`."""
 
     @property
     def shown(self) -> str:
@@ -330,13 +342,13 @@ class EvaluationConfig(ConfigModel):
     max_response_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     """Length limit of a response; empty takes the rollout's limit."""
     samples_per_prompt: int = Field(default=1, ge=1, le=10_000)
-    """Answers drawn for each prompt; above 1 `eval/mean@n`, `eval/pass@k` and `eval/maj@n` are measured as well."""
+    """Answers drawn for each prompt; above 1 `eval/mean@n`, `eval/pass@k` and `eval/maj@k` are measured as well."""
     temperature: float = Field(default=0.0, ge=0, le=100)
     """0 is greedy, which would make several answers to a prompt all equal."""
     answer_after: str = Field(default="", max_length=256)
-    """Text before the final answer of a response, such as `####`: `eval/maj@n` compares the rest of the line after its
-    last occurrence, or the next line where that rest is blank. A response without it has no vote. Empty compares whole
-    responses."""
+    """Text before the final answer of a response, such as `####`: `eval/maj@k` compares the rest of the line after its
+    last occurrence, or the next line where that rest is blank. A response without it has no vote. Empty compares what
+    the rewards read as the answer, or whole responses where they do not say that."""
     pinned: bool = False
     """Evaluate during the next steps: with two or more generators, one keeps the version until the evaluation ends."""
 
@@ -352,8 +364,8 @@ class EvaluationConfig(ConfigModel):
             drawn = one.samples_per_prompt or self.samples_per_prompt
             figures = ["accuracy"] if pairs else ["accuracy", "reward_mean"]
             if drawn > 1:
-                figures += [f"mean@{drawn}", *(f"pass@{1 << power}" for power in range(drawn.bit_length()))]
-                figures.append(f"maj@{drawn}")
+                figures += [f"mean@{drawn}", *(f"pass@{k}" for k in team_sizes(drawn))]
+                figures += [f"maj@{k}" for k in majority_sizes(drawn)]
             if not found:
                 found += [f"eval/{figure}" for figure in figures]
             if not isinstance(self.data, Path):

@@ -32,7 +32,6 @@ REWARD_CHECK = "flotilla_reward.catalog:problem"
 TRAINER_CHECK = "flotilla_trainer.wire.user_functions:problem"
 HEAVY = ("torch", "transformers", "vllm")
 """Imports that take too long for a plan: such files are only parsed, and their other imports are looked up."""
-_SAMPLE = ("prompt", "response", "answer", "info")
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,6 @@ class Function:
         """Return the file of a function that the user wrote, and None for any other."""
         file, colon, _ = self.name.rpartition(":")
         return Path(file) if colon and file.endswith(".py") else None
-
-    @property
-    def arguments(self) -> tuple[tuple[object, ...], dict[str, Any]]:
-        """Return the arguments of a call: rewards take all by name, the others take one positional argument first."""
-        if self.is_reward:
-            return (), dict.fromkeys(_SAMPLE, "") | self.parameters
-        return (object(),), self.parameters
 
 
 def functions_of(config: RunConfig) -> list[Function]:
@@ -171,16 +163,20 @@ def _file_error(function: Function) -> str:
 
 
 def _signature_error(function: Function, tree: ast.Module, name: str) -> str:
-    """Find parameters that the definition does not take; a decorated function is only checked when it is loaded."""
+    """Find parameters that the definition does not take; a decorated function is only checked when it is loaded.
+
+    The other arguments of a reward are those of one of several forms, which its service knows.
+    """
     written = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     if len(written) != 1 or written[0].decorator_list:
         return ""
     signature = _signature(written[0].args)
-    first, named = function.arguments
+    first: tuple[object, ...] = () if function.is_reward else (object(),)
     try:
-        signature.bind(*first, **named)
+        bind = signature.bind_partial if function.is_reward else signature.bind
+        bind(*first, **function.parameters)
     except TypeError as error:
-        given = ", ".join([*("one argument" for _ in first), *(f"{key}=" for key in named)])
+        given = ", ".join([*("one argument" for _ in first), *(f"{key}=" for key in function.parameters)])
         return f"{function.key}: {name}{signature} cannot be called with ({given}): {error}"
     return ""
 

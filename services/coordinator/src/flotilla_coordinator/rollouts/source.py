@@ -193,7 +193,7 @@ class RolloutSource:
         metrics = {
             "reward/error_rate": failure_rate(finished, size, timed_out=False),
             "reward/timeout_rate": failure_rate(finished, size, timed_out=True),
-            "reward/unreadable_rate": unreadable_rate(finished, size),
+            "reward/unverifiable_rate": sum(one.unverifiable for one in finished) / (len(finished) * size),
             "samples/dropped": float(sum(item.dropped for item in finished)),
             "samples/retried": float(sum(item.retried for item in finished)),
         }
@@ -226,13 +226,6 @@ def failure_rate(finished: Sequence[FinishedGroup], samples_per_prompt: int, *, 
     """Return the share of all samples whose reward timed out, or failed in another way."""
     failed = sum(failure.timed_out == timed_out for item in finished for failure in item.failures)
     return failed / (len(finished) * samples_per_prompt)
-
-
-def unreadable_rate(finished: Sequence[FinishedGroup], samples_per_prompt: int) -> float:
-    """Return the share of all samples whose response a built-in reward could not read."""
-    outcomes = [sample.outcome for item in finished for sample in item.group.samples]
-    unreadable = sum(outcome is not None and outcome.unreadable for outcome in outcomes)
-    return unreadable / (len(finished) * samples_per_prompt)
 
 
 def unscored(step: int, finished: Sequence[FinishedGroup], config: RolloutConfig) -> str:

@@ -242,17 +242,14 @@ class RunContext:
             self.status.notice(warning(f"{update} skipped: {why}"))
         for skipped in updates.skipped_steps:
             self.status.notice(warning(f"optimizer step skipped: {skipped}"))
-        why = batch.unscored.partition(": ")[2]
-        if why and why not in self._told_unscored and len(self._told_unscored) < MOST_UNSCORED_NOTICES:
-            self._told_unscored.add(why)
-            self.status.notice(warning(batch.unscored))
+        self._tell_unscored(batch.unscored)
         self.cursor, result = batch.cursor, self.policy.version
         recorded = self._record_of(batch, updates, version)
         if self.source.samples_from_policy:
             # The samples are written before the ledger, which never repeats a step that it has; and only by the run's
             # owner.
             await self.ledger.check_owner()
-            rewards = [term.name or term.reward for term in self.config.rewards]
+            rewards = [term.shown for term in self.config.rewards]
             await self.disk.until_taken(
                 "samples", lambda: asyncio.to_thread(self.directory.write_samples, batch, rewards)
             )
@@ -332,11 +329,19 @@ class RunContext:
             await self.disk.until_taken(
                 "answers", lambda: asyncio.to_thread(self.directory.write_answers, step, answers)
             )
+        self._tell_unscored(evaluation.unscored)
         self.last_accuracy = evaluation.accuracy
         self._evaluated_version = version
         self.metrics.update(evaluation.figures)
         self.directory.write_evaluation(step, str(version), evaluation.accuracy, evaluation.metrics)
         self.status.evaluated(step, evaluation)
+
+    def _tell_unscored(self, unscored: str) -> None:
+        """Warn of samples or answers that have no reward, once for each reason."""
+        why = unscored.partition(": ")[2]
+        if why and why not in self._told_unscored and len(self._told_unscored) < MOST_UNSCORED_NOTICES:
+            self._told_unscored.add(why)
+            self.status.notice(warning(unscored))
 
     def evaluation_lost(self, step: int) -> None:
         """Warn that a pinned evaluation has no result; the caller evaluates the present version instead."""

@@ -275,7 +275,9 @@ class RunWiring:
 
     def _scorer(self, rewards: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
         offer, pool = self._host.files.offer, self._fleet.rewards
-        return Scorer([RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer)], mode)
+        steps = self._config.steps
+        service = RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer, steps)
+        return Scorer([service], mode)
 
     def _evaluator(
         self,
@@ -297,4 +299,7 @@ class RunWiring:
             return self._scorer(rewards, mode)
 
         sets = held_out_prompts(self._config, held_out, scorer_of)
-        return Evaluator(self._run_id, sets, sampler, self._config.rollout.sample_timeout_s)
+        rollout = self._config.rollout
+        return Evaluator(
+            self._run_id, sets, sampler, rollout.sample_timeout_s, rollout.max_reward_failure_rate
+        )

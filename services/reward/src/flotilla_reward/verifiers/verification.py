@@ -88,7 +88,8 @@ class Tally:
         value = float(self.passed == self.total) if self.all_count else self.passed / self.total
         counts = {"passed": self.passed, "total": self.total, "first_failed": self.first_failed}
         reason = {self.reason: 1} if self.reason else {}
-        return Judged(value, {name: float(count) for name, count in (counts | reason).items()})
+        parts = {name: float(count) for name, count in (counts | reason).items()}
+        return Judged(value, parts=parts)
 
 
 class Verification:
