@@ -22,6 +22,7 @@ from flotilla_cli.output import print_json, print_line, say
 from flotilla_core.config import PolicyConfig, RunConfig, StackConfig, dump_yaml, json_schema, load
 from flotilla_core.config.document import read_text_file
 from flotilla_core.config.model import HUB, is_url
+from flotilla_core.generated_tasks import TASKS
 from flotilla_core.config.other_programs import OURS
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.findings import found_of
@@ -192,7 +193,7 @@ def _of_stack(config: StackConfig) -> Iterator[Found]:
 
 def _data(key: str, path: Path) -> Found:
     """Check that a data set is there, without its rows and without asking the hub."""
-    if str(path).startswith(HUB) or os.path.isdir(path):
+    if str(path).startswith((HUB, TASKS)) or os.path.isdir(path):
         return key, path, ""
     if has_magic(str(path)) and not os.path.isfile(path):
         fits = next(iglob(str(path), recursive=True), None)

@@ -58,8 +58,13 @@ class BuiltinReward(BaseModel):
 
     bounded: ClassVar[bool]
     """True where the time grows no faster than the text, whatever the text: such a reward runs inside the service."""
+    jailed: ClassVar[bool] = False
+    """True where code of others sees the response and may run it: such a reward runs where functions of users do."""
     blames_response: ClassVar[bool] = False
     """A response that takes too long is worth 0, for nothing else could be the reason."""
+
+    def require(self) -> None:
+        """Raise where this host lacks what scoring needs."""
 
     def prepare(self) -> None:
         """Import what scoring needs, so that it takes nothing of the time of a sample."""

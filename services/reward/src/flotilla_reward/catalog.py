@@ -20,7 +20,7 @@ from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BuiltinReward
 from flotilla_reward.table import BUILTIN
-from flotilla_reward.worker import load
+from flotilla_reward.worker import IN_JAIL, load
 from flotilla_workers.functions import Target
 from flotilla_workers.worker import answer
 
@@ -52,9 +52,12 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
     parameters = to_json(spec.parameters)
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)
+        builtin.require()
         if builtin.bounded:
             return Term(spec.reward, timeout_s, builtin, None)
         target = Target("builtin", spec.reward, parameters=parameters)
+        if builtin.jailed:
+            target = Target("entry_point", IN_JAIL, spec.reward, parameters)
         return Term(spec.reward, timeout_s, None, target, builtin.blames_response)
     target = _user_target(spec.reward, parameters, code)
     return Term(spec.reward, timeout_s, None, target)

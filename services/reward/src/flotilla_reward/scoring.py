@@ -26,7 +26,7 @@ from flotilla_core.structs import to_json
 from flotilla_reward import catalog
 from flotilla_reward.builtin import CannotScore, Sample, Unreadable
 from flotilla_reward.catalog import Term
-from flotilla_reward.worker import LONGEST_NAME, MOST_PARTS
+from flotilla_reward.worker import LONGEST_NAME, MOST_PARTS, is_ours
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import Jail
@@ -65,7 +65,7 @@ def workers(count: int, find_jail: Callable[[], Jail]) -> Workers:
 
 def _value(target: Target, said: Any) -> Value:
     # No code of a user's says of its own responses what built-in rewards say.
-    if said is None and target.kind == "builtin":
+    if said is None and is_ours(target):
         return Value(0.0, unreadable=True)
     value, parts = said if isinstance(said, list) and len(said) == 2 else (said, {})
     if not _is_finite(value):
@@ -156,7 +156,7 @@ async def _run(
     outcome: Outcome
     if term.target is not None:
         question = sample._asdict()
-        if term.target.kind != "builtin":
+        if not is_ours(term.target):
             question["chat"] = [{"role": one.role, "content": one.content} for one in item.chat]
             question["answer_column"] = to_json(item.answer_column)
         outcome, elapsed_s = await pool.ask(term.target, question, term.timeout_s, run_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flotilla_reward.builtin import BuiltinReward, Exact, Format, Math, Numeric
+from flotilla_reward.tasks import ReasoningGym
 from flotilla_reward.verifiers.choice import Choice
 from flotilla_reward.verifiers.instructions import Instructions
 from flotilla_reward.verifiers.lists import F1, ExactList
@@ -22,4 +23,5 @@ BUILTIN: dict[str, type[BuiltinReward]] = {
     "length": Length,
     "repetition": Repetition,
     "instructions": Instructions,
+    "reasoning_gym": ReasoningGym,
 }

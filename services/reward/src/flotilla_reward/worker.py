@@ -28,16 +28,24 @@ TOTALS = ("score", "reward")
 
 Score = Callable[[dict[str, Any]], Any]
 
+IN_JAIL = "flotilla_reward.table"
+"""The source of a built-in reward that runs where functions of users do: in the jail, in workers of its run."""
+
+
+def is_ours(target: Target) -> bool:
+    """Return whether a target is a built-in reward."""
+    return target.kind == "builtin" or target.source == IN_JAIL
+
 
 def load(target: Target) -> Score:
     """Return what scores a sample by a target; a built-in reward says None of a response that broke its checker."""
-    if target.kind != "builtin":
+    if not is_ours(target):
         return Function(target)
     # Workers that run a function of the user's start faster without it.
     from flotilla_reward.builtin import Sample, Unreadable
     from flotilla_reward.table import BUILTIN
 
-    builtin = BUILTIN[target.source](**target.parameters)
+    builtin = BUILTIN[target.function or target.source](**target.parameters)
     builtin.prepare()
 
     def score(sample: dict[str, Any]) -> float | None:
