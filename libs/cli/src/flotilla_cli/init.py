@@ -78,11 +78,9 @@ def init(
         str, typer.Option("--data", metavar="DATA", help="File, folder, pattern or hub:owner/name.")
     ] = "",
     tasks: Annotated[
-        str,
-        typer.Option(
-            "--tasks", metavar="TASK,...", help="reasoning_gym:TASK, or several, in place of data: made here."
-        ),
-    ] = "",
+        list[str] | None,
+        typer.Option("--tasks", metavar="TASK", help="reasoning_gym:TASK in place of data; once for each."),
+    ] = None,
     folder: Annotated[
         Path,
         typer.Argument(
@@ -116,7 +114,7 @@ def init(
             "name --data or --tasks, which brings held-out rows of its own", where="flotilla init"
         )
     # A name of the hub is one wherever it is read from now on, and in the files.
-    made = _tasks(tasks or (data if is_generated(data) else ""))
+    made = _tasks(tasks or ([data] if is_generated(data) else []))
     data, held_out = (str(data_source(source)) for source in (data, held_out or ""))
     draft = _fitted(_drafted(folder, model, data, held_out, algorithm, made))
     _refuse_existing([*draft.files], force)
@@ -151,13 +149,16 @@ def _refuse_existing(paths: Sequence[Path], force: bool) -> None:
         )
 
 
-def _tasks(names: str) -> tuple[TaskSource, ...]:
+def _tasks(names: Sequence[str]) -> tuple[TaskSource, ...]:
     """Return the tasks of an option, with more rows than a source has by default."""
     try:
-        sources = [TaskSource.parse(name) for name in names.split(",") if name]
+        sources = [TaskSource.parse(name) for name in names]
     except ValueError as error:
         raise InvalidRequest(str(error), where="--tasks", next_step=f"write {TASKS}countdown") from None
-    return tuple(one if "size=" in names else replace(one, size=TASK_ROWS) for one in sources)
+    return tuple(
+        one if "size=" in name else replace(one, size=TASK_ROWS)
+        for one, name in zip(sources, names, strict=True)
+    )
 
 
 def _drafted(
@@ -367,7 +368,7 @@ def _gangs(config: RunConfig) -> tuple[str, ...]:
 def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> Draft:
     """Choose lengths and the reward by the first prompts, as the model gets them."""
     supervised, limit = config.algorithm.type == "sft", draft.longest_sequence
-    prompts = data.first(FIRST_ROWS)
+    prompts = data.prompts if draft.tasks else data.first(FIRST_ROWS)
     if not config.learns_from_pairs:
         if not supervised and not draft.tasks:
             _require_all_answers(prompts, draft)

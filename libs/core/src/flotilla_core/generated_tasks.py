@@ -40,6 +40,8 @@ STRIDE = 1 << 20
 """The distance between the first items of two seeds."""
 TOGETHER = 500
 """The size of the data sets of the package that items are taken from; some make other items for another size."""
+UNSTABLE = {"time_intervals": ("start_time", "end_time")}
+"""Keys of metadata that have the day on which an item was made; no score reads them."""
 DRAWS_PER_ROW, MORE_DRAWS = 64, 2048
 """Items that are looked at for a row at most, because most are of another split, or were there before."""
 
@@ -210,6 +212,8 @@ def generated_rows(source: TaskSource, split: str) -> Iterator[dict[str, Any]]:
         seen.add(digest)
         told = {"task": source.kind, "version": of_package, "seed": seed, "index": index}
         answer = entry["answer"]
+        for key in UNSTABLE.get(source.task, ()):
+            del entry["metadata"][key]
         yield {
             "prompt": entry["question"],
             "answer": "" if answer is None else str(answer),
