@@ -106,7 +106,13 @@ def test_no_answer_and_answers_that_mean_harm_are_worth_less(
 ) -> None:
     mark = tmp_path / "mark"
     harm = f"__import__('pathlib').Path({str(mark)!r}).touch()"
-    for response in ("", "no tags", "<answer></answer>", f"<answer>{harm}</answer>", f"<answer>[{harm}]</answer>"):
+    for response in (
+        "",
+        "no tags",
+        "<answer></answer>",
+        f"<answer>{harm}</answer>",
+        f"<answer>[{harm}]</answer>",
+    ):
         try:
             assert score(rows[task], response) < 1.0
         except Exception as error:  # noqa: BLE001 - counted as the response's fault
@@ -124,7 +130,12 @@ def test_an_answer_stands_between_the_last_tags() -> None:
 
 @pytest.mark.parametrize(
     ("code", "value"),
-    [("2*(3+4)/7", 2.0), ("['a', 'b']", ["a", "b"]), ("max(3, -4) ** 2", 9), ("{1: (True, None)}", {1: (True, None)})],
+    [
+        ("2*(3+4)/7", 2.0),
+        ("['a', 'b']", ["a", "b"]),
+        ("max(3, -4) ** 2", 9),
+        ("{1: (True, None)}", {1: (True, None)}),
+    ],
 )
 def test_formulas_and_literals_of_answers_are_evaluated(code: str, value: object) -> None:
     assert evaluated(code) == value
@@ -173,7 +184,9 @@ def test_splits_share_no_question_whatever_seed_size_and_level(tmp_path: Path) -
 
 def test_another_seed_makes_other_rows_and_a_larger_size_begins_with_the_same_ones() -> None:
     def prompts(query: str) -> list[str]:
-        return [row["prompt"] for row in generated_rows(TaskSource.parse(f"base_conversion?{query}"), "train")]
+        return [
+            row["prompt"] for row in generated_rows(TaskSource.parse(f"base_conversion?{query}"), "train")
+        ]
 
     assert prompts("size=40")[:10] == prompts("size=10")
     assert not {*prompts("size=10")} & {*prompts("size=10&seed=2")}
@@ -190,7 +203,9 @@ def test_another_seed_makes_other_rows_and_a_larger_size_begins_with_the_same_on
         ("chain_sum?max_terms=2&max_digits=1&size=5000", "test", "too few different questions"),
     ],
 )
-def test_what_cannot_be_made_is_refused_with_its_reason(query: str, split: str, why: str, tmp_path: Path) -> None:
+def test_what_cannot_be_made_is_refused_with_its_reason(
+    query: str, split: str, why: str, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidConfig, match=why):
         open_rows(Path(f"reasoning_gym:{query}"), split, tmp_path)
     assert not list(tmp_path.glob("*.jsonl"))

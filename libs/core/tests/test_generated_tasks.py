@@ -56,7 +56,9 @@ def test_what_is_wrong_with_a_name_is_said_when_the_file_is_read(name: str, why:
     with pytest.raises(ValueError, match=why):
         TaskSource.parse(name)
     with pytest.raises(ValueError, match=why):
-        DataConfig(train=f"reasoning_gym:{name.removeprefix('reasoning_gym:')}", curriculum={"every_steps": 1})
+        DataConfig(
+            train=f"reasoning_gym:{name.removeprefix('reasoning_gym:')}", curriculum={"every_steps": 1}
+        )
 
 
 def test_a_range_is_a_source_for_each_level() -> None:
@@ -91,7 +93,7 @@ def test_evaluations_have_one_level_and_the_name_of_their_task() -> None:
 
 def test_levels_rise_by_rewards_where_there_are_rewards() -> None:
     text = "name: x\nsteps: 1\nalgorithm: {type: sft}\ndata: {train: 'reasoning_gym:a?levels=0-1', curriculum: {%s}}\n"
-    with pytest.raises(InvalidConfig, match="raises levels by rewards, and algorithm.type sft generates no answers"):
+    with pytest.raises(InvalidConfig, match="raises levels by rewards, and .* sft generates no"):
         load_text(RunConfig, text % "reward: 0.5")
     assert load_text(RunConfig, text % "every_steps: 5").data.curriculum is not None
 
@@ -131,5 +133,7 @@ def test_a_host_without_the_package_is_told_the_command_that_installs_it(
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(generated_tasks, "version", version)
-    with pytest.raises(InvalidConfig, match=r"reasoning-gym is not installed here.*pip install 'flotilla\[reason"):
+    with pytest.raises(
+        InvalidConfig, match=r"reasoning-gym is not installed here.*pip install 'flotilla\[reason"
+    ):
         package_version()

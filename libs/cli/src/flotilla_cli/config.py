@@ -22,10 +22,10 @@ from flotilla_cli.output import print_json, print_line, say
 from flotilla_core.config import PolicyConfig, RunConfig, StackConfig, dump_yaml, json_schema, load
 from flotilla_core.config.document import read_text_file
 from flotilla_core.config.model import HUB, is_url
-from flotilla_core.generated_tasks import TASKS
 from flotilla_core.config.other_programs import OURS
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.findings import found_of
+from flotilla_core.generated_tasks import TASKS
 from flotilla_launch.environment import presentable
 
 app = typer.Typer(help="Check configuration files; print their JSON Schema.", no_args_is_help=True)

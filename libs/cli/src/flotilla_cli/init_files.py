@@ -266,7 +266,9 @@ algorithm:
 def _data(draft: Draft) -> str:
     fields = draft.fields
     train = draft.path(TRAIN, of_folder=True) if draft.split else draft.path(draft.data)
-    lines = ["data:", *_sources("train", draft.tasks)] if draft.tasks else ["data:", f"  train: {_quoted(train)}"]
+    lines = (
+        ["data:", *_sources("train", draft.tasks)] if draft.tasks else ["data:", f"  train: {_quoted(train)}"]
+    )
     if fields.layout:
         lines.append(f"  # {_sentence(fields.layout)}")
     else:
@@ -304,7 +306,11 @@ def _rollout(draft: Draft) -> str:
 def _rewards(draft: Draft) -> str:
     name, why = draft.reward
     use = "For evaluations: " if draft.algorithm == "sft" else ""
-    whole = "    # Answers stand in no tags.\n    parameters: {tag: ''}\n" if draft.tasks and not draft.tagged else ""
+    whole = (
+        "    # Answers stand in no tags.\n    parameters: {tag: ''}\n"
+        if draft.tasks and not draft.tagged
+        else ""
+    )
     return f"rewards:\n  # {_sentence(use + why)}\n  - reward: {_quoted(name)}\n{whole}" if name else ""
 
 

@@ -251,17 +251,16 @@ def packed(entry: dict[str, Any], where: str) -> str:
 def _tagged(value: Any) -> Any:
     """Write what JSON has not as an object with one key of its own."""
     if isinstance(value, dict):
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: _tagged(one) for key, one in value.items()}
-        return {"$dict": [[_tagged(key), _tagged(one)] for key, one in value.items()]}
-    if isinstance(value, list):
-        return [_tagged(one) for one in value]
-    if isinstance(value, tuple):
-        return {"$tuple": [_tagged(one) for one in value]}
+        plain = all(type(key) is str and not key.startswith("$") for key in value)
+        pairs = [[_tagged(key), _tagged(one)] for key, one in value.items()]
+        return dict(pairs) if plain else {"$dict": pairs}
+    if isinstance(value, list | tuple):
+        items = [_tagged(one) for one in value]
+        return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, set | frozenset):
         return {"$set": sorted(map(_tagged, value), key=repr)}
     if callable(getattr(value, "item", None)):  # A number of numpy.
-        return value.item()
+        value = value.item()
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 

@@ -35,7 +35,7 @@ LEAST_UNPACKED_BYTES = 256 << 20
 UNPACKED_BYTES_PER_BYTE = 100
 TASKS_MEMORY_BYTES = 6 << 30
 CPU_S_PER_ROW = 20.0
-"""The limit for each row of a task: the slowest task makes an item in two seconds, and one item in eight is a test row."""
+"""The limit for each row of a task: the slowest one takes two seconds for an item, and one in eight is a test row."""
 BYTES_PER_ROW = 1 << 20
 
 

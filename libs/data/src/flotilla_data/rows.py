@@ -300,7 +300,7 @@ def _numbered(row: Row, first: int) -> Row:
 
 
 def open_rows(source: Path, split: str, copies: Path | None) -> Rows:
-    """Return the rows of a data set; `copies` gets those of tasks, and of files that cannot be read where they stand."""
+    """Return the rows of a data set; `copies` gets those of tasks and of files that cannot be read where they stand."""
     folder = copies or Path(_folder_of_process().name)
     if is_generated(source):
         paths = [rows_of_tasks(TaskSource.parse(source), split, folder)]

@@ -1,8 +1,8 @@
 """Scores answers to tasks of reasoning_gym, by the task's own `score_answer` and the entry that the row keeps.
 
 Invariants: the package is imported in workers alone, in the jail, because scores of some tasks evaluate the answer as
-Python. What it evaluates there is a formula or a literal, or it is refused. An entry is new for each answer: some scores
-write into it. A row of another version of the package is never scored.
+Python. What it evaluates there is a formula or a literal, or it is refused. An entry is new for each answer: some
+scores write into it. A row of another version of the package is never scored.
 """
 
 from __future__ import annotations

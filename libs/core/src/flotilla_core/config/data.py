@@ -111,9 +111,13 @@ class DataConfig(ConfigModel):
     def _rises_where_there_are_levels(self) -> DataConfig:
         ranges = [one.path for one in self.training_sets if _is_range(one.path)]
         if ranges and self.curriculum is None:
-            raise ValueError(f"{ranges[0]} names a range of levels: say in data.curriculum how the level rises")
+            raise ValueError(
+                f"{ranges[0]} names a range of levels: say in data.curriculum how the level rises"
+            )
         if self.curriculum is not None and not ranges:
-            raise ValueError("curriculum raises levels, and no data set has levels=0-4 or the like in its name")
+            raise ValueError(
+                "curriculum raises levels, and no data set has levels=0-4 or the like in its name"
+            )
         return self
 
     @model_validator(mode="after")

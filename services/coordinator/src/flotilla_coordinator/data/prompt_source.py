@@ -1,9 +1,10 @@
 """Draws the prompts of a run without end, in an order that a restart repeats exactly.
 
 Invariants: the data set of a draw depends on the seed and the number of the draw alone, so the shares hold from the
-first draws on. Its level depends on the step, or on the outcomes of the steps before, which the ledger keeps. Each data set has its own epochs, and no prompt is drawn twice in one. An order is one of all rows, and
-the draw passes over those that are left out: prompts that are streamed come in the same order as others. Everything
-before a cursor was drawn, rested or left out. A saved cursor fits only the same data that it was saved with.
+first draws on. Its level depends on the step, or on the outcomes of the steps before, which the ledger keeps. Each data
+set has its own epochs, and no prompt is drawn twice in one. An order is one of all rows, and the draw passes over those
+that are left out: prompts that are streamed come in the same order as others. Everything before a cursor was drawn,
+rested or left out. A saved cursor fits only the same data that it was saved with.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class PromptSource:
         return prompt
 
     def note(self, epoch: int, index: int, *, solved: bool, reward: float) -> None:
-        """Take note of a prompt's outcome, its mean reward; call it in the order of the steps that answers count for."""
+        """Take note of a prompt's outcome and mean reward; call it in the order of the steps that answers count for."""
         stream, number = self._found_at(index)
         self._levels[stream.data.of].note(stream, reward)
         if self.rest_epochs:
