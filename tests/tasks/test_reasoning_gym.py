@@ -200,7 +200,7 @@ def test_another_seed_makes_other_rows_and_a_larger_size_begins_with_the_same_on
         ("chain_sum?min_terms=5&max_terms=2", "train", "max_terms"),
         ("chain_sum?level=90", "train", "curriculum has the levels 0 to"),
         ("chain_sum", "other", "tasks have no split 'other'"),
-        ("chain_sum?max_terms=2&max_digits=1&size=5000", "test", "too few different questions"),
+        ("chain_sum?max_terms=2&max_digits=1&size=100", "test", "too few different questions"),
     ],
 )
 def test_what_cannot_be_made_is_refused_with_its_reason(

@@ -18,11 +18,11 @@ class TrainingSet(ConfigModel):
     """One of several data sets of prompts."""
 
     path: DataSource
-    """File, folder, pattern or `hub:owner/name`."""
+    """File, folder, pattern, `hub:owner/name` or tasks, as `data.train`."""
     weight: float = Field(default=1.0, gt=0, le=1e9)
     """Weight of the set in the draw: its share is this divided by the sum of all weights, however long the file is."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
-    """Names its metrics; empty takes the file name without its extension."""
+    """Names its metrics; empty takes the file name without its extension, or the name of the task."""
 
 
 def _form(train: Any) -> str | None:
