@@ -75,8 +75,8 @@ def init(
         str, typer.Option("--model", metavar="MODEL", help="Hugging Face folder, or organisation/model.")
     ],
     data: Annotated[
-        str, typer.Option("--data", metavar="DATA", help="File, folder, pattern or hub:owner/name.")
-    ] = "",
+        str | None, typer.Option("--data", metavar="DATA", help="File, folder, pattern or hub:owner/name.")
+    ] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option("--tasks", metavar="TASK", help="reasoning_gym:TASK in place of data; once for each."),
@@ -113,9 +113,9 @@ def init(
         raise InvalidRequest(
             "name --data or --tasks, which brings held-out rows of its own", where="flotilla init"
         )
+    made = _tasks(tasks or ([data] if data and is_generated(data) else []))
     # A name of the hub is one wherever it is read from now on, and in the files.
-    made = _tasks(tasks or ([data] if is_generated(data) else []))
-    data, held_out = (str(data_source(source)) for source in (data, held_out or ""))
+    data, held_out = (str(data_source(source or "")) for source in (data, held_out))
     draft = _fitted(_drafted(folder, model, data, held_out, algorithm, made))
     _refuse_existing([*draft.files], force)
     # A reward that exists is the user's work.
