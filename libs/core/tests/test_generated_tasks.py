@@ -93,7 +93,7 @@ def test_evaluations_have_one_level_and_the_name_of_their_task() -> None:
 
 def test_levels_rise_by_rewards_where_there_are_rewards() -> None:
     text = "name: x\nsteps: 1\nalgorithm: {type: sft}\ndata: {train: 'reasoning_gym:a?levels=0-1', curriculum: {%s}}\n"
-    with pytest.raises(InvalidConfig, match="raises levels by rewards, and .* sft generates no"):
+    with pytest.raises(InvalidConfig, match=r"raises levels by rewards, and .* sft generates no"):
         load_text(RunConfig, text % "reward: 0.5")
     assert load_text(RunConfig, text % "every_steps: 5").data.curriculum is not None
 

@@ -14,7 +14,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -74,14 +74,16 @@ class TaskSource:
             given[key] = value
         if {"level", "levels"} <= {*given}:
             raise ValueError(f"{source} has level and levels: name one of them")
-        level, highest = _levels(given.pop("levels")) if "levels" in given else (None, None)
-        own = {
+        ends: tuple[int | None, int | None] = (None, None)
+        if "levels" in given:
+            ends = _levels(given.pop("levels"))
+        own: dict[str, Any] = {
             key: _integer(key, given.pop(key), least, most)
             for key, (least, most) in BOUNDS.items()
             if key in given
         }
         parameters = tuple(sorted((key, _canonical(value)) for key, value in given.items()))
-        return replace(cls(task, level=level, highest=highest, parameters=parameters), **own)
+        return replace(cls(task, level=ends[0], highest=ends[1], parameters=parameters), **own)
 
     def __str__(self) -> str:
         return f"{TASKS}{self.kind}{'&' if '?' in self.kind else '?'}size={self.size}&seed={self.seed}"
@@ -192,35 +194,38 @@ def _digest(question: str) -> bytes:
 def generated_rows(source: TaskSource, split: str) -> Iterator[dict[str, Any]]:
     """Make the rows of a split, whose questions all differ."""
     seen: set[bytes] = set()
-    of_package, most = package_version(), MORE_DRAWS + DRAWS_PER_ROW * source.size
-    for drawn in count():
-        if drawn == min(most, STRIDE):
-            raise InvalidConfig(
-                f"the task has too few different questions for {source.size:,} rows",
-                where=str(source),
-                why=f"{drawn:,} items have {len(seen):,} of the split {split}",
-                next_step=f"ask for size={len(seen)}, or for more difficult items",
-            )
-        index = drawn % TOGETHER
-        if not index:
-            seed = source.seed * STRIDE + drawn
-            tasks = data_set(source, seed)
-        entry = item(tasks, seed, index)
-        digest = _digest(entry["question"])
-        if split_of(entry["question"]) != split or digest in seen:
-            continue
-        seen.add(digest)
-        told = {"task": source.kind, "version": of_package, "seed": seed, "index": index}
-        answer = entry["answer"]
-        for key in UNSTABLE.get(source.task, ()):
-            del entry["metadata"][key]
-        yield {
-            "prompt": entry["question"],
-            "answer": "" if answer is None else str(answer),
-            COLUMN: told | {"entry": packed(entry, str(source))},
-        }
-        if len(seen) == source.size:
-            return
+    of_package, most, drawn = package_version(), min(MORE_DRAWS + DRAWS_PER_ROW * source.size, STRIDE), 0
+    for seed in count(source.seed * STRIDE, TOGETHER):
+        tasks = data_set(source, seed)
+        for index in range(TOGETHER):
+            if drawn == most:
+                raise _too_few(source, split, drawn, len(seen))
+            drawn += 1
+            entry = item(tasks, seed, index)
+            digest = _digest(entry["question"])
+            if split_of(entry["question"]) != split or digest in seen:
+                continue
+            seen.add(digest)
+            for key in UNSTABLE.get(source.task, ()):
+                del entry["metadata"][key]
+            answer = entry["answer"]
+            kept = {"task": source.kind, "version": of_package, "seed": seed, "index": index}
+            yield {
+                "prompt": entry["question"],
+                "answer": "" if answer is None else str(answer),
+                COLUMN: kept | {"entry": packed(entry, str(source))},
+            }
+            if len(seen) == source.size:
+                return
+
+
+def _too_few(source: TaskSource, split: str, drawn: int, found: int) -> InvalidConfig:
+    return InvalidConfig(
+        f"the task has too few different questions for {source.size:,} rows",
+        where=str(source),
+        why=f"{drawn:,} items have {found:,} of the split {split}",
+        next_step=f"ask for size={found}, or for more difficult items",
+    )
 
 
 def write_rows(question: dict[str, Any]) -> None:
@@ -264,13 +269,14 @@ def _tagged(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+MADE_OF: dict[str, Callable[[Any], Any]] = {"$dict": dict, "$tuple": tuple, "$set": set}
+
+
 def unpacked(text: str) -> Any:
     """Return the item in a text."""
     return json.loads(text, object_hook=_untagged)
 
 
 def _untagged(value: dict[str, Any]) -> Any:
-    (key, inside), *more = value.items() or [("", None)]
-    if more or not key.startswith("$"):
-        return value
-    return {"$dict": dict, "$tuple": tuple, "$set": set}[key](inside)
+    key = next(iter(value), "")
+    return MADE_OF[key](value[key]) if key.startswith("$") else value
