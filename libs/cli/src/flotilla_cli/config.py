@@ -33,6 +33,7 @@ from flotilla_core.config.model import HUB, is_url
 from flotilla_core.config.other_programs import OURS
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.findings import found_of
+from flotilla_core.generated_tasks import TASKS
 from flotilla_launch.environment import presentable
 
 app = typer.Typer(help="Check configuration files; print their JSON Schema.", no_args_is_help=True)
@@ -200,7 +201,7 @@ def _of_stack(config: StackConfig) -> Iterator[Found]:
 
 def _data(key: str, path: Path) -> Found:
     """Check that a data set is there, without its rows and without asking the hub."""
-    if str(path).startswith(HUB) or os.path.isdir(path):
+    if str(path).startswith((HUB, TASKS)) or os.path.isdir(path):
         return key, path, ""
     if has_magic(str(path)) and not os.path.isfile(path):
         fits = next(iglob(str(path), recursive=True), None)

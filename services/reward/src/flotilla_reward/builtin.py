@@ -80,6 +80,8 @@ class BuiltinReward(BaseModel):
 
     bounded: ClassVar[bool]
     """True where the time grows no faster than the text, whatever the text: such a reward runs inside the service."""
+    jailed: ClassVar[bool] = False
+    """True where code of others sees the response and may run it: such a reward runs where functions of users do."""
     blames_response: ClassVar[bool] = False
     """A response that takes too long, or ends the worker, is unverifiable: nothing else could be the reason."""
     runs_code: ClassVar[bool] = False
@@ -88,6 +90,9 @@ class BuiltinReward(BaseModel):
     """A number that grows whenever a response may be judged differently than before."""
     judges_by: ClassVar[tuple[str, ...]] = ()
     """Packages whose rules are among its own."""
+
+    def require(self) -> None:
+        """Raise where this host lacks what scoring needs."""
 
     def prepare(self) -> None:
         """Import what scoring needs, so that it takes nothing of the time of a sample."""

@@ -21,7 +21,7 @@ from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BuiltinReward
 from flotilla_reward.table import BUILTIN
-from flotilla_reward.worker import load
+from flotilla_reward.worker import IN_JAIL, is_ours, load
 from flotilla_workers.functions import Target
 from flotilla_workers.worker import answer
 
@@ -49,7 +49,7 @@ class Term:
     @property
     def is_builtin(self) -> bool:
         """Return whether it is code of this service."""
-        return self.target is None or self.target.kind == "builtin"
+        return self.target is None or is_ours(self.target)
 
     @property
     def needs_jail(self) -> bool:
@@ -69,10 +69,13 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
     parameters = to_json(spec.parameters)
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)
+        builtin.require()
         version = _version_of(spec.reward)
         if builtin.bounded:
             return Term(name, timeout_s, builtin, None, version=version)
         target = Target("builtin", spec.reward, parameters=parameters)
+        if builtin.jailed:
+            target = Target("entry_point", IN_JAIL, spec.reward, parameters)
         return Term(name, timeout_s, None, target, builtin.blames_response, version, builtin.runs_code)
     target = replace(_user_target(spec.reward, parameters, code), trusted=spec.trusted)
     return Term(name, timeout_s, None, target, spec.blames_response)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flotilla_reward.builtin import BuiltinReward, Exact, Format, Math, Numeric
+from flotilla_reward.tasks import ReasoningGym
 from flotilla_reward.verifiers.choice import Choice
 from flotilla_reward.verifiers.code import Code
 from flotilla_reward.verifiers.instructions import Instructions
@@ -24,4 +25,5 @@ BUILTIN: dict[str, type[BuiltinReward]] = {
     "repetition": Repetition,
     "instructions": Instructions,
     "code": Code,
+    "reasoning_gym": ReasoningGym,
 }

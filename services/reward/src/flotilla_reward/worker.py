@@ -42,6 +42,14 @@ UNVERIFIABLE = "Unverifiable"
 
 Score = Callable[[dict[str, Any]], Any]
 
+IN_JAIL = "flotilla_reward.table"
+"""The source of a built-in reward that runs where functions of users do: in the jail, in workers of its run."""
+
+
+def is_ours(target: Target) -> bool:
+    """Return whether a target is a built-in reward."""
+    return target.kind == "builtin" or target.source == IN_JAIL
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -66,13 +74,13 @@ class Facts:
 
 def load(target: Target) -> Score:
     """Return what scores the responses of a question by a target."""
-    if target.kind != "builtin":
+    if not is_ours(target):
         return Function(target)
     # Workers that run a function of the user's start faster without it.
     from flotilla_reward.builtin import Sample
     from flotilla_reward.table import BUILTIN
 
-    builtin = BUILTIN[target.source](**target.parameters)
+    builtin = BUILTIN[target.function or target.source](**target.parameters)
     builtin.prepare()
 
     def score(question: dict[str, Any]) -> Any:

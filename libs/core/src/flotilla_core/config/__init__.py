@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from flotilla_core.config.data import (
         LARGEST_REWARD,
+        CurriculumConfig,
         DataConfig,
         DynamicSamplingConfig,
         EvaluationConfig,

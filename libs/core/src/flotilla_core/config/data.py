@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from flotilla_core.config.model import ConfigModel, DataSource, Parameters, function_path, possible_function
 from flotilla_core.evaluations import majority_sizes, team_sizes
+from flotilla_core.generated_tasks import TaskSource, is_generated
 
 LARGEST_REWARD = 1e38
 """Largest absolute value: sums and squares of such rewards stay finite. The trainer's contract has the same bound."""
@@ -18,11 +19,11 @@ class TrainingSet(ConfigModel):
     """One of several data sets of prompts."""
 
     path: DataSource
-    """File, folder, pattern or `hub:owner/name`."""
+    """File, folder, pattern, `hub:owner/name` or tasks, as `data.train`."""
     weight: float = Field(default=1.0, gt=0, le=1e9)
     """Weight of the set in the draw: its share is this divided by the sum of all weights, however long the file is."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
-    """Names its metrics; empty takes the file name without its extension."""
+    """Names its metrics; empty takes the file name without its extension, or the name of the task."""
 
 
 def _form(train: Any) -> str | None:
@@ -40,12 +41,29 @@ TrainingData = Annotated[
 ]
 
 
+class CurriculumConfig(ConfigModel):
+    """Raise the level of tasks that name a range of them, such as `reasoning_gym:countdown?levels=0-4`."""
+
+    every_steps: int | None = Field(default=None, ge=1, le=10_000_000)
+    """Steps at each level."""
+    reward: float | None = Field(default=None, ge=-1e6, le=1e6)
+    """Mean reward of the last `prompts` prompts of a level, all of that level, from which on the next one is drawn."""
+    prompts: int = Field(default=64, ge=1, le=100_000)
+    """Prompts that `reward` is the mean of."""
+
+    @model_validator(mode="after")
+    def _rises_in_one_way(self) -> CurriculumConfig:
+        if (self.every_steps is None) == (self.reward is None):
+            raise ValueError("name one of every_steps and reward, by which the level rises")
+        return self
+
+
 class DataConfig(ConfigModel):
     """Prompts to train on."""
 
     train: TrainingData
-    """JSONL, JSON or Parquet file, folder, pattern such as `part-*.parquet`, or `hub:owner/name`; or a list of several,
-    each with `path`, `weight` and `name`."""
+    """JSONL, JSON or Parquet file, folder, pattern such as `part-*.parquet`, `hub:owner/name`, or
+    `reasoning_gym:TASK?size=500&seed=1&level=0`; or a list of several, each with `path`, `weight` and `name`."""
     split: str = Field(default="train", pattern=r"^[A-Za-z0-9_.-]+$")
     """Split to read where a folder or a hub name has several."""
     prompt_field: str = Field(default="prompt", min_length=1)
@@ -77,6 +95,31 @@ class DataConfig(ConfigModel):
     rest_epochs: int = Field(default=0, ge=0, le=1023)
     """Maximum number of epochs that a prompt rests after it was solved: 1, after the second time in a row 3, then 7,
     15, and so on. 0 draws every prompt in every epoch."""
+    curriculum: CurriculumConfig | None = None
+    """How the level of generated tasks rises; absent: each has one level."""
+
+    @property
+    def training_sets(self) -> tuple[TrainingSet, ...]:
+        """Return every data set as it is written; one alone has no weight and no name of its own."""
+        return (TrainingSet(path=self.train),) if isinstance(self.train, Path) else self.train
+
+    @property
+    def learns_outcomes(self) -> bool:
+        """True where what is drawn depends on what came of earlier prompts."""
+        return bool(self.rest_epochs) or (self.curriculum is not None and self.curriculum.reward is not None)
+
+    @model_validator(mode="after")
+    def _rises_where_there_are_levels(self) -> DataConfig:
+        ranges = [one.path for one in self.training_sets if _is_range(one.path)]
+        if ranges and self.curriculum is None:
+            raise ValueError(
+                f"{ranges[0]} names a range of levels: say in data.curriculum how the level rises"
+            )
+        if self.curriculum is not None and not ranges:
+            raise ValueError(
+                "curriculum raises levels, and no data set has levels=0-4 or the like in its name"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_prompts_in_an_order(self) -> DataConfig:
@@ -88,6 +131,10 @@ class DataConfig(ConfigModel):
                 "a column with numbers, the other orders look at none"
             )
         return self
+
+
+def _is_range(path: Path) -> bool:
+    return is_generated(path) and TaskSource.parse(path).highest is not None
 
 
 RewardMode = Literal["weighted", "gated", "min", "max", "product", "first"]
@@ -303,7 +350,15 @@ class HeldOutSet(ConfigModel):
     @property
     def shown(self) -> str:
         """The name of its metrics."""
+        if is_generated(self.path):
+            return self.name or TaskSource.parse(self.path).name
         return self.name or self.path.stem
+
+    @model_validator(mode="after")
+    def _has_one_level(self) -> HeldOutSet:
+        if _is_range(self.path):
+            raise ValueError(f"{self.path} names a range of levels: evaluations have one each, as level=4")
+        return self
 
 
 HeldOutData = Annotated[
@@ -321,8 +376,8 @@ class EvaluationConfig(ConfigModel):
     """Evaluation on held-out prompts or pairs; before, during and after training."""
 
     data: HeldOutData
-    """File, folder, pattern or `hub:owner/name`, as `data.train`; or a list of several, each with `path`, `name` and
-    settings of its own. The first one decides what `stop` sees."""
+    """File, folder, pattern, `hub:owner/name` or tasks, as `data.train`; or a list of several, each with `path`, `name`
+    and settings of its own. The first one decides what `stop` sees."""
     split: str = Field(default="test", pattern=r"^[A-Za-z0-9_.-]+$")
     """Split to read where a folder or a hub name has several."""
     prompt_field: str = ""

@@ -311,7 +311,7 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _solved_prompts_are_known(self) -> RunConfig:
-        if not self.data.rest_epochs:
+        if not self.data.learns_outcomes:
             return self
         why = ""
         if not isinstance(self.algorithm, PolicyConfig):
@@ -321,9 +321,9 @@ class RunConfig(ConfigModel):
         elif not self.rewards:
             why = "rewards is empty"
         if why:
-            raise ValueError(
-                f"data.rest_epochs lets prompts rest whose answers earn a reward of 1, and {why}: leave it out"
-            )
+            rests = "data.rest_epochs lets prompts rest whose answers earn a reward of 1"
+            rises = "data.curriculum.reward raises levels by rewards"
+            raise ValueError(f"{rests if self.data.rest_epochs else rises}, and {why}: leave it out")
         return self
 
     @model_validator(mode="after")

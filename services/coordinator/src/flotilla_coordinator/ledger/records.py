@@ -134,6 +134,8 @@ class GroupOutcome:
     group_id: str
     solved: bool
     """True where every scored answer was right."""
+    reward: float
+    """The mean of the scored answers."""
 
 
 @dataclass

@@ -37,12 +37,12 @@ def outcomes(
 ) -> list[GroupOutcome]:
     """Return the outcomes of groups of the steps from `first_step` to before `end_step`, in the order of steps."""
     rows = db.execute(
-        "SELECT g.group_id, min(s.reward) >= ? FROM samples s JOIN groups g ON g.key = s.grp "
+        "SELECT g.group_id, min(s.reward) >= ?, avg(s.reward) FROM samples s JOIN groups g ON g.key = s.grp "
         "WHERE s.run = (SELECT key FROM runs WHERE run_id = ?) AND s.step >= ? AND s.step < ? "
         "AND s.reward IS NOT NULL GROUP BY s.grp ORDER BY min(s.step), min(s.key)",
         (right_at, run_id, first_step, end_step),
     )
-    return [GroupOutcome(group_id, bool(solved)) for group_id, solved in rows]
+    return [GroupOutcome(group_id, bool(solved), reward) for group_id, solved, reward in rows]
 
 
 def samples(
