@@ -9,20 +9,22 @@ from flotilla_core.errors import FailedPrecondition
 from flotilla_core.roles import (
     CRITIC,
     KINDS,
+    NAMED,
     POLICY,
     REFERENCE,
     TEACHER,
+    kind_of_role,
+    name_of_role,
+    named_role,
     process_name,
     role_of_process,
     section_of,
-    teacher_name,
-    teacher_role,
 )
 
 
 def roles_of(stack: StackConfig) -> tuple[str, ...]:
-    """Return all roles that gangs of a stack may have, named teachers last and in the order of the file."""
-    return (*KINDS, *map(teacher_role, stack.teachers))
+    """Return all roles that gangs of a stack may have: named teachers, then reward models, in the order of the file."""
+    return (*KINDS, *_named(stack))
 
 
 def gang_of(stack: StackConfig, role: str) -> TrainerConfig:
@@ -45,7 +47,8 @@ def with_model(stack: StackConfig, role: str, folder: Path | str) -> StackConfig
     gang = _beside(stack, role).model_copy(update={"model": folder})
     if role in KINDS:
         return stack.model_copy(update={role: gang})
-    return stack.model_copy(update={"teachers": {**stack.teachers, teacher_name(role): gang}})
+    section = NAMED[kind_of_role(role)]
+    return stack.model_copy(update={section: {**getattr(stack, section), name_of_role(role): gang}})
 
 
 def started(stack: StackConfig, role: str) -> bool:
@@ -65,16 +68,25 @@ def slots_of_role(stack: StackConfig, role: str) -> list[str]:
 
 
 def _beside(stack: StackConfig, role: str) -> GangConfig:
-    gangs = {CRITIC: stack.critic, REFERENCE: stack.reference, TEACHER: stack.teacher}
-    gangs |= {teacher_role(name): gang for name, gang in stack.teachers.items()}
+    gangs = {CRITIC: stack.critic, REFERENCE: stack.reference, TEACHER: stack.teacher, **_named(stack)}
     if role not in gangs:
+        section = NAMED[kind_of_role(role)]
         raise FailedPrecondition(
-            f"the stack has no teacher {teacher_name(role)!r}",
-            where=f"stack {stack.name!r}, teachers",
-            why=f"it names {', '.join(stack.teachers) or 'none'}",
+            f"the stack has no {kind_of_role(role).replace('_', ' ')} {name_of_role(role)!r}",
+            where=f"stack {stack.name!r}, {section}",
+            why=f"it names {', '.join(getattr(stack, section)) or 'none'}",
             next_step=f"write {section_of(role)} into stack.yaml, or take another name",
         )
     return gangs[role]
+
+
+def _named(stack: StackConfig) -> dict[str, GangConfig]:
+    """Return the gangs that have names, by their roles."""
+    return {
+        named_role(kind, name): gang
+        for kind, section in NAMED.items()
+        for name, gang in getattr(stack, section).items()
+    }
 
 
 AT = "-at-"

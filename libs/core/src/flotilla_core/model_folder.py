@@ -25,6 +25,8 @@ MOST_DIMENSIONS = 16
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 
 TOKENIZER_FILE = "tokenizer.json"
+SCORE_HEADS = ("score", "v_head.summary")
+"""Linear heads that give scores: those of transformers' sequence and token classification, and the value head of TRL."""
 
 
 def model_folder(model: Path | str) -> Path:
@@ -73,6 +75,16 @@ def weight_files(folder: Path) -> list[Path]:
 def _unreadable(path: Path, error: OSError) -> InvalidConfig:
     why = error.strerror or str(error)
     return InvalidConfig("the file of weights cannot be read", where=str(path), why=why)
+
+
+def score_head(folder: Path) -> tuple[str, int]:
+    """Return the name of a model's head of scores, and the number of its labels; nothing where it has none."""
+    for file in weight_files(folder):
+        shapes = stored_shapes(file)
+        for head in SCORE_HEADS:
+            if len(shape := shapes.get(f"{head}.weight", ())) == 2:
+                return head, shape[0]
+    return "", 0
 
 
 def whole_number(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:

@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.model import ConfigModel, DataSource, Parameters, function_path, possible_function
+from flotilla_core.config.model import (
+    ConfigModel,
+    DataSource,
+    GangName,
+    Parameters,
+    function_path,
+    possible_function,
+)
 
 LARGEST_REWARD = 1e38
 """Largest absolute value: sums and squares of such rewards stay finite. The trainer's contract has the same bound."""
@@ -89,22 +96,75 @@ class DataConfig(ConfigModel):
         return self
 
 
+class RewardModelChoice(ConfigModel):
+    """A reward model of the stack, as a term of the reward."""
+
+    model: GangName
+    """Its name in `reward_models` of the stack."""
+    label: int | None = Field(default=None, ge=0, le=1_000_000)
+    """The label whose score counts, from 0; a model with one label needs none."""
+
+
+def _kind_of_reward(reward: Any) -> str:
+    return "function" if isinstance(reward, str) else "model"
+
+
+Reward = Annotated[
+    Annotated[str, AfterValidator(possible_function), Tag("function")]
+    | Annotated[RewardModelChoice, Tag("model")],
+    Discriminator(_kind_of_reward),
+]
+
+PROMPT, RESPONSE = "{prompt}", "{response}"
+"""The places in the template of a reward model."""
+
+
 class RewardTermConfig(ConfigModel):
     """Section `rewards` of `run.yaml`: the terms of a sample's reward.
 
     One term of the weighted sum.
     """
 
-    reward: Annotated[str, AfterValidator(possible_function)]
-    """Built-in name, entry point, or path.py:function."""
+    reward: Reward
+    """Built-in name, entry point, or path.py:function; or `{model: NAME}`, a reward model of the stack."""
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
+    """Names the term in samples and messages; empty takes the name of the function or of the model."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this term."""
     parameters: Parameters = Field(default_factory=dict)
     """Passed to the reward function by keyword."""
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
-    """Time limit for one sample; beyond it the result is a timeout, never a score."""
+    """Time limit for one sample; beyond it the result is a timeout, never a score. Functions alone have one."""
+    template: str = ""
+    """Text that a reward model reads, with the places {prompt} and {response}; empty renders its chat template."""
+    too_long: Literal["error", "cut"] = "error"
+    """Text that is longer than a reward model reads: the sample has no reward, or loses the beginning of the text."""
+
+    @property
+    def shown(self) -> str:
+        """The name of the term."""
+        return self.name or (self.reward if isinstance(self.reward, str) else self.reward.model)
+
+    @property
+    def model(self) -> RewardModelChoice | None:
+        """The reward model that gives the value; None where a function does."""
+        return None if isinstance(self.reward, str) else self.reward
+
+    @model_validator(mode="after")
+    def _has_the_keys_of_its_kind(self) -> Self:
+        of_models, of_functions = ("template", "too_long"), ("parameters", "timeout_s")
+        theirs, keys = ("a reward model", of_models) if self.model is None else ("a function", of_functions)
+        fields = type(self).model_fields
+        for key in keys:
+            if getattr(self, key) != fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"{key} is for {theirs}, and reward names none: leave it out")
+        if self.template and RESPONSE not in self.template:
+            raise ValueError(f"template has no {RESPONSE}, so every sample would get the same score: write it in")
+        return self
 
     def with_paths_from(self, directory: Path) -> Self:
+        if not isinstance(self.reward, str):
+            return self
         return self.model_copy(update={"reward": function_path(self.reward, directory)})
 
 

@@ -4,6 +4,7 @@ Invariants: a value is float32 and comes from the hidden state before the token 
 depend on that token; the head is kept and applied in float32 whatever the body computes in. A reward model is
 transformers' own sequence classification with one label: the reward of a sequence is the value after its last token;
 the head has no bias, which no comparison could teach it; a folder of a language model starts it with a head of zeros.
+A model that gives rewards and does not learn has a number for each of its labels, by the head of its folder.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.model_folder import SCORE_HEADS, score_head
 from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel, ValueBody
 from flotilla_trainer.rank.packed_rows import PackedRow
 
@@ -42,7 +44,7 @@ class ValueModel(BodyModel):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, *, packed_row: PackedRow | None = None
     ) -> torch.Tensor:
-        """Return one value for each of the flattened `positions`."""
+        """Return one value, or one for each label, of each of the flattened `positions`."""
         if self._lane is None:
             return self._values(self._hidden(tokens, packed_row).index_select(0, positions))
         part = self._lane.part(tokens, packed_row)
@@ -98,6 +100,29 @@ class RewardModel(ValueModel):
             with torch.no_grad():
                 model.score.weight.zero_()
         return model, lacking - {HEAD}
+
+
+class ScoreModel(ValueModel):
+    """A value model with a number for each label of its folder's head, which has to be there."""
+
+    @staticmethod
+    def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> ValueBody:
+        """Build the model inside, without weights."""
+        _, labels = score_head(Path(config.name_or_path))
+        if not labels:
+            raise FailedPrecondition(
+                f"a model of type {config.model_type} gives no rewards",
+                where=str(config.name_or_path),
+                why=f"its weights have no head of scores: {' or '.join(f'{head}.weight' for head in SCORE_HEADS)}",
+                next_step="use a model for sequence classification whose head is one linear layer",
+            )
+        return ValueBody.skeleton(config, dtype, labels)
+
+    @staticmethod
+    def read(folder: Path) -> tuple[ValueBody, set[str]]:
+        """Read the model of a folder, and the names of the tensors that it lacks."""
+        head, labels = score_head(folder)
+        return ValueBody.read(folder, head or "score", labels)
 
 
 def _padding(config: PretrainedConfig) -> int | None:
