@@ -40,6 +40,11 @@ METRICS = (
         "share",
         "Share of the samples whose response broke the reward `math`, or kept it busy until its limit: worth 0.",
     ),
+    Metric(
+        "reward/cut/<reward model>",
+        "texts",
+        "Texts since the step before that lost their beginning to fit the model (with `too_long: cut`).",
+    ),
     Metric("data/share/<data set>", "share", "Share of the groups from one of several data sets."),
     Metric(
         "data/left_out",

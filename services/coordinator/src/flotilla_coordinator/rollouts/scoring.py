@@ -202,16 +202,16 @@ def weigh(terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome]
     total = sum((term.weight * value for term, value in zip(terms, values, strict=True)), 0.0)
     if not abs(total) <= LARGEST_REWARD:
         parts = ", ".join(
-            f"{term.weight:g} x {value:g} ({term.reward})" for term, value in zip(terms, values, strict=True)
+            f"{term.weight:g} x {value:g} ({term.shown})" for term, value in zip(terms, values, strict=True)
         )
-        return Outcome(None, f"reward {terms[-1].reward}: the weighted sum is {total}: {parts}")
+        return Outcome(None, f"reward {terms[-1].shown}: the weighted sum is {total}: {parts}")
     unreadable = any(part.unreadable for part in components)
     named = tuple(
         one
         for term, part in zip(terms, components, strict=True)
         for one in (
-            (term.reward, part.value),
-            *((f"{term.reward}[{inner.name}]", inner.value) for inner in part.parts),
+            (term.shown, part.value),
+            *((f"{term.shown}[{inner.name}]", inner.value) for inner in part.parts),
         )
     )
     return Outcome(total, unreadable=unreadable, terms=values, parts=named)
@@ -313,7 +313,7 @@ def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
     parameters, timeout = Struct(), Duration()
     parameters.update(term.parameters)
     timeout.FromNanoseconds(int(term.timeout_s * 1e9))
-    return pb.RewardSpec(reward=term.reward, parameters=parameters, timeout=timeout)
+    return pb.RewardSpec(reward=str(term.reward), parameters=parameters, timeout=timeout)
 
 
 def score_item(sample_id: str, prompt: Prompt, response: str) -> pb.ScoreItem:
