@@ -33,7 +33,9 @@ def trained(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The export of a run that prefers answers of nines to answers of ones."""
     folder = tmp_path_factory.mktemp("trained")
     data = folder / "pairs.jsonl"
-    pairs = [{"prompt": f"{n}+1=", "chosen": "9" * (n % 5 + 1), "rejected": "1" * (n % 4 + 1)} for n in range(40)]
+    pairs = [
+        {"prompt": f"{n}+1=", "chosen": "9" * (n % 5 + 1), "rejected": "1" * (n % 4 + 1)} for n in range(40)
+    ]
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     run = run_on(data, "judge", 8, (16, 1, 6), optimizer=LEARNS, algorithm={"type": "reward_model"})
     del run["rewards"]
@@ -82,7 +84,9 @@ def run_file(arithmetic: Path, tmp_path: Path) -> Path:
 
 def score(folder: Path, labels: int, label: int, text: str) -> float:
     """Return what transformers says of a text alone."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=labels, dtype=torch.float32).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=labels, dtype=torch.float32
+    ).eval()
     model.config.pad_token_id = None
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     with torch.no_grad():
@@ -119,7 +123,9 @@ def test_a_run_learns_by_the_scores_of_a_model_that_we_trained_and_of_one_with_a
     assert by_nines[0] > by_nines[1]
 
 
-def test_a_run_waits_by_name_for_a_reward_model_that_died_and_loses_no_sample(judges: Stack, run_file: Path) -> None:
+def test_a_run_waits_by_name_for_a_reward_model_that_died_and_loses_no_sample(
+    judges: Stack, run_file: Path
+) -> None:
     run = judges.ok("run", "start", str(run_file), "steps=30", "checkpoint.every_steps=2")
     wait_until("three steps", lambda: len(judges.metrics(run)) >= 3, 120)
     judges.process("reward_model-nines").kill()

@@ -96,7 +96,11 @@ def test_a_reward_model_has_a_model_of_its_own_and_is_started_by_default(tmp_pat
     stack = stack_of(teachers={"math": {}}, reward_models={"helpful": {"model": tmp_path}})
     role = "reward_model-helpful"
     assert roles_of(stack)[-2:] == ("teacher-math", role)
-    assert (slots_of_role(stack, role), started(stack, role), model_of(stack, role)) == ([role], True, tmp_path)
+    assert (slots_of_role(stack, role), started(stack, role), model_of(stack, role)) == (
+        [role],
+        True,
+        tmp_path,
+    )
     assert model_of(with_model(stack, role, Path("/copy")), role) == Path("/copy")
     assert load_text(StackConfig, dump_yaml(stack)) == stack
     with pytest.raises(InvalidConfig, match=r"reward_models\.helpful\.model"):

@@ -34,14 +34,18 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def classifier(model_maker: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def classifier(
+    model_maker: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
     """Writes a model for sequence classification with so many labels, as transformers does."""
 
     def make(labels: int) -> Path:
         base = model_maker(tmp_path_factory.mktemp("base"), 5)
         folder = tmp_path_factory.mktemp("classifier")
         torch.manual_seed(labels)
-        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels, dtype=torch.float32)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=labels, dtype=torch.float32
+        )
         torch.nn.init.normal_(model.score.weight, std=0.5)
         model.config.pad_token_id = PADDING
         model.save_pretrained(folder)
@@ -112,7 +116,9 @@ async def test_scores_equal_those_of_transformers_for_any_layout_and_padding(
             np.testing.assert_allclose(np.concatenate(one_by_one), wanted[:4], atol=TOLERANCE)
         with pytest.raises(FailedPrecondition, match="has no log-probabilities"):
             await gang.call("ComputeLogprobs", pb.ComputeLogprobsRequest(run_id=gang.run_id))
-        own = pb.ScoredSequence(sequence_id="a", prompt_token_ids=to_tensor(texts[1]), token_ids=to_tensor(texts[1]))
+        own = pb.ScoredSequence(
+            sequence_id="a", prompt_token_ids=to_tensor(texts[1]), token_ids=to_tensor(texts[1])
+        )
         request = pb.ComputeValuesRequest(run_id=gang.run_id, sequences=[own], after_last=True)
         with pytest.raises(InvalidRequest, match="scores whole sequences"):
             await gang.call("ComputeValues", request)
@@ -130,7 +136,9 @@ async def test_a_model_with_the_value_head_of_trl_gives_its_values(
     tensors = load_file(folder / "model.safetensors")
     head = {"v_head.summary.weight": weight, "v_head.summary.bias": bias}
     save_file(tensors | head, folder / "model.safetensors", {"format": "pt"})
-    body = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
+    body = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         body.score.weight.copy_(weight)
         alone = [body(input_ids=torch.from_numpy(text).long()[None]).logits for text in texts]
@@ -140,6 +148,8 @@ async def test_a_model_with_the_value_head_of_trl_gives_its_values(
 
 
 async def test_a_language_model_cannot_be_a_reward_model(start_trainer: Callable[..., Any]) -> None:
-    with pytest.raises(FailedPrecondition, match=r"no head of scores: score\.weight or v_head\.summary\.weight"):
+    with pytest.raises(
+        FailedPrecondition, match=r"no head of scores: score\.weight or v_head\.summary\.weight"
+    ):
         async with start_trainer(name=NAME, nproc=1):
             pass

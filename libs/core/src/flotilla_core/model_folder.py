@@ -26,7 +26,7 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 
 TOKENIZER_FILE = "tokenizer.json"
 SCORE_HEADS = ("score", "v_head.summary")
-"""Linear heads that give scores: those of transformers' sequence and token classification, and the value head of TRL."""
+"""Linear heads that give scores: those of transformers' classification of sequences or tokens, and TRL's value head."""
 
 
 def model_folder(model: Path | str) -> Path:

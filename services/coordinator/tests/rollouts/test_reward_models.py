@@ -19,7 +19,9 @@ from flotilla_core.errors import Unavailable
 from flotilla_testing.model_folders import write_tokenizer
 
 LETTERS = "_abcdefgh"
-TEMPLATE = "{% for message in messages %}{{ 'ef'[message['role'] == 'user'] }}{{ message['content'] }}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ 'ef'[message['role'] == 'user'] }}{{ message['content'] }}{% endfor %}"
+)
 
 
 class Gang:
@@ -58,7 +60,9 @@ async def outcomes(scorer: RewardModelScorer | TermsInOrder, *items: pb.ScoreIte
     return [found[one.sample_id] for one in items]
 
 
-async def test_a_prompt_and_its_response_are_a_chat_in_the_models_own_template_and_tokens(tmp_path: Path) -> None:
+async def test_a_prompt_and_its_response_are_a_chat_in_the_models_own_template_and_tokens(
+    tmp_path: Path,
+) -> None:
     for letters in (LETTERS, "_hgfedcba"):
         gang = Gang()
         own = model(tmp_path / letters, gang, letters)
@@ -70,7 +74,9 @@ async def test_a_prompt_and_its_response_are_a_chat_in_the_models_own_template_a
         assert (first.total, second.total) == (sum(wanted[0]), sum(wanted[1]))
 
 
-async def test_a_template_has_the_prompt_and_the_response_in_its_places_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_template_has_the_prompt_and_the_response_in_its_places_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     gang = Gang()
     scorer = RewardModelScorer(
         "run", (term(template="h{prompt}g{response}"),), {"helpful": model(tmp_path, gang)}
@@ -81,7 +87,9 @@ async def test_a_template_has_the_prompt_and_the_response_in_its_places_and_noth
 
 
 @pytest.mark.parametrize("too_long", ["error", "cut"])
-async def test_text_that_is_too_long_is_an_error_by_name_or_cut_and_counted(too_long: str, tmp_path: Path) -> None:
+async def test_text_that_is_too_long_is_an_error_by_name_or_cut_and_counted(
+    too_long: str, tmp_path: Path
+) -> None:
     gang = Gang(longest=4)
     own = model(tmp_path, gang)
     terms = (term(name="kind", too_long=too_long),)
@@ -139,7 +147,9 @@ class Functions:
 
 
 @pytest.mark.parametrize("values", [(1.0, 3.0), ()])
-async def test_terms_of_models_stand_where_the_run_names_them(values: tuple[float, ...], tmp_path: Path) -> None:
+async def test_terms_of_models_stand_where_the_run_names_them(
+    values: tuple[float, ...], tmp_path: Path
+) -> None:
     terms = (term("exact", weight=2.0), term(weight=0.5), term("length"))
     scorer = TermsInOrder(
         terms,

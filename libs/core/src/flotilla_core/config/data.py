@@ -159,7 +159,9 @@ class RewardTermConfig(ConfigModel):
             if getattr(self, key) != fields[key].get_default(call_default_factory=True):
                 raise ValueError(f"{key} is for {theirs}, and reward names none: leave it out")
         if self.template and RESPONSE not in self.template:
-            raise ValueError(f"template has no {RESPONSE}, so every sample would get the same score: write it in")
+            raise ValueError(
+                f"template has no {RESPONSE}, so every sample would get the same score: write it in"
+            )
         return self
 
     def with_paths_from(self, directory: Path) -> Self:

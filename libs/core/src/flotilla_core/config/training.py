@@ -191,9 +191,7 @@ class AskedTeachers(ConfigModel):
     asked_by: ClassVar[str] = "advantage"
     """The section that names the teachers, for messages."""
 
-    teachers: dict[GangName, Annotated[float, Field(gt=0, le=1e6)]] = Field(
-        default={}, max_length=MOST_NAMED
-    )
+    teachers: dict[GangName, Annotated[float, Field(gt=0, le=1e6)]] = Field(default={}, max_length=MOST_NAMED)
     """Weights by the names in the stack's `teachers`; every sample is compared with the weighted mean of their
     log-probabilities. Empty: the stack's `teacher` alone."""
     teacher_field: str | None = None

@@ -28,7 +28,11 @@ def reward_model_chapter(config: RunConfig, stack: StackConfig) -> Entries:
         terms = [(key, term) for key, term in terms_of(config) if term.model and term.model.model == name]
         try:
             folder = model_folder(model_of(stack, role))
-            facts, tokenizer, (_, labels) = ModelFacts.read(folder), Tokenizer.load(folder), score_head(folder)
+            facts, tokenizer, (_, labels) = (
+                ModelFacts.read(folder),
+                Tokenizer.load(folder),
+                score_head(folder),
+            )
         except FlotillaError as error:
             yield error.finding()
             continue
@@ -58,7 +62,9 @@ def _term_errors(key: str, term: RewardTermConfig, labels: int, tokenizer: Token
             f"{{model: {name}, label: 0}}"
         )
     elif label is not None and label >= labels:
-        yield refusal(f"{key}.reward.label is {label}, but the labels of the model {name} end at {labels - 1}")
+        yield refusal(
+            f"{key}.reward.label is {label}, but the labels of the model {name} end at {labels - 1}"
+        )
     if not term.template:
         try:
             tokenizer.render_chat(_TRIED, begin_answer=False)

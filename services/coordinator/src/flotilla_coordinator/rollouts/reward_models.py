@@ -59,8 +59,12 @@ class RewardModel:
         """Return the answer about each item; `cuts` says what becomes of text that is too long."""
         texts = await asyncio.to_thread(tokens_of, self._tokenizer, template, items)
         limit = self._gang.longest_sequence
-        refused = {place: why for place, text in enumerate(texts) if (why := _refusal(text, limit, cuts=cuts))}
-        whole = [text for place, text in enumerate(texts) if place not in refused and not isinstance(text, str)]
+        refused = {
+            place: why for place, text in enumerate(texts) if (why := _refusal(text, limit, cuts=cuts))
+        }
+        whole = [
+            text for place, text in enumerate(texts) if place not in refused and not isinstance(text, str)
+        ]
         read = [np.array(text[-limit:], np.int32) for text in whole]
         scores = iter(await self._gang.scores(read) if read else ())
         answers = [
@@ -81,13 +85,13 @@ class Answer(NamedTuple):
     cut: bool = False
 
 
-def tokens_of(
-    tokenizer: Tokenizer, template: str, items: Sequence[pb.ScoreItem]
-) -> list[list[int] | str]:
+def tokens_of(tokenizer: Tokenizer, template: str, items: Sequence[pb.ScoreItem]) -> list[list[int] | str]:
     """Return the tokens that a model reads of each item, or why there are none."""
     if template:
         filled = [
-            _PLACE.sub(lambda place, item=item: item.prompt if place[0] == PROMPT else item.response, template)
+            _PLACE.sub(
+                lambda place, item=item: item.prompt if place[0] == PROMPT else item.response, template
+            )
             for item in items
         ]
         return [*tokenizer.encode_many(filled, special=True)]
@@ -110,7 +114,7 @@ def _refusal(text: list[int] | str, limit: int, *, cuts: bool) -> str:
     if not text:
         return "there is no text to judge"
     if limit and len(text) > limit and not cuts:
-        return f"the text has {len(text)} tokens, and the model reads {limit} (too_long: cut lets it lose the beginning)"
+        return f"the text has {len(text)} tokens, and the model reads {limit}; with `too_long: cut` it loses the beginning"
     return ""
 
 
@@ -187,7 +191,9 @@ def _value(term: RewardTermConfig, answer: Answer) -> tuple[float, str]:
 class TermsInOrder:
     """Gives the values of two scorers' terms together, in the order of the configuration."""
 
-    def __init__(self, terms: tuple[RewardTermConfig, ...], functions: TermScorer, models: TermScorer) -> None:
+    def __init__(
+        self, terms: tuple[RewardTermConfig, ...], functions: TermScorer, models: TermScorer
+    ) -> None:
         self.terms = terms
         self._scorers = (functions, models)
 
