@@ -94,11 +94,21 @@ def tokens_of(tokenizer: Tokenizer, template: str, items: Sequence[pb.ScoreItem]
             )
             for item in items
         ]
-        return [*tokenizer.encode_many(filled, special=True)]
+        # The prompt of a chat was rendered, and has its special tokens.
+        bare = [not item.chat for item in items]
+        encoded = {
+            special: iter(
+                tokenizer.encode_many(
+                    [text for text, own in zip(filled, bare, strict=True) if own is special], special=special
+                )
+            )
+            for special in (True, False)
+        }
+        return [next(encoded[special]) for special in bare]
     rendered = tokenizer.render_chats([_conversation(item) for item in items])
     # A rendered template has its own special tokens.
-    encoded = iter(tokenizer.encode_many([text for text in rendered if isinstance(text, str)]))
-    return [str(text) if isinstance(text, InvalidConfig) else next(encoded) for text in rendered]
+    whole = iter(tokenizer.encode_many([text for text in rendered if isinstance(text, str)]))
+    return [str(text) if isinstance(text, InvalidConfig) else next(whole) for text in rendered]
 
 
 def _conversation(item: pb.ScoreItem) -> Conversation:
@@ -114,7 +124,7 @@ def _refusal(text: list[int] | str, limit: int, *, cuts: bool) -> str:
     if not text:
         return "there is no text to judge"
     if limit and len(text) > limit and not cuts:
-        return f"the text has {len(text)} tokens, and the model reads {limit}; with `too_long: cut` it loses the beginning"
+        return f"the text has {len(text)} tokens, and the model reads {limit} (too_long: cut leaves its beginning out)"
     return ""
 
 
