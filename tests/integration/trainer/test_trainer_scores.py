@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
@@ -145,6 +149,41 @@ async def test_a_model_with_the_value_head_of_trl_gives_its_values(
     async with start_trainer(model=folder, name=NAME, nproc=1) as gang:
         await opened(gang)
         np.testing.assert_allclose(await scores(gang, texts), torch.cat(alone) + bias, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+async def test_an_encoder_gives_what_its_own_class_gives_for_any_layout(
+    start_trainer: Callable[..., Any], texts: list[np.ndarray], labels: int, tmp_path: Path
+) -> None:
+    config = RobertaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=66,
+        initializer_range=0.3,
+        pad_token_id=1,
+        num_labels=labels,
+    )
+    torch.manual_seed(1)
+    model = RobertaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
+    texts = [np.maximum(text, config.pad_token_id + 1) for text in texts]
+    with torch.no_grad():
+        alone = [model(input_ids=torch.from_numpy(text).long()[None]).logits for text in texts]
+    wanted = torch.cat(alone).numpy()
+    assert wanted.std(axis=0).min() > 0.01
+    async with start_trainer(model=tmp_path, name=NAME, nproc=2) as gang:
+        for layout in (one for name, one in LAYOUTS.items() if "packed" not in name):
+            await opened(gang, **layout)
+            np.testing.assert_allclose(await scores(gang, texts), wanted, atol=TOLERANCE)
+        long = np.full(65, 5, np.int32)
+        with pytest.raises(InvalidRequest, match="the model takes 64"):
+            await scores(gang, [long])
+        with pytest.raises(FailedPrecondition, match="cannot be packed"):
+            await opened(gang, packing="on")
 
 
 async def test_a_language_model_cannot_be_a_reward_model(start_trainer: Callable[..., Any]) -> None:
