@@ -28,11 +28,8 @@ def reward_model_chapter(config: RunConfig, stack: StackConfig) -> Entries:
         terms = [(key, term) for key, term in terms_of(config) if term.model and term.model.model == name]
         try:
             folder = model_folder(model_of(stack, role))
-            facts, tokenizer, (_, labels) = (
-                ModelFacts.read(folder),
-                Tokenizer.load(folder),
-                score_head(folder),
-            )
+            facts, tokenizer = ModelFacts.read(folder), Tokenizer.load(folder)
+            _, labels = score_head(folder)
         except FlotillaError as error:
             yield error.finding()
             continue
@@ -51,9 +48,9 @@ def _term_errors(key: str, term: RewardTermConfig, labels: int, tokenizer: Token
     assert term.model is not None, "of a reward model"
     name, label = term.model.model, term.model.label
     if not labels:
+        heads = " or ".join(f"{head}.weight" for head in SCORE_HEADS)
         yield refusal(
-            f"{key}.reward: the model {name} has no head of scores "
-            f"({' or '.join(f'{head}.weight' for head in SCORE_HEADS)}), so it gives no reward: name a model for "
+            f"{key}.reward: the model {name} has no head of scores ({heads}), so it gives no reward: name a model for "
             "sequence classification, such as the export of a run with algorithm.type reward_model"
         )
     elif label is None and labels > 1:
