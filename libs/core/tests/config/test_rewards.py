@@ -13,7 +13,8 @@ RUN = "name: a\nsteps: 1\ndata: {train: rows.jsonl}\nrewards: "
 
 
 def test_a_reward_model_is_named_with_its_label_and_kept_so() -> None:
-    terms = "[{reward: {model: helpful, label: 2}, name: kind, too_long: cut}, {reward: {model: safe}}, {reward: exact}]"
+    first = "{reward: {model: helpful, label: 2}, name: kind, too_long: cut}"
+    terms = f"[{first}, {{reward: {{model: safe}}}}, {{reward: exact}}]"
     config = load_text(RunConfig, RUN + terms)
     assert [term.shown for term in config.rewards] == ["kind", "safe", "exact"]
     assert [term.model and (term.model.model, term.model.label) for term in config.rewards] == [

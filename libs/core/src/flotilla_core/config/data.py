@@ -106,12 +106,12 @@ class RewardModelChoice(ConfigModel):
 
 
 def _kind_of_reward(reward: Any) -> str:
-    return "function" if isinstance(reward, str) else "model"
+    return "function" if isinstance(reward, str) else "choice"
 
 
 Reward = Annotated[
     Annotated[str, AfterValidator(possible_function), Tag("function")]
-    | Annotated[RewardModelChoice, Tag("model")],
+    | Annotated[RewardModelChoice, Tag("choice")],
     Discriminator(_kind_of_reward),
 ]
 
