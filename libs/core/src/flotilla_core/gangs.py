@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from flotilla_core.config import GangConfig, StackConfig, TrainerConfig
@@ -12,6 +13,7 @@ from flotilla_core.roles import (
     NAMED,
     POLICY,
     REFERENCE,
+    REWARD_MODEL,
     TEACHER,
     kind_of_role,
     name_of_role,
@@ -47,8 +49,8 @@ def with_model(stack: StackConfig, role: str, folder: Path | str) -> StackConfig
     gang = _beside(stack, role).model_copy(update={"model": folder})
     if role in KINDS:
         return stack.model_copy(update={role: gang})
-    section = NAMED[kind_of_role(role)]
-    return stack.model_copy(update={section: {**getattr(stack, section), name_of_role(role): gang}})
+    kind = kind_of_role(role)
+    return stack.model_copy(update={NAMED[kind]: {**named_gangs(stack)[kind], name_of_role(role): gang}})
 
 
 def started(stack: StackConfig, role: str) -> bool:
@@ -70,22 +72,26 @@ def slots_of_role(stack: StackConfig, role: str) -> list[str]:
 def _beside(stack: StackConfig, role: str) -> GangConfig:
     gangs = {CRITIC: stack.critic, REFERENCE: stack.reference, TEACHER: stack.teacher, **_named(stack)}
     if role not in gangs:
-        section = NAMED[kind_of_role(role)]
+        kind = kind_of_role(role)
         raise FailedPrecondition(
-            f"the stack has no {kind_of_role(role).replace('_', ' ')} {name_of_role(role)!r}",
-            where=f"stack {stack.name!r}, {section}",
-            why=f"it names {', '.join(getattr(stack, section)) or 'none'}",
+            f"the stack has no {kind.replace('_', ' ')} {name_of_role(role)!r}",
+            where=f"stack {stack.name!r}, {NAMED[kind]}",
+            why=f"it names {', '.join(named_gangs(stack)[kind]) or 'none'}",
             next_step=f"write {section_of(role)} into stack.yaml, or take another name",
         )
     return gangs[role]
 
 
+def named_gangs(stack: StackConfig) -> dict[str, Mapping[str, GangConfig]]:
+    """Return the gangs that have names, by the kind of their roles."""
+    return {TEACHER: stack.teachers, REWARD_MODEL: stack.reward_models}
+
+
 def _named(stack: StackConfig) -> dict[str, GangConfig]:
-    """Return the gangs that have names, by their roles."""
     return {
         named_role(kind, name): gang
-        for kind, section in NAMED.items()
-        for name, gang in getattr(stack, section).items()
+        for kind, gangs in named_gangs(stack).items()
+        for name, gang in gangs.items()
     }
 
 

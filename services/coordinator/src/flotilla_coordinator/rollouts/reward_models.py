@@ -23,7 +23,7 @@ from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.rollouts.scoring import ScoreGathering, Take, TermScorer
 from flotilla_core import telemetry
 from flotilla_core.config import RewardTermConfig
-from flotilla_core.config.data import PROMPT, RESPONSE
+from flotilla_core.config.data import PROMPT, RESPONSE, RewardModelChoice
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
@@ -138,8 +138,9 @@ class Question(NamedTuple):
     @classmethod
     def of(cls, term: RewardTermConfig) -> Question:
         """Return the question of a term."""
-        assert term.model is not None, "other terms are of the reward service"
-        return cls(term.model.model, term.template, term.too_long == "cut")
+        choice: RewardModelChoice | None = term.model
+        assert choice is not None, "other terms are of the reward service"
+        return cls(choice.model, term.template, term.too_long == "cut")
 
 
 class RewardModelScorer:
@@ -189,7 +190,8 @@ def _value(term: RewardTermConfig, answer: Answer) -> tuple[float, str]:
     """Return the score that a term takes, or why there is none."""
     if answer.scores is None:
         return 0.0, answer.failure
-    label = None if term.model is None else term.model.label
+    choice: RewardModelChoice | None = term.model
+    label = None if choice is None else choice.label
     if label is None and len(answer.scores) == 1:
         label = 0
     if label is None or label >= len(answer.scores):
