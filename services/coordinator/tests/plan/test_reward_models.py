@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flotilla_coordinator.plan.chapter import Chapter
-from flotilla_coordinator.plan.checks import role_errors
+from flotilla_coordinator.plan.checks import config_errors, role_errors
 from flotilla_coordinator.plan.reward_lines import reward_model_chapter
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_testing.model_folders import write_header, write_tokenizer
@@ -93,6 +93,13 @@ def test_a_run_whose_reward_model_the_stack_does_not_start_is_refused() -> None:
         f"a reward is the model {name}, but the stack has no reward_models.{name}: "
         f"write `reward_models: {{{name}: {{model: FOLDER}}}}`"
         for name in ("helpful", "idle")
+    ]
+
+
+def test_terms_with_one_name_are_refused() -> None:
+    config = run_with(*({"reward": reward, "name": "kind"} for reward in ("exact", {"model": "helpful"})))
+    assert Chapter.of(config_errors(config)).errors == [
+        "rewards: 2 terms have the name kind: give each its own"
     ]
 
 

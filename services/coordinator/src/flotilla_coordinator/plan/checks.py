@@ -52,6 +52,9 @@ def config_errors(config: RunConfig) -> Entries:
             f"stop.accuracy_at_most = {stop.accuracy_at_most} is below "
             f"stop.accuracy_at_least = {stop.accuracy_at_least}: no evaluation can satisfy both"
         )
+    called = [term.name for term in config.rewards if term.name]
+    for name in (name for name in dict.fromkeys(called) if called.count(name) > 1):
+        yield refusal(f"rewards: {called.count(name)} terms have the name {name}: give each its own")
     pinned = evaluation is not None and evaluation.pinned
     if pinned and config.evaluates_pairs:
         yield refusal(
