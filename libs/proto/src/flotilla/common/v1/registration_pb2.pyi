@@ -147,7 +147,7 @@ class Registration(_message.Message):
     model_digest: _builtins.str
     role: _builtins.str
     """What a trainer holds for a run: policy (also when empty), critic, reference or teacher, or
-    teacher-NAME for a teacher that has a name.
+    teacher-NAME for a teacher that has a name, or reward_model-NAME.
     """
     @_builtins.property
     def started_at(self) -> _timestamp_pb2.Timestamp: ...
