@@ -33,6 +33,8 @@ from flotilla_core.config.model import HUB, is_url
 from flotilla_core.config.other_programs import OURS
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.findings import found_of
+from flotilla_core.gangs import named_gangs
+from flotilla_core.roles import NAMED
 from flotilla_core.generated_tasks import TASKS
 from flotilla_launch.environment import presentable
 
@@ -183,7 +185,8 @@ def _of_run(config: RunConfig) -> Iterator[Found]:
 def _of_stack(config: StackConfig) -> Iterator[Found]:
     models = {"model": config.model, "critic.model": config.critic.model}
     models |= {"reference.model": config.reference.model, "teacher.model": config.teacher.model}
-    models |= {f"teachers.{name}.model": gang.model for name, gang in config.teachers.items()}
+    for kind, named in named_gangs(config).items():
+        models |= {f"{NAMED[kind]}.{name}.model": gang.model for name, gang in named.items()}
     for key, model in models.items():
         if isinstance(model, Path):
             yield _folder(key, model, "config.json")

@@ -206,6 +206,8 @@ def _config(subject: Subject, arguments: list[str], data: list[Path], rewards: l
         raise _nothing_to_evaluate_with(f"run {config.name} has no `evaluation`")
     if config.evaluates_pairs:
         raise _nothing_to_evaluate_with("pairs are ranked by a trainer")
+    if config.reward_models:
+        raise _nothing_to_evaluate_with("reward models are asked by runs alone")
     return config
 
 
@@ -243,6 +245,7 @@ def fleet_for(stack: StackConfig, subject: Subject) -> StackConfig:
         "coordinator": CoordinatorConfig(),
         "placement": "separate",
         "teachers": {},
+        "reward_models": {},
         "autoscale": None,
     }
     changes |= dict.fromkeys(("critic", "reference", "teacher"), GangConfig())

@@ -175,7 +175,7 @@ def test(
     scored = zip(tried, _scored(config, of_stack, tokenizer, tried), strict=True)
     found = [_trial_json(*one, *outcome) for one, outcome in scored]
     if as_json:
-        print_json({"rewards": [term.reward for term in config.rewards], "samples": found})
+        print_json({"rewards": [term.shown for term in config.rewards], "samples": found})
     else:
         _print_trial(found)
     if any(one["failure"] for one in found):
@@ -205,11 +205,14 @@ def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
         asked = [RewardTermConfig(reward=name).with_paths_from(Path.cwd()) for name in names]
         known = {term.reward: term for term in config.rewards}
         config = config.model_copy(update={"rewards": tuple(known.get(one.reward, one) for one in asked)})
-    if not config.rewards:
+    functions = tuple(term for term in config.rewards if term.model is None)
+    if models := [term.shown for term in config.rewards if term.model is not None]:
+        say(f"{', '.join(models)}: left out, because a reward model is asked by runs alone")
+    if not functions:
         raise InvalidRequest(
             "the run names no rewards", where=", ".join(files), next_step="name one: path.py:function"
         )
-    return config
+    return config.model_copy(update={"rewards": functions})
 
 
 def _rows(config: RunConfig, stack: StackConfig, rows: int) -> tuple[list[Prompt], Tokenizer]:

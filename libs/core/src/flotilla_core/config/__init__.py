@@ -37,18 +37,21 @@ if TYPE_CHECKING:
         SftConfig,
     )
     from flotilla_core.config.data import (
-        LARGEST_REWARD,
         CurriculumConfig,
         DataConfig,
         DynamicSamplingConfig,
         EvaluationConfig,
         HeldOutSet,
-        RewardMode,
-        RewardTermConfig,
         RolloutConfig,
         SamplingConfig,
         StopConfig,
         TrainingSet,
+    )
+    from flotilla_core.config.rewards import (
+        LARGEST_REWARD,
+        RewardMode,
+        RewardModelChoice,
+        RewardTermConfig,
     )
     from flotilla_core.config.run import (
         DIRECT,
@@ -72,7 +75,7 @@ if TYPE_CHECKING:
         bucket_size_mib,
     )
 
-_OF_RUNS = ("training", "data", "algorithm", "run")
+_OF_RUNS = ("training", "rewards", "data", "algorithm", "run")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,18 +1,16 @@
-"""The data of a run and its evaluation: prompts, rollouts, rewards and evaluation."""
+"""The data of a run and its evaluation: prompts, rollouts and evaluation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.model import ConfigModel, DataSource, Parameters, function_path, possible_function
+from flotilla_core.config.model import ConfigModel, DataSource
+from flotilla_core.config.rewards import RewardMode, RewardTermConfig
 from flotilla_core.evaluations import majority_sizes, team_sizes
 from flotilla_core.generated_tasks import TaskSource, is_generated
-
-LARGEST_REWARD = 1e38
-"""Largest absolute value: sums and squares of such rewards stay finite. The trainer's contract has the same bound."""
 
 
 class TrainingSet(ConfigModel):
@@ -135,62 +133,6 @@ class DataConfig(ConfigModel):
 
 def _is_range(path: Path) -> bool:
     return is_generated(path) and TaskSource.parse(path).highest is not None
-
-
-RewardMode = Literal["weighted", "gated", "min", "max", "product", "first"]
-
-
-class RewardTermConfig(ConfigModel):
-    """Section `rewards` of `run.yaml`: the terms of a sample's reward.
-
-    One term, whose value is recorded with each sample.
-    """
-
-    reward: Annotated[str, AfterValidator(possible_function)]
-    """Built-in name, entry point, or path.py:function."""
-    name: str = Field(default="", max_length=100)
-    """Name of its value in samples and messages; empty takes `reward`."""
-    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
-    """Factor of this term; a term with 0 is only recorded."""
-    gate_at: float | None = Field(default=None, ge=-1e12, le=1e12)
-    """Least value of the term as a gate of `reward_mode: gated`: where it is below this, the reward is 0."""
-    parameters: Parameters = Field(default_factory=dict)
-    """Passed to the reward function by keyword."""
-    timeout_s: float = Field(default=10.0, gt=0, le=86_400)
-    """Time limit for one sample; beyond it the result is a timeout, never a score. A function of whole groups has this
-    time for each of their samples."""
-    on_unverifiable: Annotated[float, Field(ge=-1e6, le=1e6)] | Literal["drop"] = 0.0
-    """Value of a response that made its verifier fail; `drop` trains no such sample."""
-    blames_response: bool = False
-    """A response during which a function of yours passes its limit, or dies twice, has made it fail. This always holds
-    of built-in rewards."""
-    trusted: bool = False
-    """Run this function outside of the jail of `reward.isolation`, as the reward service itself: with its files, its
-    network and its variables. For code of yours that needs them; a built-in reward needs none."""
-
-    @property
-    def shown(self) -> str:
-        """The name of its value."""
-        return self.name or self.reward
-
-    def with_paths_from(self, directory: Path) -> Self:
-        return self.model_copy(update={"reward": function_path(self.reward, directory)})
-
-
-def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str = "") -> None:
-    """Raise ValueError where terms cannot make a reward by this mode; `of` says whose they are."""
-    gates = [term.shown for term in terms if term.gate_at is not None]
-    problem = ""
-    if mode != "gated" and gates:
-        problem = f"reward {gates[0]} has a gate_at, which belongs to gated: leave one of them out"
-    elif mode != "weighted" and not terms:
-        problem = "there are no rewards beside it: leave it out, or name some"
-    elif mode == "gated" and not gates:
-        problem = "no reward is a gate: give one gate_at, the value that it has to have"
-    elif mode != "weighted" and not any(term.weight for term in terms):
-        problem = "every weight is 0: rewards with a weight alone count"
-    if problem:
-        raise ValueError(f"reward_mode{of} is {mode}, and {problem}")
 
 
 UNREPRODUCIBLE = (

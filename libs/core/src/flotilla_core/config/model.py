@@ -35,7 +35,7 @@ from pydantic import (
 
 from flotilla_core.addresses import canonical
 from flotilla_core.generated_tasks import TASKS, TaskSource, is_generated
-from flotilla_core.roles import TEACHER_NAME
+from flotilla_core.roles import GANG_NAME
 from flotilla_core.structs import unfit
 
 LONGEST_TEXT = 4096
@@ -99,7 +99,7 @@ ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
 HostName = Annotated[str, AfterValidator(canonical)]
 """An address, or a name of a host; brackets around one of IPv6 are taken off."""
 
-TeacherName = Annotated[str, StringConstraints(pattern=TEACHER_NAME)]
+GangName = Annotated[str, StringConstraints(pattern=GANG_NAME)]
 """Lower-case letters, digits and `_`, starting with a letter."""
 
 

@@ -19,13 +19,11 @@ from flotilla_core.config.algorithm import AlgorithmConfig, DpoConfig, PolicyCon
 from flotilla_core.config.data import (
     DataConfig,
     EvaluationConfig,
-    RewardMode,
-    RewardTermConfig,
     RolloutConfig,
     StopConfig,
-    can_combine,
 )
 from flotilla_core.config.model import ConfigModel, FolderOrUrl, kind_of
+from flotilla_core.config.rewards import RewardMode, RewardTermConfig, can_combine
 from flotilla_core.config.training import (
     MOST_SAMPLE_BYTES,
     BatchingConfig,
@@ -34,6 +32,7 @@ from flotilla_core.config.training import (
     OptimizerConfig,
     WeightSyncConfig,
 )
+from flotilla_core.roles import REWARD_MODEL, named_role
 
 DIRECT = "none"
 """The value of `proxy` that uses none, whatever the environment says."""
@@ -214,6 +213,19 @@ class RunConfig(ConfigModel):
         default=(), max_length=16
     )
     """Trackers of the run's metrics beside its own files: names (`[tensorboard, wandb]`), or sections with keys."""
+
+    @property
+    def reward_models(self) -> list[str]:
+        """The names of the reward models that score its samples and held-out answers, each once."""
+        sets = () if self.evaluation is None else self.evaluation.sets_of_data
+        terms = [*self.rewards, *(term for one in sets for term in one.rewards)]
+        return [*dict.fromkeys(term.model.model for term in terms if term.model is not None)]
+
+    @property
+    def gangs_beside_the_policy(self) -> list[str]:
+        """The roles for which the run needs a gang in addition to the policy's."""
+        learning = self.algorithm.gangs_beside_the_policy if isinstance(self.algorithm, PolicyConfig) else []
+        return [*learning, *(named_role(REWARD_MODEL, name) for name in self.reward_models)]
 
     @property
     def learns_from_pairs(self) -> bool:

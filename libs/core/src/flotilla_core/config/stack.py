@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from flotilla_core.addresses import loopback
-from flotilla_core.config.model import ConfigModel, Environment, HostName, ModelName, TeacherName
-from flotilla_core.roles import MOST_TEACHERS
+from flotilla_core.config.model import ConfigModel, Environment, GangName, HostName, ModelName
+from flotilla_core.roles import MOST_NAMED
 
 MOST_REPLICAS = 256
 """Limit for one kind on one host."""
@@ -316,6 +316,15 @@ class GangConfig(TrainerConfig):
     """Hugging Face folder (or hub name) with the stack's tokenizer; empty takes the stack's model."""
 
 
+class RewardModelGangConfig(GangConfig):
+    """A gang with a reward model, which scores the samples of a run."""
+
+    replicas: int = Field(default=1, ge=0, le=MOST_REPLICAS)
+    """Whole gangs that the launcher starts, one for each run that asks it at once."""
+    model: ModelName
+    """Hugging Face folder (or hub name) of a model with a head of scores, and its own tokenizer and chat template."""
+
+
 class IsolationConfig(ConfigModel):
     """The jail that functions of users run in, on the host of a reward replica."""
 
@@ -511,8 +520,10 @@ class StackConfig(ConfigModel):
     """Holds the first policy of runs with algorithm.kl.reference: service."""
     teacher: GangConfig = Field(default_factory=GangConfig)
     """Holds the model that runs with algorithm.advantage.type: distill or algorithm.teacher learn from."""
-    teachers: dict[TeacherName, GangConfig] = Field(default={}, max_length=MOST_TEACHERS)
+    teachers: dict[GangName, GangConfig] = Field(default={}, max_length=MOST_NAMED)
     """Named teachers, for runs that learn from several or choose one: a section like `teacher` for each name."""
+    reward_models: dict[GangName, RewardModelGangConfig] = Field(default={}, max_length=MOST_NAMED)
+    """Models that give rewards, by the names that `rewards` of runs have."""
     reward: RewardServiceConfig = Field(default_factory=RewardServiceConfig)
     """Reward replicas."""
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)

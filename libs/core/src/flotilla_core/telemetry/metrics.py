@@ -45,6 +45,11 @@ METRICS = (
         "",
         "Mean value of one of several rewards, and of what a reward says beside its value, as `reward[part]`.",
     ),
+    Metric(
+        "reward/cut/<reward model>",
+        "texts",
+        "Texts since the step before that lost their beginning to fit the model (with `too_long: cut`).",
+    ),
     Metric("data/share/<data set>", "share", "Share of the groups from one of several data sets."),
     Metric(
         "data/left_out",

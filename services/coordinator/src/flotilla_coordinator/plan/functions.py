@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
-from flotilla_core.config import IsolationConfig, PolicyConfig, RunConfig
+from flotilla_core.config import IsolationConfig, PolicyConfig, RewardTermConfig, RunConfig
 from flotilla_core.config.model import UserFunction
 from flotilla_core.findings import warning
 from flotilla_workers import check
@@ -54,23 +54,27 @@ class Function:
 def functions_of(config: RunConfig) -> list[Function]:
     """Return the functions that the run names; built-in ones only where their service checks more than the schema."""
     found = [
-        Function(f"rewards[{index}].reward", term.reward, term.parameters, True, term.trusted)
-        for index, term in enumerate(config.rewards)
+        Function(f"{key}.reward", term.reward, term.parameters, True, term.trusted)
+        for key, term in terms_of(config)
+        if isinstance(term.reward, str)
     ]
-    data = () if config.evaluation is None else config.evaluation.data
-    if not isinstance(data, Path):
-        found += [
-            Function(f"{key}[{index}].reward", term.reward, term.parameters, True, term.trusted)
-            for place, one in enumerate(data)
-            for key in [f"evaluation.data[{place}].rewards"]
-            for index, term in enumerate(one.rewards)
-        ]
     if isinstance(config.algorithm, PolicyConfig):
         for section in ("advantage", "loss"):
             chosen = getattr(config.algorithm, section)
             if isinstance(chosen, UserFunction):
                 found.append(Function(f"algorithm.{section}.type", chosen.type, chosen.parameters, False))
     return found
+
+
+def terms_of(config: RunConfig) -> list[tuple[str, RewardTermConfig]]:
+    """Return the terms of all rewards, those of held-out sets too, each with its key."""
+    found = [(f"rewards[{index}]", term) for index, term in enumerate(config.rewards)]
+    sets = () if config.evaluation is None else config.evaluation.sets_of_data
+    return found + [
+        (f"evaluation.data[{place}].rewards[{index}]", term)
+        for place, one in enumerate(sets)
+        for index, term in enumerate(one.rewards)
+    ]
 
 
 def file_errors(config: RunConfig) -> Entries:

@@ -424,7 +424,7 @@ def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
     parameters.update(term.parameters)
     timeout.FromNanoseconds(int(term.timeout_s * 1e9))
     return pb.RewardSpec(
-        reward=term.reward,
+        reward=str(term.reward),
         name=term.name,
         parameters=parameters,
         timeout=timeout,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, BatchSource
+from flotilla_coordinator.rollouts.reward_models import RewardModel
 from flotilla_coordinator.rollouts.samples import SampleValidator
 from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints
 from flotilla_coordinator.runs.control import RunControl, described, differences
@@ -98,6 +99,8 @@ class RunContext:
     activities: Activities
     idle: IdleShares
     validator: SampleValidator = field(default_factory=SampleValidator)
+    reward_models: Mapping[str, RewardModel] = field(default_factory=dict)
+    """The models that give rewards, by their names."""
     autoscaler: Autoscaler | None = None
     pinned: PinnedEvaluation | None = None
     """The evaluation on a pinned generator, where the run has one."""
@@ -205,6 +208,7 @@ class RunContext:
         self.metrics.update(self.lag.take_metrics())
         self.metrics.update(self.checkpoints.take_metrics())
         self.metrics.update(self.validator.take_metrics())
+        self.metrics |= {f"reward/cut/{name}": one.take_cut() for name, one in self.reward_models.items()}
         self.steps_done = step + 1
         self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
         self.status.step_done(self.steps_done, self.policy.version, self.metrics, self.occasions())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
 from flotilla_coordinator.data.prompt_source import PromptSource
@@ -25,6 +26,7 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation, Sampler
 from flotilla_coordinator.rollouts.group import GroupRollout
+from flotilla_coordinator.rollouts.reward_models import RewardModel, RewardModelScorer, TermsInOrder
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
@@ -34,7 +36,7 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import SessionFactory
-from flotilla_coordinator.trainers.roles import PolicyTrainer
+from flotilla_coordinator.trainers.roles import PolicyTrainer, RewardModelSession
 from flotilla_coordinator.weights.canary import Canary, LiveCheck
 from flotilla_coordinator.weights.members import Candidates, GeneratorReplica
 from flotilla_coordinator.weights.sync import WeightSync
@@ -43,6 +45,7 @@ from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, RewardMode, RewardTermConfig, dump_yaml
 from flotilla_core.errors import FlotillaError, Unavailable
 from flotilla_core.findings import warning
+from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
 
@@ -66,6 +69,7 @@ class RunWiring:
         self._wait_limit_s = host.stack.ready_timeout_s
         self._pinned: PinnedEvaluation | None = None
         self._sleeping: SleepingGenerators | None = None
+        self._reward_models: dict[str, RewardModel] = {}
         self._metrics: dict[str, float] = {}
         self._canary_figures: dict[str, float] = {}
 
@@ -95,6 +99,7 @@ class RunWiring:
         policy = learners.policy
         sync = self._sync(policy, prompts, tokenizer, fence)
         generation = self._generation(sync, tokenizer)
+        self._reward_models = await asyncio.to_thread(self._reward_models_of, learners.reward_models)
         scorer = self._scorer(config.rewards, config.reward_mode)
         evaluator = self._evaluator(held_out, policy, generation, scorer)
         if isinstance(evaluator, Evaluator) and config.evaluation is not None and config.evaluation.pinned:
@@ -128,6 +133,7 @@ class RunWiring:
             activities=self._host.activities,
             idle=IdleShares(self._fleet.generators.replicas),
             validator=generation.validator,
+            reward_models=self._reward_models,
             metrics=self._metrics,
             canary_figures=self._canary_figures,
             autoscaler=self._autoscaler(),
@@ -273,11 +279,25 @@ class RunWiring:
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 
+    def _reward_models_of(self, sessions: Mapping[str, RewardModelSession]) -> dict[str, RewardModel]:
+        """Load the tokenizer of each reward model."""
+        folders = {name: model_of(self._host.stack, one.gang.role) for name, one in sessions.items()}
+        return {
+            name: RewardModel(Tokenizer.load(model_folder(folders[name])), session, str(folders[name]))
+            for name, session in sessions.items()
+        }
+
     def _scorer(self, rewards: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
         offer, pool = self._host.files.offer, self._fleet.rewards
-        steps = self._config.steps
-        service = RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer, steps)
-        return Scorer([service], mode)
+        of_models = tuple(term for term in rewards if term.model is not None)
+        of_functions = tuple(term for term in rewards if term.model is None)
+        functions = RewardServiceScorer(
+            self._run_id, of_functions, pool, self._wait_limit_s, offer, self._config.steps
+        )
+        models = RewardModelScorer(self._run_id, of_models, self._reward_models)
+        if of_models and of_functions:
+            return Scorer([TermsInOrder(rewards, functions, models)], mode)
+        return Scorer([functions, models], mode)
 
     def _evaluator(
         self,

@@ -148,7 +148,7 @@ class Registration(_message.Message):
     model_digest: _builtins.str
     role: _builtins.str
     """What a trainer holds for a run: policy (also when empty), critic, reference or teacher, or
-    teacher-NAME for a teacher that has a name.
+    teacher-NAME for a teacher that has a name, or reward_model-NAME.
     """
     isolation: _builtins.str
     """How far a reward service keeps functions of users from its host: namespaces, landlock, none, or refused."""
