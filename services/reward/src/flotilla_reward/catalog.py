@@ -16,9 +16,11 @@ from google.protobuf import struct_pb2
 from pydantic import ValidationError
 
 from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_core.config.judges import judge_of
 from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BuiltinReward
+from flotilla_reward.judges.judge import Judge, Judges
 from flotilla_reward.table import BUILTIN
 from flotilla_reward.worker import load
 from flotilla_workers.functions import Target
@@ -30,7 +32,7 @@ DEFAULT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Term:
-    """One term of a reward, ready to score. Exactly one of `builtin` and `target` is set."""
+    """One term of a reward, ready to score. Exactly one of `builtin`, `target` and `judge` is set."""
 
     name: str
     timeout_s: float
@@ -40,9 +42,11 @@ class Term:
     """Runs in a worker."""
     blames_response: bool = False
     """A response that takes until the limit is worth 0."""
+    judge: Judge | None = None
+    """Asks a language model."""
 
 
-def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
+def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None = None) -> Term:
     """Return the term behind a spec; `code` is where the file of its function is on this host."""
     timeout_s = DEFAULT_TIMEOUT_S
     if spec.HasField("timeout"):
@@ -50,6 +54,9 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
     if timeout_s <= 0:
         raise InvalidRequest(f"timeout of reward {spec.reward} is {timeout_s:g} s: it must be above 0")
     parameters = to_json(spec.parameters)
+    if judge_of(spec.reward):
+        judge = (judges or Judges({})).resolve(spec.reward, parameters)
+        return Term(spec.reward, timeout_s, None, None, judge=judge)
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)
         if builtin.bounded:

@@ -4,7 +4,7 @@ Invariants: every item ends in exactly one outcome, under its own sample id; ter
 the first one that fails or times out decides; a value is finite or it is an error. The caller weighs the values of the
 terms. When it goes away, the work stops. While it waits, it gets an outcome or a sign of life every `SIGN_OF_LIFE_S`,
 for as long as the event loop of this process runs. Every task is yielded once; a caller that leaves early ends those
-that still run.
+that still run. Where a judge is away, its items have no outcome: the call fails when all others have one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from google.protobuf.duration_pb2 import Duration
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.config import LARGEST_REWARD
-from flotilla_core.errors import InvalidConfig, InvalidRequest, unicode_text
+from flotilla_core.errors import InvalidConfig, InvalidRequest, Unavailable, unicode_text
 from flotilla_core.structs import to_json
 from flotilla_reward import catalog
 from flotilla_reward.builtin import CannotScore, Sample, Unreadable
 from flotilla_reward.catalog import Term
+from flotilla_reward.judges.judge import Judges
 from flotilla_reward.worker import LONGEST_NAME, MOST_PARTS
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
@@ -79,16 +80,20 @@ def _is_finite(said: object) -> bool:
     return isinstance(said, float) and math.isfinite(said)
 
 
-def resolve(specs: Sequence[pb.RewardSpec], code: Mapping[str, Path] | None = None) -> list[Term]:
+def resolve(
+    specs: Sequence[pb.RewardSpec], code: Mapping[str, Path] | None = None, judges: Judges | None = None
+) -> list[Term]:
     """Return the terms of a call; `code` says where the files of functions are on this host."""
     if not specs:
         raise InvalidRequest("the request has no rewards", next_step="Add a term to the run.")
-    return [catalog.resolve(spec, (code or {}).get(spec.reward)) for spec in specs]
+    return [catalog.resolve(spec, (code or {}).get(spec.reward), judges) for spec in specs]
 
 
 async def load(terms: Sequence[Term], pool: Workers, run_id: str = "") -> AsyncGenerator[pb.ScoreResponse]:
     """Has a worker load each term that needs one, once; the responses are signs of life."""
     for term in terms:
+        if term.judge is not None:
+            term.judge.check()
         if term.target is None:
             continue
         loading = asyncio.create_task(pool.prove(term.target, run_id))
@@ -116,10 +121,15 @@ async def score_items(
             ]
             yield pb.ScoreResponse(outcomes=outcomes)
         return
-    tasks = [asyncio.create_task(_score(item, terms, pool, run_id)) for item in items]
+    tasks = [asyncio.create_task(_score_or_wait(item, terms, pool, run_id)) for item in items]
+    away: Unavailable | None = None
     async with aclosing(endings(tasks)) as moments:
         async for ended in moments:
-            yield pb.ScoreResponse(outcomes=[task.result() for task in ended])
+            found = [task.result() for task in ended]
+            away = next((one for one in found if isinstance(one, Unavailable)), away)
+            yield pb.ScoreResponse(outcomes=[one for one in found if isinstance(one, pb.ScoreOutcome)])
+    if away is not None:
+        raise away
 
 
 def _check_ids(items: Sequence[pb.ScoreItem]) -> None:
@@ -130,6 +140,16 @@ def _check_ids(items: Sequence[pb.ScoreItem]) -> None:
         if item.sample_id in seen:
             raise InvalidRequest(f"sample_id {item.sample_id} is twice in the request")
         seen.add(item.sample_id)
+
+
+async def _score_or_wait(
+    item: pb.ScoreItem, terms: Sequence[Term], pool: Workers, run_id: str
+) -> pb.ScoreOutcome | Unavailable:
+    """Return the outcome of an item, or why a judge that it needs is away."""
+    try:
+        return await _score(item, terms, pool, run_id)
+    except Unavailable as error:
+        return error
 
 
 async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: Workers, run_id: str) -> pb.ScoreOutcome:
@@ -163,10 +183,14 @@ async def _run(
         if isinstance(outcome, Timeout) and term.blames_response:
             return Value(0.0, unreadable=True), elapsed_s
         return outcome, elapsed_s
-    assert term.builtin is not None
     started = asyncio.get_running_loop().time()
     try:
-        outcome = Value(term.builtin.score(sample))
+        if term.judge is not None:
+            judged = await term.judge.judged(item)
+            outcome = Value(judged.value, parts=judged.parts)
+        else:
+            assert term.builtin is not None
+            outcome = Value(term.builtin.score(sample))
     except CannotScore as error:
         outcome = Failure(str(error))
     except Unreadable:

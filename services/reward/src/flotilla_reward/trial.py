@@ -1,7 +1,8 @@
 """Scores samples once, in a process of its own that needs no fleet: how a user tries a reward.
 
-Run as `python -m flotilla_reward.trial`, with a `ScoreRequest` on standard input. It scores as the service does: the
-same terms in the same order, in workers that are killed at their limits. It prints a `ScoreResponse` with all outcomes,
+Run as `python -m flotilla_reward.trial JUDGES`, with a `ScoreRequest` on standard input and `judges` of the stack as
+JSON. It scores as the service does: the same terms in the same order, in workers that are killed at their limits, by the
+same judges, whose keys it finds as the service does. It prints a `ScoreResponse` with all outcomes,
 or the status of the error and exit code REFUSED. What user code prints goes to standard error.
 """
 
@@ -12,19 +13,23 @@ import os
 import sys
 from contextlib import aclosing
 
+from pydantic import TypeAdapter
+
 from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_core.config import JudgeConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.rpc.status import encode
 from flotilla_reward import scoring
+from flotilla_reward.judges.judge import Judges
 from flotilla_workers.jail.jail import find, no_jail
 
 MOST_WORKERS = 4
 REFUSED = 3
 
 
-async def outcomes_of(request: pb.ScoreRequest) -> pb.ScoreResponse:
+async def outcomes_of(request: pb.ScoreRequest, judges: Judges) -> pb.ScoreResponse:
     """Return one outcome for each item of the request, in its order."""
-    terms = scoring.resolve(request.rewards)
+    terms = scoring.resolve(request.rewards, judges=judges)
     needs_workers = any(term.target is not None for term in terms)
     count = min(len(request.items), os.cpu_count() or 1, MOST_WORKERS) if needs_workers else 0
     pool = scoring.workers(count, find if needs_workers else no_jail)
@@ -42,6 +47,7 @@ async def outcomes_of(request: pb.ScoreRequest) -> pb.ScoreResponse:
                 found |= {outcome.sample_id: outcome for outcome in response.outcomes}
     finally:
         await pool.stop()
+        await judges.close()
     return pb.ScoreResponse(outcomes=[found[item.sample_id] for item in request.items])
 
 
@@ -52,7 +58,8 @@ def main() -> int:
     os.dup2(2, 1)
     request = pb.ScoreRequest.FromString(sys.stdin.buffer.read())
     try:
-        answer, code = asyncio.run(outcomes_of(request)).SerializeToString(), 0
+        configs = TypeAdapter(dict[str, JudgeConfig]).validate_json(sys.argv[1])
+        answer, code = asyncio.run(outcomes_of(request, Judges(configs))).SerializeToString(), 0
     except FlotillaError as error:
         answer, code = encode(error).SerializeToString(), REFUSED
     results.write(answer)

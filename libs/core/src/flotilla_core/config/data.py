@@ -5,9 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.model import ConfigModel, DataSource, Parameters, function_path, possible_function
+from flotilla_core.config.judges import (
+    LONGEST_RUBRIC,
+    AgreementConfig,
+    Bound,
+    RewardName,
+    VerdictName,
+    check_term,
+    rubric_text,
+)
+from flotilla_core.config.model import ConfigModel, DataSource, Parameters, function_path
 
 LARGEST_REWARD = 1e38
 """Largest absolute value: sums and squares of such rewards stay finite. The trainer's contract has the same bound."""
@@ -95,17 +104,45 @@ class RewardTermConfig(ConfigModel):
     One term of the weighted sum.
     """
 
-    reward: Annotated[str, AfterValidator(possible_function)]
-    """Built-in name, entry point, or path.py:function."""
+    reward: RewardName
+    """Built-in name, entry point, path.py:function, or `{judge: NAME}` of the stack's `judges`."""
+    name: str = Field(default="", max_length=100)
+    """Name of its value in samples and messages; empty takes `reward`."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Factor of this term."""
     parameters: Parameters = Field(default_factory=dict)
     """Passed to the reward function by keyword."""
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
     """Time limit for one sample; beyond it the result is a timeout, never a score."""
+    rubric: str = Field(default="", max_length=LONGEST_RUBRIC)
+    """What a judge looks at: text, or the name of a file that ends with .md or .txt."""
+    scale: tuple[Bound, Bound] | None = None
+    """Worst and best number of a judge, such as `[1, 10]`; the value is the place between them, from 0 to 1."""
+    verdicts: dict[VerdictName, Bound] = Field(default={}, max_length=64)
+    """Words of a judge with their values, such as `{yes: 1, no: 0}`, in place of a scale."""
+    pairs: bool = False
+    """A judge compares the response with the answer of the row, in both orders: 1 for the better one, 0 for the worse
+    one, 0.5 for a tie. A judge that changes its mind with the order has said a tie."""
+    agreement: AgreementConfig | None = None
+    """Labelled examples that a judge has to agree with."""
+
+    @property
+    def shown(self) -> str:
+        """The name of its value."""
+        return self.name or self.reward
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> RewardTermConfig:
+        check_term(self.reward, dict(self))
+        return self
 
     def with_paths_from(self, directory: Path) -> Self:
-        return self.model_copy(update={"reward": function_path(self.reward, directory)})
+        known = super().with_paths_from(directory)
+        places = {
+            "reward": function_path(self.reward, directory),
+            "rubric": rubric_text(self.rubric, directory),
+        }
+        return known.model_copy(update=places)
 
 
 UNREPRODUCIBLE = (

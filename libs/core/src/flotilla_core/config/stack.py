@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from flotilla_core.addresses import loopback
+from flotilla_core.config.judges import MOST_JUDGES, JudgeConfig, JudgeName
 from flotilla_core.config.model import ConfigModel, Environment, HostName, ModelName, TeacherName
 from flotilla_core.roles import MOST_TEACHERS
 
@@ -512,6 +513,8 @@ class StackConfig(ConfigModel):
     """Named teachers, for runs that learn from several or choose one: a section like `teacher` for each name."""
     reward: RewardServiceConfig = Field(default_factory=RewardServiceConfig)
     """Reward replicas."""
+    judges: dict[JudgeName, JudgeConfig] = Field(default={}, max_length=MOST_JUDGES)
+    """Language models that score samples, by the names that runs give them."""
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
     """The coordinator."""
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)
