@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from google.protobuf.json_format import MessageToDict
+from pydantic import TypeAdapter
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
 from flotilla.reward.v1 import reward_pb2 as pb
@@ -32,13 +33,15 @@ from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
 from flotilla_cli.output import print_json, print_line, print_table, say, short_reward
 from flotilla_cli.services import find_services
 from flotilla_cli.stack import (
+    load_stack,
     load_stack_with_model,
     make_example,
     stack_file,
     with_models_here,
 )
 from flotilla_core import rpc
-from flotilla_core.config import RewardTermConfig, RunConfig, load, load_text
+from flotilla_core.config import JudgeConfig, RewardTermConfig, RunConfig, StackConfig, load, load_text
+from flotilla_core.config.judges import judge_of
 from flotilla_core.errors import (
     FailedPrecondition,
     FlotillaError,
@@ -51,9 +54,11 @@ from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
 from flotilla_core.model_folder import model_folder
 from flotilla_core.rpc.status import from_status
 from flotilla_data.rows import open_rows, parts
+from flotilla_launch.environment import resolved
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.prompts import Prompt
+    from flotilla_coordinator.rollouts.judges import Agreement
     from flotilla_coordinator.rollouts.scoring import Outcome
 
 app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
@@ -156,14 +161,32 @@ def test(
     config = _config_of(arguments, data)
     prompts = _rows(config, stack, rows)
     tried = list(_responses(prompts, response or [], responses))
-    scored = zip(tried, _scored(config, tried), strict=True)
+    fleet = load_stack(stack)
+    scored = zip(tried, _scored(config, tried, fleet), strict=True)
     found = [_trial_json(*one, *outcome) for one, outcome in scored]
+    judges = list(agreements(config, fleet))
     if as_json:
-        print_json({"rewards": [term.reward for term in config.rewards], "samples": found})
+        figures = [{"reward": one.term, "agreement": one.figure, "at_least": one.at_least} for one in judges]
+        names = [term.shown for term in config.rewards]
+        print_json({"rewards": names, "samples": found, "judges": figures})
     else:
         _print_trial(found)
-    if any(one["failure"] for one in found):
+    for one in judges:
+        say(f"the judge of {one.term} agrees by {one.figure:.3f} ({one.shown})")
+    if any(one["failure"] for one in found) or not all(one.enough for one in judges):
         raise typer.Exit(RUN_FAILED)
+
+
+def agreements(config: RunConfig, stack: StackConfig) -> Iterator[Agreement]:
+    """Ask the judges of a run of their labelled examples; yield how far each agrees."""
+    from flotilla_coordinator.rollouts.judges import agreement_of, examples_of
+    from flotilla_coordinator.rollouts.scoring import reward_spec
+
+    for term in config.judged_terms:
+        examples = examples_of(term)
+        request = pb.ScoreRequest(rewards=[reward_spec(term)], items=[one.item for one in examples])
+        outcomes = {one.sample_id: one for one in _trial(request, stack).outcomes}
+        yield agreement_of(term, examples, outcomes)
 
 
 def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
@@ -242,21 +265,33 @@ def _read_responses(file: Path, most: int) -> Iterator[str]:
             yield text
 
 
-def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[tuple[Outcome, float]]:
-    """Return the outcome of each response, from a process of the reward service, and its seconds."""
+def _scored(
+    config: RunConfig, tried: list[tuple[Prompt, str, str]], stack: StackConfig
+) -> list[tuple[Outcome, float]]:
+    """Return the outcome of each response, and its seconds."""
     from flotilla_coordinator.rollouts.scoring import reward_spec, score_item, weigh
 
+    items = [score_item(str(number), prompt, text) for number, (prompt, text, _) in enumerate(tried)]
+    outcomes = _trial(pb.ScoreRequest(rewards=map(reward_spec, config.rewards), items=items), stack).outcomes
+    return [(weigh(config.rewards, [one]), one.elapsed.ToNanoseconds() / 1e9) for one in outcomes]
+
+
+def _trial(request: pb.ScoreRequest, stack: StackConfig) -> pb.ScoreResponse:
+    """Return the outcomes of a request, from a process of the reward service."""
     if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
         raise FailedPrecondition(
             "the reward service is not installed here", next_step="pip install flotilla-reward"
         )
-    items = [score_item(str(number), prompt, text) for number, (prompt, text, _) in enumerate(tried)]
-    request = pb.ScoreRequest(rewards=map(reward_spec, config.rewards), items=items)
+    asked = {judge_of(spec.reward) for spec in request.rewards}
+    judges = {name: one for name, one in stack.judges.items() if name in asked}
+    keys = {one.api_key_env for one in judges.values()}
+    places = {name: place for name, place in stack.reward.environment.items() if name in keys}
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
         asked.write(request.SerializeToString())
         asked.seek(0)
-        command = [sys.executable, "-m", _TRIAL]
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        written = TypeAdapter(dict[str, JudgeConfig]).dump_json(judges).decode()
+        command = [sys.executable, "-m", _TRIAL, written]
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | resolved(places, "reward")
         with subprocess.Popen(
             command, stdin=asked, stdout=answered, stderr=subprocess.PIPE, env=environment, bufsize=0
         ) as trial:
@@ -264,8 +299,7 @@ def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[tup
         answered.seek(0)
         answer = answered.read()
     if trial.returncode == 0:
-        outcomes = pb.ScoreResponse.FromString(answer).outcomes
-        return [(weigh(config.rewards, [one]), one.elapsed.ToNanoseconds() / 1e9) for one in outcomes]
+        return pb.ScoreResponse.FromString(answer)
     refused = from_status(answer) if trial.returncode == _REFUSED else None
     raise refused or Internal("the trial ended early", why=f"its process ended with code {trial.returncode}")
 

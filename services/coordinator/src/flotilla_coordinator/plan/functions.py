@@ -13,14 +13,15 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
-from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_core.config import PolicyConfig, RewardTermConfig, RunConfig, StackConfig
+from flotilla_core.config.judges import judge_of
 from flotilla_core.config.model import UserFunction
 from flotilla_core.findings import warning
 from flotilla_workers import check
@@ -57,19 +58,30 @@ class Function:
         return (object(),), self.parameters
 
 
+def terms_of(config: RunConfig) -> Iterator[tuple[str, RewardTermConfig]]:
+    """Yield the terms of all rewards that the run names, by their keys."""
+    yield from ((f"rewards[{index}]", term) for index, term in enumerate(config.rewards))
+    held_out = () if config.evaluation is None else config.evaluation.sets_of_data
+    for place, one in enumerate(held_out):
+        yield from ((f"evaluation.data[{place}].rewards[{index}]", term) for index, term in enumerate(one.rewards))
+
+
+def judge_errors(config: RunConfig, stack: StackConfig) -> Entries:
+    """Find judges that the stack does not have; replicas that others started have stacks of their own."""
+    for key, term in terms_of(config):
+        name = judge_of(term.reward)
+        if name and name not in stack.judges and not stack.reward.attach:
+            known = ", ".join(stack.judges) or "none"
+            yield refusal(f"{key}.reward: the stack has no judge {name} (judges: {known}): write it into its stack.yaml")
+
+
 def functions_of(config: RunConfig) -> list[Function]:
     """Return the functions that the run names; built-in ones only where their service checks more than the schema."""
     found = [
-        Function(f"rewards[{index}].reward", term.reward, term.parameters, True)
-        for index, term in enumerate(config.rewards)
+        Function(f"{key}.reward", term.reward, term.parameters, True)
+        for key, term in terms_of(config)
+        if not judge_of(term.reward)
     ]
-    data = () if config.evaluation is None else config.evaluation.data
-    if not isinstance(data, Path):
-        found += [
-            Function(f"evaluation.data[{place}].rewards[{index}].reward", term.reward, term.parameters, True)
-            for place, one in enumerate(data)
-            for index, term in enumerate(one.rewards)
-        ]
     if isinstance(config.algorithm, PolicyConfig):
         for section in ("advantage", "loss"):
             chosen = getattr(config.algorithm, section)

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
@@ -28,6 +28,7 @@ from opentelemetry.trace import SpanContext
 from flotilla.common.v1.chat_pb2 import Message
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.rollouts.judges import JudgeTally
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import LARGEST_REWARD, RewardTermConfig
 from flotilla_core.config.model import file_of_function
@@ -171,13 +172,17 @@ class TermScorer(Protocol):
 class Scorer:
     """Weighs the terms of a run's reward."""
 
-    def __init__(self, scorers: Sequence[TermScorer]) -> None:
+    def __init__(self, scorers: Sequence[TermScorer], tally: JudgeTally | None = None) -> None:
+        self._tally = tally or JudgeTally()
         self._scorers = [one for one in scorers if one.terms]
         self._terms = [term for one in scorers for term in one.terms]
 
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
         """Return one outcome for every item; without reward terms there is no call, and every total is 0."""
         found = await gather_or_cancel(one.outcomes(items) for one in self._scorers)
+        for item in items:
+            scored = [part for outcomes in found for part in outcomes[item.sample_id].value.components]
+            self._tally.note(self._terms, scored)
         return {
             item.sample_id: weigh(self._terms, [outcomes[item.sample_id] for outcomes in found])
             for item in items
@@ -202,16 +207,16 @@ def weigh(terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome]
     total = sum((term.weight * value for term, value in zip(terms, values, strict=True)), 0.0)
     if not abs(total) <= LARGEST_REWARD:
         parts = ", ".join(
-            f"{term.weight:g} x {value:g} ({term.reward})" for term, value in zip(terms, values, strict=True)
+            f"{term.weight:g} x {value:g} ({term.shown})" for term, value in zip(terms, values, strict=True)
         )
-        return Outcome(None, f"reward {terms[-1].reward}: the weighted sum is {total}: {parts}")
+        return Outcome(None, f"reward {terms[-1].shown}: the weighted sum is {total}: {parts}")
     unreadable = any(part.unreadable for part in components)
     named = tuple(
         one
         for term, part in zip(terms, components, strict=True)
         for one in (
-            (term.reward, part.value),
-            *((f"{term.reward}[{inner.name}]", inner.value) for inner in part.parts),
+            (term.shown, part.value),
+            *((f"{term.shown}[{inner.name}]", inner.value) for inner in part.parts),
         )
     )
     return Outcome(total, unreadable=unreadable, terms=values, parts=named)
@@ -311,9 +316,16 @@ class RewardServiceScorer:
 def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
     """Return one term as the reward service takes it."""
     parameters, timeout = Struct(), Duration()
-    parameters.update(term.parameters)
+    parameters.update(term.parameters | _said_to_judge(term))
     timeout.FromNanoseconds(int(term.timeout_s * 1e9))
     return pb.RewardSpec(reward=term.reward, parameters=parameters, timeout=timeout)
+
+
+def _said_to_judge(term: RewardTermConfig) -> dict[str, Any]:
+    """Return the keys of a judge's term that are set."""
+    scale = [*term.scale] if term.scale is not None else None
+    said = {"rubric": term.rubric, "scale": scale, "verdicts": term.verdicts, "pairs": term.pairs}
+    return {name: value for name, value in said.items() if value}
 
 
 def score_item(sample_id: str, prompt: Prompt, response: str) -> pb.ScoreItem:

@@ -23,6 +23,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, BatchSource
+from flotilla_coordinator.rollouts.judges import JudgeTally
 from flotilla_coordinator.rollouts.samples import SampleValidator
 from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints
 from flotilla_coordinator.runs.control import RunControl, described, differences
@@ -98,6 +99,7 @@ class RunContext:
     activities: Activities
     idle: IdleShares
     validator: SampleValidator = field(default_factory=SampleValidator)
+    judges: JudgeTally = field(default_factory=JudgeTally)
     autoscaler: Autoscaler | None = None
     pinned: PinnedEvaluation | None = None
     """The evaluation on a pinned generator, where the run has one."""
@@ -205,6 +207,7 @@ class RunContext:
         self.metrics.update(self.lag.take_metrics())
         self.metrics.update(self.checkpoints.take_metrics())
         self.metrics.update(self.validator.take_metrics())
+        self.metrics.update(self.judges.take_metrics())
         self.steps_done = step + 1
         self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
         self.status.step_done(self.steps_done, self.policy.version, self.metrics, self.occasions())
@@ -252,7 +255,7 @@ class RunContext:
             # The samples are written before the ledger, which never repeats a step that it has; and only by the run's
             # owner.
             await self.ledger.check_owner()
-            rewards = [term.reward for term in self.config.rewards]
+            rewards = [term.shown for term in self.config.rewards]
             await self.disk.until_taken(
                 "samples", lambda: asyncio.to_thread(self.directory.write_samples, batch, rewards)
             )

@@ -25,6 +25,7 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation, Sampler
 from flotilla_coordinator.rollouts.group import GroupRollout
+from flotilla_coordinator.rollouts.judges import JudgeTally, agreement_of, examples_of
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
@@ -42,7 +43,7 @@ from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, RewardTermConfig, dump_yaml
 from flotilla_core.errors import FlotillaError, Unavailable
-from flotilla_core.findings import warning
+from flotilla_core.findings import info, warning
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
 
@@ -68,6 +69,7 @@ class RunWiring:
         self._sleeping: SleepingGenerators | None = None
         self._metrics: dict[str, float] = {}
         self._canary_figures: dict[str, float] = {}
+        self._judges = JudgeTally()
 
     async def build(
         self, directory: RunDirectory, lineage: int, fence: int
@@ -80,6 +82,7 @@ class RunWiring:
             PromptSource, config.data, tokenizer, config.seed, training_data(config, copies)
         )
         held_out = await asyncio.to_thread(read_held_out, config, tokenizer, copies)
+        await self._measure_judges()
         sessions = SessionFactory(
             self._run_id,
             stack=self._host.stack,
@@ -128,6 +131,7 @@ class RunWiring:
             activities=self._host.activities,
             idle=IdleShares(self._fleet.generators.replicas),
             validator=generation.validator,
+            judges=self._judges,
             metrics=self._metrics,
             canary_figures=self._canary_figures,
             autoscaler=self._autoscaler(),
@@ -273,9 +277,23 @@ class RunWiring:
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 
-    def _scorer(self, rewards: tuple[RewardTermConfig, ...]) -> Scorer:
+    async def _measure_judges(self) -> None:
+        """Ask the judges of their labelled examples; raise where one agrees too little."""
+        for term in self._config.judged_terms:
+            examples = await asyncio.to_thread(examples_of, term)
+            scorer = self._service_scorer((term,))
+            outcomes = await scorer.outcomes([one.item for one in examples])
+            agreement = agreement_of(term, examples, outcomes)
+            agreement.require()
+            text = f"the judge of reward {agreement.term} agrees by {agreement.figure:.3f} ({agreement.shown})"
+            self._status.notice(info(text))
+
+    def _service_scorer(self, rewards: tuple[RewardTermConfig, ...]) -> RewardServiceScorer:
         offer, pool = self._host.files.offer, self._fleet.rewards
-        return Scorer([RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer)])
+        return RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer)
+
+    def _scorer(self, rewards: tuple[RewardTermConfig, ...]) -> Scorer:
+        return Scorer([self._service_scorer(rewards)], self._judges)
 
     def _evaluator(
         self,
