@@ -226,7 +226,7 @@ GROUPS = (
         "update",
         r"(loss$|grad_norm$|learning_rate$|entropy$|clip_fraction$|ratio_mean$|optimizer/|advantages/|kl/|tokens/|microbatches$)",
     ),
-    ("roles", r"(critic|teacher)/"),
+    ("roles", r"(critic|teacher|judge)/"),
     ("agreement", r"(probs_diff|logprob_diff|rollout_|correction|canary)"),
     ("time", r"(tokens_per_s$|time/|idle/|compilations$)"),
     ("weights and checkpoints", r"(sync|checkpoint)/"),

@@ -103,9 +103,10 @@ def _example(term: RewardTermConfig, number: int, row: Mapping[str, Any], where:
     else:
         raise _unfit(where, "prompt is no text and no list of messages")
     response, answer = ("chosen", "rejected") if term.pairs else ("response", "answer")
-    if not isinstance(row.get(response), str) or not isinstance(row.get(answer, ""), str):
-        raise _unfit(where, f"it needs texts in {response}{' and ' + answer if term.pairs else ''}")
-    item.response, item.answer = row[response], row.get(answer, "")
+    texts = row.get(response), row.get(answer, None if term.pairs else "")
+    if not all(isinstance(text, str) for text in texts):
+        raise _unfit(where, f"it needs texts in {response} and {answer}")
+    item.response, item.answer = map(str, texts)
     if not term.pairs:
         label = _label(term, row.get("label"), where)
     return Example(item, label)
@@ -116,7 +117,7 @@ def _label(term: RewardTermConfig, said: Any, where: str) -> float:
         if isinstance(said, bool) or not isinstance(said, int | float) or not math.isfinite(said):
             raise _unfit(where, "label is no number")
         return float(said)
-    if said not in term.verdicts:
+    if not isinstance(said, str) or said not in term.verdicts:
         raise _unfit(where, f"label is none of {', '.join(term.verdicts)}")
     return term.verdicts[said]
 

@@ -81,9 +81,10 @@ class Server:
         return self._client
 
     async def close(self) -> None:
-        """Close the connections."""
-        if self._client is not None:
-            await self._client.aclose()
+        """Close the connections; the next request makes new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
 
 
 def servers(judges: Mapping[str, JudgeConfig]) -> dict[str, Server]:
