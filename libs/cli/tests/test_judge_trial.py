@@ -32,7 +32,9 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedJ
     tokenizers.Tokenizer(words).save("model/tokenizer.json")
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    labelled = [{"prompt": "p", "response": "1" * (1 + n % 2), "label": ("yes", "no")[n % 2]} for n in range(20)]
+    labelled = [
+        {"prompt": "p", "response": "1" * (1 + n % 2), "label": ("yes", "no")[n % 2]} for n in range(20)
+    ]
     Path("labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
     Path("short.md").write_text("# Short\n\nIs it short?\n")
     Path("run.yaml").write_text(
@@ -74,8 +76,6 @@ def test_a_plan_has_the_agreement_as_a_line_or_as_the_reason_against_the_run(
     code, out, err = flotilla("run", "plan", "run.yaml")
     assert code == 0, err
     assert "judge of short" in out and "1.000" in out
-    code, _, err = flotilla("run", "plan", "run.yaml", "rewards.0.agreement.at_least=1", "rewards.0.verdicts={yes: 1, no: 1, maybe: 0}")
-    assert code == 0, err
     monkeypatch.setattr(judge, "script", lambda _: Said('{"verdict": "yes"}'))
     code, _, err = flotilla("run", "plan", "run.yaml")
     assert code != 0 and "error: the judge of reward short agrees by 0.500" in err
@@ -107,7 +107,7 @@ def test_a_key_comes_from_where_the_stack_says_and_is_in_no_output(
     secret.write_text(KEY[:-1] + "1\n")
     wrong, out_of_it, err_of_it = flotilla("reward", "test", "run.yaml", "-n", "1", "--response", "4")
     assert wrong == 1 and "not shown: it holds a part of the key" in out_of_it + err_of_it
-    shown = flotilla("config", "show", "stack")[1:]
+    shown = flotilla("config", "validate", "stack.yaml")[1:]
     for text in (out, err, out_of_it, err_of_it, *shown):
         assert KEY[:12] not in text
 

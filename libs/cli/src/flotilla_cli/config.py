@@ -161,6 +161,9 @@ def _of_run(config: RunConfig) -> Iterator[Found]:
         yield _data("evaluation.data", held_out)
     else:
         yield from (_data(f"evaluation.data[{index}].path", one.path) for index, one in enumerate(held_out))
+    for term in config.judged_terms:
+        if term.agreement is not None:
+            yield _data(f"agreement.examples of {term.shown}", term.agreement.examples)
     if isinstance(config.initial_weights, Path):
         yield _folder("initial_weights", config.initial_weights, "config.json")
     if config.lora is not None and config.lora.adapter is not None:

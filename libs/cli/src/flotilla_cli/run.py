@@ -143,9 +143,13 @@ def _ask_judges(plan: Plan, run: config.RunConfig, stack: str | None) -> None:
         for one in agreements(run, load_stack(stack)):
             entries.append(Line(f"judge of {one.term}", f"{one.figure:.3f}", one.shown))
             if not one.enough:
-                entries.append(refusal(f"the judge of reward {one.term} agrees by {one.figure:.3f}: {one.shown}"))
+                entries.append(
+                    refusal(f"the judge of reward {one.term} agrees by {one.figure:.3f}: {one.shown}")
+                )
     except FlotillaError as error:
-        entries.append(findings.warning(f"judges were not asked from here, the start of the run does so: {error}"))
+        entries.append(
+            findings.warning(f"judges were not asked from here, the start of the run does so: {error}")
+        )
     Chapter.of(entries).write(plan)
 
 

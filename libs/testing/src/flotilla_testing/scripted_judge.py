@@ -24,7 +24,10 @@ class Said:
     """What is sent in place of a completion."""
 
     def sent(self) -> bytes:
-        completion = {"choices": [{"message": {"role": "assistant", "content": self.content}}], "usage": TOKENS}
+        completion = {
+            "choices": [{"message": {"role": "assistant", "content": self.content}}],
+            "usage": TOKENS,
+        }
         return (json.dumps(completion) if self.body is None else self.body).encode()
 
 

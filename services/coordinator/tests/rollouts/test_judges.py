@@ -51,27 +51,35 @@ def labelled(labels: list[Any]) -> list[dict[str, Any]]:
     return [{"prompt": f"p{n}", "response": f"r{n}", "label": label} for n, label in enumerate(labels)]
 
 
-def test_verdicts_agree_by_the_share_that_is_equal_and_one_without_a_verdict_is_none_of_them(tmp_path: Path) -> None:
+def test_verdicts_agree_by_the_share_that_is_equal_and_one_without_a_verdict_is_none_of_them(
+    tmp_path: Path,
+) -> None:
     one = term(written(tmp_path, labelled(["yes", "no"] * 10)), **VERDICTS)
     examples = examples_of(one)
     found = agreement_of(one, examples, scored(*[1.0, 0.0] * 9, 1.0, None))
     assert (found.figure, found.unjudged, found.enough) == (19 / 20, 1, True)
     found = agreement_of(one, examples, scored(*[1.0, 1.0] * 10))
     assert found.figure == 0.5 and not found.enough
-    with pytest.raises(FailedPrecondition, match=r"quality agrees with its examples by 0\.500.*at least 0\.8"):
+    with pytest.raises(
+        FailedPrecondition, match=r"quality agrees with its examples by 0\.500.*at least 0\.8"
+    ):
         found.require()
 
 
 def test_a_scale_agrees_by_ranks_and_not_by_numbers(tmp_path: Path) -> None:
     one = term(written(tmp_path, labelled([*range(1, 21)])), **SCALE)
     examples = examples_of(one)
-    assert agreement_of(one, examples, scored(*[(n / 20) ** 3 for n in range(20)])).figure == pytest.approx(1.0)
+    assert agreement_of(one, examples, scored(*[(n / 20) ** 3 for n in range(20)])).figure == pytest.approx(
+        1.0
+    )
     assert agreement_of(one, examples, scored(*[-n / 20 for n in range(20)])).figure == pytest.approx(-1.0)
     same = agreement_of(one, examples, scored(*[0.5] * 20))
     assert same.figure == 0.0 and not same.enough
 
 
-def test_a_judge_that_gives_many_no_verdict_is_not_enough_however_it_agrees_on_the_others(tmp_path: Path) -> None:
+def test_a_judge_that_gives_many_no_verdict_is_not_enough_however_it_agrees_on_the_others(
+    tmp_path: Path,
+) -> None:
     one = term(written(tmp_path, labelled([*range(1, 21)])), at_least=0.0, **SCALE)
     outcomes = scored(*[n / 20 for n in range(17)], None, None, None)
     found = agreement_of(one, examples_of(one), outcomes)
@@ -83,7 +91,9 @@ def test_a_judge_that_gives_many_no_verdict_is_not_enough_however_it_agrees_on_t
 
 
 def test_of_pairs_the_chosen_one_has_to_win_and_a_tie_is_no_agreement(tmp_path: Path) -> None:
-    rows = [{"prompt": [{"role": "user", "content": "Hi"}], "chosen": f"c{n}", "rejected": "r"} for n in range(10)]
+    rows = [
+        {"prompt": [{"role": "user", "content": "Hi"}], "chosen": f"c{n}", "rejected": "r"} for n in range(10)
+    ]
     one = term(written(tmp_path, rows), **PAIRS)
     examples = examples_of(one)
     assert (examples[3].item.response, examples[3].item.answer) == ("c3", "r")
@@ -143,7 +153,9 @@ def test_a_term_says_to_its_service_what_is_set_alone() -> None:
 
 def test_a_judge_that_the_stack_lacks_refuses_the_run_and_is_no_function() -> None:
     rewards = [{"reward": "exact"}, {"reward": {"judge": "j"}, "rubric": "r", "pairs": True}]
-    config = RunConfig.model_validate({"name": "n", "steps": 1, "data": {"train": "a.jsonl"}, "rewards": rewards})
+    config = RunConfig.model_validate(
+        {"name": "n", "steps": 1, "data": {"train": "a.jsonl"}, "rewards": rewards}
+    )
     (error,) = Chapter.of(judge_errors(config, StackConfig())).errors
     assert error.startswith("rewards[1].reward: the stack has no judge j (judges: none)")
     stack = StackConfig.model_validate({"judges": {"j": {"url": "http://host/v1", "model": "m"}}})
@@ -163,13 +175,17 @@ class Judged:
             return [pb.RewardComponent(value=1.0), pb.RewardComponent(value=0.5, parts=parts)]
 
         return {
-            item.sample_id: pb.ScoreOutcome(value=pb.RewardValue(components=components(item))) for item in items
+            item.sample_id: pb.ScoreOutcome(value=pb.RewardValue(components=components(item)))
+            for item in items
         }
 
 
 async def test_tokens_and_kept_verdicts_are_counted_once_by_the_name_of_the_term() -> None:
     tally = JudgeTally()
-    items = [pb.ScoreItem(sample_id=name, response=tokens) for name, tokens in (("a", "40"), ("b", "0"), ("c", "2"))]
+    items = [
+        pb.ScoreItem(sample_id=name, response=tokens)
+        for name, tokens in (("a", "40"), ("b", "0"), ("c", "2"))
+    ]
     outcomes = await Scorer([Judged()], tally).score(items)
     assert outcomes["a"].parts == (
         ("exact", 1.0),

@@ -1,9 +1,9 @@
 """Scores samples once, in a process of its own that needs no fleet: how a user tries a reward.
 
 Run as `python -m flotilla_reward.trial JUDGES`, with a `ScoreRequest` on standard input and `judges` of the stack as
-JSON. It scores as the service does: the same terms in the same order, in workers that are killed at their limits, by the
-same judges, whose keys it finds as the service does. It prints a `ScoreResponse` with all outcomes,
-or the status of the error and exit code REFUSED. What user code prints goes to standard error.
+JSON. It scores as the service does: the same terms in the same order, in workers that are killed at their limits, by
+judges whose keys are where the service finds them. It prints a `ScoreResponse` with all outcomes, or the status of the
+error and exit code REFUSED. What user code prints goes to standard error.
 """
 
 from __future__ import annotations

@@ -121,7 +121,9 @@ async def test_a_chat_is_shown_as_turns_and_not_as_its_template(pool: Workers) -
 async def test_a_word_has_the_value_that_the_run_gives_it(pool: Workers, said: str, value: float) -> None:
     with scripted_judge(always(json.dumps({"verdict": said}))) as judge:
         verdicts = spec(verdicts={"yes": 1, "no": 0, "partly": 0.25})
-        assert values(await score(Judges({"j": config(judge)}), pool, [verdicts], items("4"))) == {"s0": value}
+        assert values(await score(Judges({"j": config(judge)}), pool, [verdicts], items("4"))) == {
+            "s0": value
+        }
 
 
 async def test_a_judge_without_a_verdict_is_asked_once_more_and_then_has_failed(pool: Workers) -> None:
@@ -156,7 +158,9 @@ async def test_what_the_server_refuses_is_an_error_and_not_repeated(pool: Worker
     assert f"gave no verdict: status {refusal}: no such thing" in outcome.error.message
 
 
-@pytest.mark.parametrize("body", ["", "no JSON", "[]", '{"choices": []}', '{"choices": [{"message": 3}]}', "[" * 9999])
+@pytest.mark.parametrize(
+    "body", ["", "no JSON", "[]", '{"choices": []}', '{"choices": [{"message": 3}]}', "[" * 9999]
+)
 async def test_what_is_no_completion_is_an_error(pool: Workers, body: str) -> None:
     with scripted_judge(lambda _: Said(body=body)) as judge:
         (outcome,) = (await score(Judges({"j": config(judge)}), pool, [spec()], items("4"))).values()
@@ -241,15 +245,22 @@ async def test_a_pair_is_asked_in_both_orders_and_a_verdict_that_flips_is_a_tie(
     pool: Workers, better: str | None, value: float
 ) -> None:
     with scripted_judge(prefers(better)) as judge:
-        found = await score(Judges({"j": config(judge)}), pool, [spec(pairs=True)], items("mine", answer="theirs"))
+        found = await score(
+            Judges({"j": config(judge)}), pool, [spec(pairs=True)], items("mine", answer="theirs")
+        )
     assert values(found) == {"s0": value} and parts(found["s0"])["tokens"] == 84.0
-    firsts = {request.user.partition("<<<second response")[0].rpartition("\n<<<end")[0][-6:] for request in judge.requests}
+    firsts = {
+        request.user.partition("<<<second response")[0].rpartition("\n<<<end")[0][-6:]
+        for request in judge.requests
+    }
     assert len(judge.requests) == len(firsts) == 2
 
 
 async def test_a_pair_without_an_answer_is_an_error(pool: Workers) -> None:
     with scripted_judge(prefers("mine")) as judge:
-        (outcome,) = (await score(Judges({"j": config(judge)}), pool, [spec(pairs=True)], items("mine"))).values()
+        (outcome,) = (
+            await score(Judges({"j": config(judge)}), pool, [spec(pairs=True)], items("mine"))
+        ).values()
     assert "no answer to compare" in outcome.error.message and judge.requests == []
 
 
@@ -299,7 +310,9 @@ async def test_requests_at_one_address_share_the_smallest_limit(pool: Workers) -
 def echoes(status: int) -> Callable[[Request], Said]:
     def script(request: Request) -> Said:
         told = f"wrong key: {request.headers.get('Authorization', '')}, that is {KEY[:9]}..."
-        return Said(told, status=status, body=None if status == 200 else json.dumps({"error": {"message": told}}))
+        return Said(
+            told, status=status, body=None if status == 200 else json.dumps({"error": {"message": told}})
+        )
 
     return script
 
@@ -362,7 +375,7 @@ async def test_a_missing_key_fails_the_call_before_any_scoring_and_is_a_finding(
 
 
 async def test_a_judge_or_a_rubric_that_is_not_there_fails_the_call(pool: Workers) -> None:
-    with pytest.raises(InvalidConfig, match="there is no judge j.*: none"):
+    with pytest.raises(InvalidConfig, match=r"there is no judge j.*: none"):
         await score(Judges({}), pool, [spec()], items("4"))
     with scripted_judge(always("")) as judge:
         for wrong, why in (

@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 
 from flotilla_core.config.document import read_text_file
 from flotilla_core.config.model import ConfigModel, Parameters, expanded, possible_function
@@ -68,7 +75,7 @@ class JudgeConfig(ConfigModel):
     api_key_file: Path | None = None
     """File with the key, for its owner alone (mode 0600), on the hosts of the reward replicas."""
     concurrency: int = Field(default=16, ge=1, le=4096)
-    """Requests that one reward replica has under way at the same time; judges with the same `url` share the smallest."""
+    """Requests that one reward replica has under way at the same time; those of one `url` share the smallest."""
     timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Limit of one request."""
     retries: int = Field(default=4, ge=0, le=20)
@@ -169,6 +176,10 @@ def check_term(reward: str, given: Mapping[str, Any]) -> None:
     if sum(bool(given[name]) for name in ("scale", "verdicts", "pairs")) != 1:
         raise ValueError(f"reward {reward} needs one of scale, verdicts and pairs: what the judge may say")
     if (scale := given["scale"]) and not scale[0] < scale[1]:
-        raise ValueError(f"scale is {scale[0]:g} to {scale[1]:g}: the first number is the worst, the other the best")
-    if (verdicts := given["verdicts"]) and len({name.casefold() for name in verdicts}) < max(2, len(verdicts)):
+        raise ValueError(
+            f"scale is {scale[0]:g} to {scale[1]:g}: the first number is the worst, the other the best"
+        )
+    if (verdicts := given["verdicts"]) and len({name.casefold() for name in verdicts}) < max(
+        2, len(verdicts)
+    ):
         raise ValueError("verdicts need two names or more, which differ by more than case")

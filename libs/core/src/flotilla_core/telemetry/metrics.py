@@ -45,7 +45,9 @@ METRICS = (
         "tokens",
         "Tokens that a judge read and wrote for values of this reward, evaluations included.",
     ),
-    Metric("judge/cache_hit_ratio/<reward>", "share", "Share of a judge's verdicts that were kept from before."),
+    Metric(
+        "judge/cache_hit_ratio/<reward>", "share", "Share of a judge's verdicts that were kept from before."
+    ),
     Metric("data/share/<data set>", "share", "Share of the groups from one of several data sets."),
     Metric(
         "data/left_out",

@@ -63,7 +63,9 @@ def terms_of(config: RunConfig) -> Iterator[tuple[str, RewardTermConfig]]:
     yield from ((f"rewards[{index}]", term) for index, term in enumerate(config.rewards))
     held_out = () if config.evaluation is None else config.evaluation.sets_of_data
     for place, one in enumerate(held_out):
-        yield from ((f"evaluation.data[{place}].rewards[{index}]", term) for index, term in enumerate(one.rewards))
+        yield from (
+            (f"evaluation.data[{place}].rewards[{index}]", term) for index, term in enumerate(one.rewards)
+        )
 
 
 def judge_errors(config: RunConfig, stack: StackConfig) -> Entries:
@@ -72,7 +74,9 @@ def judge_errors(config: RunConfig, stack: StackConfig) -> Entries:
         name = judge_of(term.reward)
         if name and name not in stack.judges and not stack.reward.attach:
             known = ", ".join(stack.judges) or "none"
-            yield refusal(f"{key}.reward: the stack has no judge {name} (judges: {known}): write it into its stack.yaml")
+            yield refusal(
+                f"{key}.reward: the stack has no judge {name} (judges: {known}): write it into its stack.yaml"
+            )
 
 
 def functions_of(config: RunConfig) -> list[Function]:

@@ -98,7 +98,9 @@ def _example(term: RewardTermConfig, number: int, row: Mapping[str, Any], where:
     if isinstance(prompt, str):
         item.prompt = prompt
     elif isinstance(prompt, list) and prompt and all(isinstance(one, dict) for one in prompt):
-        item.chat.extend(Message(role=str(one.get("role")), content=str(one.get("content"))) for one in prompt)
+        item.chat.extend(
+            Message(role=str(one.get("role")), content=str(one.get("content"))) for one in prompt
+        )
         item.prompt = json.dumps(prompt, ensure_ascii=False)
     else:
         raise _unfit(where, "prompt is no text and no list of messages")

@@ -31,6 +31,7 @@ from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.rollouts.judges import JudgeTally
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import LARGEST_REWARD, RewardTermConfig
+from flotilla_core.config.judges import judge_of
 from flotilla_core.config.model import file_of_function
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Unavailable
 from flotilla_core.rpc import Load, ReplicaPool
@@ -176,11 +177,12 @@ class Scorer:
         self._tally = tally or JudgeTally()
         self._scorers = [one for one in scorers if one.terms]
         self._terms = [term for one in scorers for term in one.terms]
+        self._has_judges = any(judge_of(term.reward) for term in self._terms)
 
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
         """Return one outcome for every item; without reward terms there is no call, and every total is 0."""
         found = await gather_or_cancel(one.outcomes(items) for one in self._scorers)
-        for item in items:
+        for item in items if self._has_judges else ():
             scored = [part for outcomes in found for part in outcomes[item.sample_id].value.components]
             self._tally.note(self._terms, scored)
         return {

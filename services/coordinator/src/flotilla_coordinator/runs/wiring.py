@@ -285,7 +285,9 @@ class RunWiring:
             outcomes = await scorer.outcomes([one.item for one in examples])
             agreement = agreement_of(term, examples, outcomes)
             agreement.require()
-            text = f"the judge of reward {agreement.term} agrees by {agreement.figure:.3f} ({agreement.shown})"
+            text = (
+                f"the judge of reward {agreement.term} agrees by {agreement.figure:.3f} ({agreement.shown})"
+            )
             self._status.notice(info(text))
 
     def _service_scorer(self, rewards: tuple[RewardTermConfig, ...]) -> RewardServiceScorer:

@@ -110,7 +110,11 @@ class Form:
         """Return the verdict of an answer: a number of the scale, or one of the words; None where there is none."""
         said = _object(content).get(self.key)
         if self.scale is None:
-            same = [one for one in self.words if isinstance(said, str) and one.casefold() == said.strip().casefold()]
+            same = [
+                one
+                for one in self.words
+                if isinstance(said, str) and one.casefold() == said.strip().casefold()
+            ]
             return same[0] if same else None
         if isinstance(said, bool) or not isinstance(said, int | float):
             return None

@@ -30,6 +30,8 @@ from flotilla_reward.judges.form import FIRST, SECOND, Asked, Form, place
 MOST_KEPT = 100_000
 """Verdicts that a replica keeps; those that were used longest ago go first."""
 TRIES = 2
+LONGEST_END = 200
+"""Characters that a message shows of an answer without a verdict, whose last line counts."""
 
 Verdict = float | str
 
@@ -129,7 +131,9 @@ class Judge:
                 self._verdicts.keep(key, verdict)
                 return Found(verdict, tokens)
             said = completion.content.strip()
-        raise CannotScore(f"{endpoint.host} gave no verdict, {TRIES} times; it ended with: {endpoint.shown(said[-200:])}")
+        raise CannotScore(
+            f"{endpoint.host} gave no verdict, {TRIES} times; it ended with: {endpoint.shown(said[-LONGEST_END:])}"
+        )
 
 
 def _cost(*found: Found) -> dict[str, float]:
@@ -169,7 +173,9 @@ class Judges:
             why = "; ".join(one["msg"] for one in error.errors(include_url=False, include_input=False))
             raise InvalidConfig(f"reward {reward} is wrong", why=why) from None
         if file := rubric_file(term.rubric):
-            raise InvalidConfig(f"the rubric of {reward} is the name of a file", where=str(file), why="nobody read it")
+            raise InvalidConfig(
+                f"the rubric of {reward} is the name of a file", where=str(file), why="nobody read it"
+            )
         return Judge(endpoint, term, self._verdicts)
 
     def infos(self) -> list[pb.RewardInfo]:
