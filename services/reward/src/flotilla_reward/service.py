@@ -39,9 +39,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     A call knows everything that it needs; calls are only counted, because a drain waits until none runs.
     """
 
-    def __init__(self, pool: scoring.Workers, files: Files, judges: Judges) -> None:
+    def __init__(self, pool: scoring.Workers, files: Files, judges: Judges | None = None) -> None:
         self._pool = pool
-        self._judges = judges
+        self._judges = judges or Judges({})
         self._files = files
         self._running = 0
         self._idle = asyncio.Event()
