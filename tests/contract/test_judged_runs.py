@@ -1,4 +1,4 @@
-"""Runs whose samples a judge scores, on a whole fleet: they begin by its agreement, wait for it, and show no key of it."""
+"""Runs whose samples a judge scores, on a whole fleet: they begin by its agreement, wait for it, and show no key."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_samples_are_scored_by_a_judge_that_agrees_with_its_examples(
     assert finished["state"] == "succeeded", finished
     steps = stack.metrics(finished)
     asked = sum(step["judge/tokens/quality"] for step in steps) / 42
-    assert asked == len(judge.requests) - 10  # of twenty examples, ten are the same question again
+    assert asked == len(judge.requests) - 10  # the twenty examples are ten questions
     assert all(
         0 <= step["judge/cache_hit_ratio/quality"] < 1 and step["reward/error_rate"] == 0 for step in steps
     )

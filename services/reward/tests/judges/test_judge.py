@@ -278,6 +278,19 @@ async def test_a_verdict_is_kept_for_the_same_question_alone(pool: Workers) -> N
             await score(judges, pool, [other], items("4"))
 
 
+async def test_equal_questions_at_the_same_time_are_asked_once(pool: Workers) -> None:
+    with scripted_judge(always('{"score": 10}')) as judge:
+        found = await score(Judges({"j": config(judge)}), pool, [spec()], items(*"4445"))
+    assert set(values(found).values()) == {1.0} and len(judge.requests) == 2
+    assert sum(parts(outcome)["kept"] for outcome in found.values()) == 2
+
+
+async def test_who_waits_for_the_verdict_of_another_asks_where_that_one_failed(pool: Workers) -> None:
+    with scripted_judge(lambda _: Said("hm" if len(judge.requests) < 3 else '{"score": 10}')) as judge:
+        found = await score(Judges({"j": config(judge)}), pool, [spec()], items("4", "4"))
+    assert sorted(one.WhichOneof("outcome") for one in found.values()) == ["error", "value"]
+
+
 def test_no_more_verdicts_are_kept_than_the_bound_and_the_unused_go_first() -> None:
     verdicts = Verdicts(most=2)
     for key, verdict in ((b"a", 1.0), (b"b", 2.0)):

@@ -138,29 +138,30 @@ class Endpoint:
             return "(not shown: it holds a part of the key)"
         return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
-    async def complete(self, system: str, user: str, response_format: Mapping[str, Any]) -> Completion:
-        """Return what the model writes, by the form where the server can hold it to one."""
+    async def complete(
+        self, system: str, user: str, response_format: Mapping[str, Any], since: float
+    ) -> Completion:
+        """Return what the model writes, by the form where the server can hold it to one; it was needed `since` then."""
         body: dict[str, Any] = {
             "model": self.config.model,
             "messages": [{"role": "system", "content": system}, {"role": "user", "content": user}],
             **self.config.request,
         }
         if not self._structured:
-            return await self._completed(body)
+            return await self._completed(body, since)
         try:
-            return await self._completed(body | {"response_format": response_format})
+            return await self._completed(body | {"response_format": response_format}, since)
         except Refused as refused:
             if refused.status not in UNSTRUCTURED:
                 raise
-        completion = await self._completed(body)
+        completion = await self._completed(body, since)
         self._structured = False
         return completion
 
-    async def _completed(self, body: Mapping[str, Any]) -> Completion:
+    async def _completed(self, body: Mapping[str, Any], since: float) -> Completion:
         retries, server, trouble = self.config.retries, self._server, ""
-        asked_at = asyncio.get_running_loop().time()
         async with server.places:
-            if server.away_at > asked_at:
+            if server.away_at > since:
                 raise self._away(server.why_away)
             for attempt in range(retries + 1):
                 busy, asked_s = False, 0.0

@@ -2,17 +2,20 @@
 
 Invariants: a response gets a value from a verdict alone. A judge that gives none is asked once more, then the sample is
 an error; a judge that is away leaves the sample without any outcome. Of a pair both orders are asked. A verdict is kept
-under all that it depends on: the address, the model, the fields of the request, and both messages.
+under all that it depends on: the address, the model, the fields of the request, and both messages. Of equal questions
+at the same time one is asked, and the others wait for its verdict.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pydantic import ValidationError
 
@@ -59,6 +62,11 @@ class Verdicts:
     def __init__(self, most: int = MOST_KEPT) -> None:
         self._most = most
         self._kept: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+
+    def turn(self, key: bytes) -> asyncio.Lock:
+        """Return what lets those in who need a verdict, one after the other."""
+        return self._turns.setdefault(key, asyncio.Lock())
 
     def find(self, key: bytes) -> Verdict | None:
         """Return a verdict that was kept."""
@@ -115,25 +123,31 @@ class Judge:
         return Judged(value, _cost(*found))
 
     async def _found(self, asked: Asked) -> Found:
-        config, endpoint, tokens, said = self._endpoint.config, self._endpoint, 0, ""
+        config = self._endpoint.config
         of = [config.url, config.model, config.request, self._form.response_format, *asked]
         key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).digest()
-        if (kept := self._verdicts.find(key)) is not None:
-            return Found(kept, kept=True)
+        since = asyncio.get_running_loop().time()
+        async with self._verdicts.turn(key):
+            if (kept := self._verdicts.find(key)) is not None:
+                return Found(kept, kept=True)
+            found = await self._asked(asked, since)
+            self._verdicts.keep(key, found.verdict)
+            return found
+
+    async def _asked(self, asked: Asked, since: float) -> Found:
+        endpoint, tokens, said = self._endpoint, 0, ""
         for _ in range(TRIES):
             try:
-                completion = await endpoint.complete(*asked, self._form.response_format)
+                completion = await endpoint.complete(*asked, self._form.response_format, since)
             except Refused as refused:
                 raise CannotScore(f"{endpoint.host} gave no verdict: {refused}") from None
             tokens += completion.tokens
             verdict = self._form.read(completion.content)
             if verdict is not None:
-                self._verdicts.keep(key, verdict)
                 return Found(verdict, tokens)
             said = completion.content.strip()
-        raise CannotScore(
-            f"{endpoint.host} gave no verdict, {TRIES} times; it ended with: {endpoint.shown(said[-LONGEST_END:])}"
-        )
+        end = endpoint.shown(said[-LONGEST_END:])
+        raise CannotScore(f"{endpoint.host} gave no verdict, {TRIES} times; it ended with: {end}")
 
 
 def _cost(*found: Found) -> dict[str, float]:
