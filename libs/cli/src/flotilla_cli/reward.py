@@ -209,14 +209,21 @@ def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
         return load_text(RunConfig, text, source="command line", overrides=overrides, resolve_paths=True)
     config = load(RunConfig, files, overrides, resolve_paths=True)
     if names:
-        asked = [RewardTermConfig(reward=name).with_paths_from(Path.cwd()) for name in names]
-        known = {term.reward: term for term in config.rewards}
-        config = config.model_copy(update={"rewards": tuple(known.get(one.reward, one) for one in asked)})
+        config = config.model_copy(update={"rewards": tuple(_term_of(config, name) for name in names)})
     if not config.rewards:
         raise InvalidRequest(
             "the run names no rewards", where=", ".join(files), next_step="name one: path.py:function"
         )
     return config
+
+
+def _term_of(config: RunConfig, name: str) -> RewardTermConfig:
+    """Return the term of the run with this reward or name; a reward that the run does not have is taken as it is."""
+    known = {term.reward: term for term in config.rewards} | {term.shown: term for term in config.rewards}
+    if judge_of(name) and name not in known:
+        raise InvalidRequest("a judge needs a rubric", where=name, next_step="name a run file with its term")
+    asked = known.get(name) or RewardTermConfig(reward=name).with_paths_from(Path.cwd())
+    return known.get(asked.reward, asked)
 
 
 def _rows(config: RunConfig, stack: str | None, rows: int) -> list[Prompt]:

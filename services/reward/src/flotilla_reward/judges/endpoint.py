@@ -67,6 +67,7 @@ class Server:
     """The connections to one address."""
 
     def __init__(self, concurrency: int) -> None:
+        self._limits = httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency)
         self.places = asyncio.Semaphore(concurrency)
         self.away_at = -math.inf
         """The time at which a request last had no answer, however often it was sent; nobody waits behind it in vain."""
@@ -77,7 +78,7 @@ class Server:
     def client(self) -> httpx2.AsyncClient:
         """The client, made when it is first needed: that takes a while."""
         if self._client is None:
-            self._client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=None))
+            self._client = httpx2.AsyncClient(timeout=None, limits=self._limits)
         return self._client
 
     async def close(self) -> None:
