@@ -219,7 +219,8 @@ def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
 
 def _term_of(config: RunConfig, name: str) -> RewardTermConfig:
     """Return the term of the run with this reward or name; a reward that the run does not have is taken as it is."""
-    known = {term.reward: term for term in config.rewards} | {term.shown: term for term in config.rewards}
+    known = {term.reward: term for term in config.rewards}
+    known |= {term.name: term for term in config.rewards if term.name}
     if judge_of(name) and name not in known:
         raise InvalidRequest("a judge needs a rubric", where=name, next_step="name a run file with its term")
     asked = known.get(name) or RewardTermConfig(reward=name).with_paths_from(Path.cwd())

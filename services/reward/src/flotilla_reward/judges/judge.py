@@ -101,12 +101,11 @@ class Judge:
             return await self._compared(question, item.response, item.answer)
         reference = {"reference": item.answer} if item.answer.strip() else {}
         found = await self._found(self._form.asked(question=question, response=item.response, **reference))
+        parts = _cost(found)
         if isinstance(found.verdict, str):
-            value, parts = self._term.verdicts[found.verdict], {}
-        else:
-            assert self._term.scale is not None
-            value, parts = place(found.verdict, self._term.scale), {"score": found.verdict}
-        return Judged(value, parts | _cost(found))
+            return Judged(self._term.verdicts[found.verdict], parts)
+        assert self._term.scale is not None
+        return Judged(place(found.verdict, self._term.scale), {"score": found.verdict, **parts})
 
     async def _compared(self, question: str, response: str, answer: str) -> Judged:
         if not answer.strip():
