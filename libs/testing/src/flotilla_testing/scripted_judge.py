@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -82,11 +82,12 @@ class ScriptedJudge:
                 judge.requests.append(request)
                 said = judge.script(request)
                 sent = said.sent()
-                self.send_response(said.status)
-                for name, value in {**said.headers, "Content-Length": str(len(sent))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(sent)
+                with suppress(ConnectionError):  # the judge was given up
+                    self.send_response(said.status)
+                    for name, value in {**said.headers, "Content-Length": str(len(sent))}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(sent)
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Print nothing."""

@@ -224,8 +224,9 @@ async def test_a_server_that_knows_no_form_is_asked_without_from_then_on(pool: W
         return Said('Fine.\n{"score": 10}')
 
     with scripted_judge(script) as judge:
-        judges = Judges({"j": config(judge, concurrency=1)})
-        assert values(await score(judges, pool, [spec()], items("4", "5"))) == {"s0": 1.0, "s1": 1.0}
+        judges = Judges({"j": config(judge)})
+        for response in ("4", "5"):
+            assert values(await score(judges, pool, [spec()], items(response))) == {"s0": 1.0}
     assert ["response_format" in request.body for request in judge.requests] == [True, False, False]
 
 
