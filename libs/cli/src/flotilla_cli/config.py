@@ -34,8 +34,8 @@ from flotilla_core.config.other_programs import OURS
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.findings import found_of
 from flotilla_core.gangs import named_gangs
-from flotilla_core.roles import NAMED
 from flotilla_core.generated_tasks import TASKS
+from flotilla_core.roles import NAMED
 from flotilla_launch.environment import presentable
 
 app = typer.Typer(help="Check configuration files; print their JSON Schema.", no_args_is_help=True)
@@ -172,6 +172,9 @@ def _of_run(config: RunConfig) -> Iterator[Found]:
         yield _data("evaluation.data", held_out)
     else:
         yield from (_data(f"evaluation.data[{index}].path", one.path) for index, one in enumerate(held_out))
+    for term in config.judged_terms:
+        if term.agreement is not None:
+            yield _data(f"agreement.examples of {term.shown}", term.agreement.examples)
     if isinstance(config.initial_weights, Path):
         yield _folder("initial_weights", config.initial_weights, "config.json")
     if config.lora is not None and config.lora.adapter is not None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from google.protobuf.json_format import MessageToDict
+from pydantic import TypeAdapter
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
 from flotilla.reward.v1 import reward_pb2 as pb
@@ -39,13 +40,8 @@ from flotilla_cli.stack import (
     with_models_here,
 )
 from flotilla_core import rpc
-from flotilla_core.config import (
-    RewardTermConfig,
-    RunConfig,
-    StackConfig,
-    load,
-    load_text,
-)
+from flotilla_core.config import JudgeConfig, RewardTermConfig, RunConfig, StackConfig, load, load_text
+from flotilla_core.config.judges import judge_of
 from flotilla_core.errors import (
     FailedPrecondition,
     FlotillaError,
@@ -58,10 +54,12 @@ from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
 from flotilla_core.model_folder import model_folder
 from flotilla_core.rpc.status import from_status
 from flotilla_data.rows import open_rows, parts
+from flotilla_launch.environment import resolved
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.prompts import Prompt
     from flotilla_coordinator.data.tokenizer import Tokenizer
+    from flotilla_coordinator.rollouts.judges import Agreement
     from flotilla_coordinator.rollouts.scoring import Outcome
 
 app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
@@ -174,12 +172,29 @@ def test(
     tried = list(_responses(prompts, response or [], responses))
     scored = zip(tried, _scored(config, of_stack, tokenizer, tried), strict=True)
     found = [_trial_json(*one, *outcome) for one, outcome in scored]
+    judges = list(agreements(config, of_stack))
     if as_json:
-        print_json({"rewards": [term.shown for term in config.rewards], "samples": found})
+        figures = [{"reward": one.term, "agreement": one.figure, "at_least": one.at_least} for one in judges]
+        names = [term.shown for term in config.rewards]
+        print_json({"rewards": names, "samples": found, "judges": figures})
     else:
         _print_trial(found)
-    if any(one["failure"] for one in found):
+    for one in judges:
+        say(f"the judge of {one.term} agrees by {one.figure:.3f} ({one.shown})")
+    if any(one["failure"] for one in found) or not all(one.enough for one in judges):
         raise typer.Exit(RUN_FAILED)
+
+
+def agreements(config: RunConfig, stack: StackConfig) -> Iterator[Agreement]:
+    """Ask the judges of a run of their labelled examples; yield how far each agrees."""
+    from flotilla_coordinator.rollouts.judges import agreement_of, examples_of
+    from flotilla_coordinator.rollouts.scoring import reward_spec
+
+    for term in config.judged_terms:
+        examples = examples_of(term)
+        request = pb.ScoreRequest(rewards=[reward_spec(term)], items=[one.item for one in examples])
+        outcomes = {one.sample_id: one for one in _trial(request, stack).outcomes}
+        yield agreement_of(term, examples, outcomes)
 
 
 def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
@@ -202,17 +217,25 @@ def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
         return load_text(RunConfig, text, source="command line", overrides=overrides, resolve_paths=True)
     config = load(RunConfig, files, overrides, resolve_paths=True)
     if names:
-        asked = [RewardTermConfig(reward=name).with_paths_from(Path.cwd()) for name in names]
-        known = {term.reward: term for term in config.rewards}
-        config = config.model_copy(update={"rewards": tuple(known.get(one.reward, one) for one in asked)})
-    functions = tuple(term for term in config.rewards if term.model is None)
+        config = config.model_copy(update={"rewards": tuple(_term_of(config, name) for name in names)})
+    scored = tuple(term for term in config.rewards if term.model is None)
     if models := [term.shown for term in config.rewards if term.model is not None]:
         say(f"{', '.join(models)}: left out, because a reward model is asked by runs alone")
-    if not functions:
+    if not scored:
         raise InvalidRequest(
             "the run names no rewards", where=", ".join(files), next_step="name one: path.py:function"
         )
-    return config.model_copy(update={"rewards": functions})
+    return config.model_copy(update={"rewards": scored})
+
+
+def _term_of(config: RunConfig, name: str) -> RewardTermConfig:
+    """Return the term of the run with this reward or name; a reward that the run does not have is taken as it is."""
+    known = {str(term.reward): term for term in config.rewards if term.model is None}
+    known |= {term.shown: term for term in config.rewards}
+    if judge_of(name) and name not in known:
+        raise InvalidRequest("a judge needs a rubric", where=name, next_step="name a run file with its term")
+    asked = known.get(name) or RewardTermConfig(reward=name).with_paths_from(Path.cwd())
+    return known.get(str(asked.reward), asked)
 
 
 def _rows(config: RunConfig, stack: StackConfig, rows: int) -> tuple[list[Prompt], Tokenizer]:
@@ -263,7 +286,7 @@ def _read_responses(file: Path, most: int) -> Iterator[str]:
 def _scored(
     config: RunConfig, stack: StackConfig, tokenizer: Tokenizer, tried: list[tuple[Prompt, str, str]]
 ) -> list[tuple[Outcome, float]]:
-    """Return the outcome of each response, from a process of the reward service, and its seconds.
+    """Return the outcome of each response, and its seconds.
 
     The responses to a row are a group, of a run that has made no step.
     """
@@ -271,10 +294,6 @@ def _scored(
 
     from flotilla_coordinator.rollouts.scoring import reward_spec, score_item, weigh
 
-    if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
-        raise FailedPrecondition(
-            "the reward service is not installed here", next_step="pip install flotilla-reward"
-        )
     items = [
         score_item(
             str(number),
@@ -287,23 +306,38 @@ def _scored(
         for number, (prompt, text, _) in enumerate(tried)
     ]
     rewards = map(reward_spec, config.rewards)
-    request = pb.ScoreRequest(rewards=rewards, items=items, total_steps=config.steps)
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
-        asked.write(request.SerializeToString())
-        asked.seek(0)
-        command = [sys.executable, "-m", _TRIAL, stack.reward.isolation.model_dump_json()]
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    outcomes = _trial(pb.ScoreRequest(rewards=rewards, items=items, total_steps=config.steps), stack).outcomes
+    return [
+        (weigh(config.rewards, [one], config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
+        for one in outcomes
+    ]
+
+
+def _trial(request: pb.ScoreRequest, stack: StackConfig) -> pb.ScoreResponse:
+    """Return the outcomes of a request, from a process of the reward service."""
+    if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
+        raise FailedPrecondition(
+            "the reward service is not installed here", next_step="pip install flotilla-reward"
+        )
+    asked = {judge_of(spec.reward) for spec in request.rewards}
+    judges = {name: one for name, one in stack.judges.items() if name in asked}
+    keys = {one.api_key_env for one in judges.values()}
+    places = {name: place for name, place in stack.reward.environment.items() if name in keys}
+    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answered:
+        question.write(request.SerializeToString())
+        question.seek(0)
+        isolation = stack.reward.isolation.model_dump_json()
+        of_judges = TypeAdapter(dict[str, JudgeConfig]).dump_json(judges).decode()
+        command = [sys.executable, "-m", _TRIAL, isolation, of_judges]
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | resolved(places, "reward")
         with subprocess.Popen(
-            command, stdin=asked, stdout=answered, stderr=subprocess.PIPE, env=environment, bufsize=0
+            command, stdin=question, stdout=answered, stderr=subprocess.PIPE, env=environment, bufsize=0
         ) as trial:
             _say_all(trial)
         answered.seek(0)
         answer = answered.read()
     if trial.returncode == 0:
-        outcomes = pb.ScoreResponse.FromString(answer).outcomes
-        seconds = [one.elapsed.ToNanoseconds() / 1e9 for one in outcomes]
-        made = [weigh(config.rewards, [one], config.reward_mode) for one in outcomes]
-        return [*zip(made, seconds, strict=True)]
+        return pb.ScoreResponse.FromString(answer)
     refused = from_status(answer) if trial.returncode == _REFUSED else None
     raise refused or Internal("the trial ended early", why=f"its process ended with code {trial.returncode}")
 

@@ -17,9 +17,11 @@ from google.protobuf import struct_pb2
 from pydantic import ValidationError
 
 from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_core.config.judges import judge_of
 from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BuiltinReward
+from flotilla_reward.judges.judge import Judge, Judges
 from flotilla_reward.table import BUILTIN
 from flotilla_reward.worker import IN_JAIL, is_ours, load
 from flotilla_workers.functions import Target
@@ -31,7 +33,7 @@ DEFAULT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Term:
-    """One term of a reward, ready to score. Exactly one of `builtin` and `target` is set."""
+    """One term of a reward, ready to score. Exactly one of `builtin`, `target` and `judge` is set."""
 
     name: str
     timeout_s: float
@@ -42,9 +44,11 @@ class Term:
     blames_response: bool = False
     """A response that takes until the limit, or ends the worker, is unverifiable."""
     version: str = ""
-    """What decides how a built-in reward judges; a function's is told by its worker."""
+    """What decides how a built-in reward or a judge judges; a function's is told by its worker."""
     runs_code: bool = False
     """Code of responses runs in the jail of its pool, in processes beside its worker."""
+    judge: Judge | None = None
+    """Asks a language model."""
 
     @property
     def is_builtin(self) -> bool:
@@ -59,7 +63,7 @@ class Term:
         )
 
 
-def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
+def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None = None) -> Term:
     """Return the term behind a spec; `code` is where the file of its function is on this host."""
     name, timeout_s = spec.name or spec.reward, DEFAULT_TIMEOUT_S
     if spec.HasField("timeout"):
@@ -67,6 +71,9 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
     if timeout_s <= 0:
         raise InvalidRequest(f"timeout of reward {name} is {timeout_s:g} s: it must be above 0")
     parameters = to_json(spec.parameters)
+    if judge_of(spec.reward):
+        judge = (judges or Judges({})).resolve(spec.reward, parameters)
+        return Term(name, timeout_s, None, None, version=judge.version, judge=judge)
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)
         builtin.require()

@@ -1,6 +1,7 @@
 """Scores the items of one call.
 
-Invariants: every item ends in exactly one outcome, under its own sample id. Terms that score a response by itself run
+Invariants: every item ends in exactly one outcome, under its own sample id; where a judge is away, the items that need
+it have none, and the call fails when all others have one. Terms that score a response by itself run
 first, then those that compare the responses of a group, both in the order of the spec, and the first one that fails or
 times out decides. What has failed is not among the responses that are compared. A value is finite or it is an error.
 The caller weighs the values of the terms. When it goes away, the work stops. While it waits, it gets an outcome or a
@@ -26,7 +27,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.config import LARGEST_REWARD
-from flotilla_core.errors import InvalidConfig, InvalidRequest
+from flotilla_core.errors import InvalidConfig, InvalidRequest, Unavailable
 from flotilla_core.structs import to_json
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.tensors import from_tensor
@@ -34,6 +35,7 @@ from flotilla_reward import catalog
 from flotilla_reward.answers import Answer, Outcome, Value, Workers
 from flotilla_reward.builtin import BuiltinReward, CannotScore, Sample, Unverifiable
 from flotilla_reward.catalog import Term
+from flotilla_reward.judges.judge import Judge, Judges
 from flotilla_reward.verifiers.verification import JAIL, OF_JAIL, STARTS_S
 from flotilla_reward.worker import Facts
 from flotilla_workers.process import Failure, Timeout
@@ -63,16 +65,20 @@ class Run:
 NO_RUN = Run()
 
 
-def resolve(specs: Sequence[pb.RewardSpec], code: Mapping[str, Path] | None = None) -> list[Term]:
+def resolve(
+    specs: Sequence[pb.RewardSpec], code: Mapping[str, Path] | None = None, judges: Judges | None = None
+) -> list[Term]:
     """Return the terms of a call; `code` says where the files of functions are on this host."""
     if not specs:
         raise InvalidRequest("the request has no rewards", next_step="Add a term to the run.")
-    return [catalog.resolve(spec, (code or {}).get(spec.reward)) for spec in specs]
+    return [catalog.resolve(spec, (code or {}).get(spec.reward), judges) for spec in specs]
 
 
 async def load(terms: Sequence[Term], pool: Workers, run_id: str = "") -> AsyncGenerator[pb.ScoreResponse]:
     """Has a worker load each term that needs one, once; the responses are signs of life."""
     for term in terms:
+        if term.judge is not None:
+            term.judge.check()
         if term.target is None:
             continue
         if term.runs_code and pool.jail.refusal:
@@ -109,10 +115,26 @@ async def score_items(
             yield pb.ScoreResponse(outcomes=outcomes)
         return
     groups = _groups(items) if scoring.compares else [[item] for item in items]
-    tasks = [asyncio.create_task(scoring.outcomes(group)) for group in groups]
+    tasks = [asyncio.create_task(_score_or_wait(scoring, group)) for group in groups]
+    away: Unavailable | None = None
     async with aclosing(endings(tasks)) as moments:
         async for ended in moments:
-            yield pb.ScoreResponse(outcomes=[outcome for task in ended for outcome in task.result()])
+            found = [task.result() for task in ended]
+            away = next((one for one in found if isinstance(one, Unavailable)), away)
+            scored = [one for one in found if not isinstance(one, Unavailable)]
+            yield pb.ScoreResponse(outcomes=[outcome for group in scored for outcome in group])
+    if away is not None:
+        raise away
+
+
+async def _score_or_wait(
+    scoring: _Scoring, group: Sequence[pb.ScoreItem]
+) -> list[pb.ScoreOutcome] | Unavailable:
+    """Return the outcomes of a group, or why a judge that it needs is away."""
+    try:
+        return await scoring.outcomes(group)
+    except Unavailable as error:
+        return error
 
 
 def _groups(items: Sequence[pb.ScoreItem]) -> list[list[pb.ScoreItem]]:
@@ -220,6 +242,8 @@ class _Scoring:
         for place, term in self._alone:
             if term.builtin is not None:
                 outcome, elapsed_s = _now(term.builtin, response.item)
+            elif term.judge is not None:
+                outcome, elapsed_s = await _judged(term.judge, response.item)
             else:
                 answers, elapsed_s = await self._ask(place, term, [response.item])
                 (outcome,) = answers
@@ -294,6 +318,17 @@ def _now(builtin: BuiltinReward, item: pb.ScoreItem) -> tuple[Outcome, float]:
         outcome = Failure(str(error))
     except Unverifiable as error:
         outcome = Value(0.0, unverifiable=str(error))
+    return outcome, time.perf_counter() - started
+
+
+async def _judged(judge: Judge, item: pb.ScoreItem) -> tuple[Outcome, float]:
+    """Ask a judge of a response."""
+    started = time.perf_counter()
+    outcome: Outcome
+    try:
+        outcome = Value.of(await judge.judged(item))
+    except CannotScore as error:
+        outcome = Failure(str(error))
     return outcome, time.perf_counter() - started
 
 

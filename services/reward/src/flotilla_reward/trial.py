@@ -1,9 +1,10 @@
 """Scores samples once, in a process of its own that needs no fleet: how a user tries a reward.
 
-Run as `python -m flotilla_reward.trial ISOLATION`, with a `ScoreRequest` on standard input and `reward.isolation` of
-the stack as JSON. It scores as the service does: the same terms in the same order, in workers that are killed at their
-limits, functions of users in the same jail. It prints a `ScoreResponse` with all outcomes, or the status of the error
-and exit code REFUSED. How functions run, and what user code prints, goes to standard error.
+Run as `python -m flotilla_reward.trial ISOLATION JUDGES`, with a `ScoreRequest` on standard input, and with
+`reward.isolation` and `judges` of the stack as JSON. It scores as the service does: the same terms in the same order,
+in workers that are killed at their limits, functions of users in the same jail, by judges whose keys are where the
+service finds them. It prints a `ScoreResponse` with all outcomes, or the status of the error and exit code REFUSED. How
+functions run, and what user code prints, goes to standard error.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from functools import partial
 
+from pydantic import TypeAdapter
+
 from flotilla.reward.v1 import reward_pb2 as pb
-from flotilla_core.config import IsolationConfig
+from flotilla_core.config import IsolationConfig, JudgeConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.rpc.status import encode
 from flotilla_reward import scoring
 from flotilla_reward.answers import Workers
 from flotilla_reward.catalog import Term
+from flotilla_reward.judges.judge import Judges
 from flotilla_workers.jail.jail import find, no_jail
 from flotilla_workers.jail.level import told
 
@@ -29,9 +33,11 @@ MOST_WORKERS = 4
 REFUSED = 3
 
 
-async def outcomes_of(request: pb.ScoreRequest, isolation: IsolationConfig) -> pb.ScoreResponse:
+async def outcomes_of(
+    request: pb.ScoreRequest, isolation: IsolationConfig, judges: Judges
+) -> pb.ScoreResponse:
     """Return one outcome for each item of the request, in its order."""
-    terms = scoring.resolve(request.rewards)
+    terms = scoring.resolve(request.rewards, judges=judges)
     needs_workers = any(term.target is not None for term in terms)
     jailed = any(term.needs_jail for term in terms)
     count = min(len(request.items), os.cpu_count() or 1, MOST_WORKERS) if needs_workers else 0
@@ -53,6 +59,7 @@ async def outcomes_of(request: pb.ScoreRequest, isolation: IsolationConfig) -> p
                 found |= {outcome.sample_id: outcome for outcome in response.outcomes}
     finally:
         await pool.stop()
+        await judges.close()
     return pb.ScoreResponse(outcomes=[found[item.sample_id] for item in request.items])
 
 
@@ -73,7 +80,8 @@ def main() -> int:
     request = pb.ScoreRequest.FromString(sys.stdin.buffer.read())
     try:
         isolation = IsolationConfig.model_validate_json(sys.argv[1])
-        answer, code = asyncio.run(outcomes_of(request, isolation)).SerializeToString(), 0
+        judges = Judges(TypeAdapter(dict[str, JudgeConfig]).validate_json(sys.argv[2]))
+        answer, code = asyncio.run(outcomes_of(request, isolation, judges)).SerializeToString(), 0
     except FlotillaError as error:
         answer, code = encode(error).SerializeToString(), REFUSED
     results.write(answer)

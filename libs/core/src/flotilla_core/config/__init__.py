@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flotilla_core.config.judges import AgreementConfig, JudgeConfig
 from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
 from flotilla_core.config.model import ConfigModel, SecretReference
 from flotilla_core.config.stack import (

@@ -243,6 +243,14 @@ class RunConfig(ConfigModel):
         return isinstance(self.algorithm, PolicyConfig) and self.algorithm.needs_rewards
 
     @property
+    def judged_terms(self) -> tuple[RewardTermConfig, ...]:
+        """Return the terms, also of evaluations, whose judges have labelled examples to agree with; each once."""
+        held_out = () if self.evaluation is None else self.evaluation.sets_of_data
+        terms = [*self.rewards, *(term for one in held_out for term in one.rewards)]
+        asked = [term for term in terms if term.agreement is not None]
+        return tuple(term for place, term in enumerate(asked) if term not in asked[:place])
+
+    @property
     def evaluates_pairs(self) -> bool:
         """Return whether an evaluation counts how many held-out pairs are ranked correctly, and generates nothing."""
         if self.evaluation is None or not self.learns_from_pairs or self.rewards:

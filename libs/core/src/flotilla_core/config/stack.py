@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from flotilla_core.addresses import loopback
+from flotilla_core.config.judges import MOST_JUDGES, JudgeConfig, JudgeName
 from flotilla_core.config.model import ConfigModel, Environment, GangName, HostName, ModelName
 from flotilla_core.roles import MOST_NAMED
 
@@ -526,6 +527,8 @@ class StackConfig(ConfigModel):
     """Models that give rewards, by the names that `rewards` of runs have."""
     reward: RewardServiceConfig = Field(default_factory=RewardServiceConfig)
     """Reward replicas."""
+    judges: dict[JudgeName, JudgeConfig] = Field(default={}, max_length=MOST_JUDGES)
+    """Language models that score samples, by the names that runs give them."""
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
     """The coordinator."""
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)

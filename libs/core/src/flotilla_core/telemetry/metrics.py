@@ -50,6 +50,14 @@ METRICS = (
         "texts",
         "Texts since the step before that lost their beginning to fit the model (with `too_long: cut`).",
     ),
+    Metric(
+        "judge/tokens/<reward>",
+        "tokens",
+        "Tokens that a judge read and wrote for values of this reward, evaluations included.",
+    ),
+    Metric(
+        "judge/cache_hit_ratio/<reward>", "share", "Share of a judge's verdicts that were kept from before."
+    ),
     Metric("data/share/<data set>", "share", "Share of the groups from one of several data sets."),
     Metric(
         "data/left_out",
@@ -242,7 +250,7 @@ GROUPS = (
         "update",
         r"(loss$|grad_norm$|learning_rate$|entropy$|clip_fraction$|ratio_mean$|optimizer/|advantages/|kl/|tokens/|microbatches$)",
     ),
-    ("roles", r"(critic|teacher)/"),
+    ("roles", r"(critic|teacher|judge)/"),
     ("agreement", r"(probs_diff|logprob_diff|rollout_|correction|canary)"),
     ("time", r"(tokens_per_s$|time/|idle/|compilations$)"),
     ("weights and checkpoints", r"(sync|checkpoint)/"),

@@ -6,7 +6,7 @@ Invariants: every problem is one sentence that names the key and what to do; all
 from __future__ import annotations
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
-from flotilla_coordinator.plan.functions import file_errors, trusted_warnings
+from flotilla_coordinator.plan.functions import file_errors, judge_errors, trusted_warnings
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import count_errors
 from flotilla_coordinator.trainers.spec import critic_of, critic_warmup_steps
@@ -28,6 +28,7 @@ def settings_chapter(config: RunConfig, stack: StackConfig) -> Entries:
     yield from config_errors(config)
     yield from fleet_warnings(config, stack)
     yield from role_errors(config, stack)
+    yield from judge_errors(config, stack)
     yield from map(refusal, tracker_errors(config))
     yield from trusted_warnings(config)
 

@@ -13,14 +13,14 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
-from flotilla_core.config import IsolationConfig, PolicyConfig, RewardTermConfig, RunConfig
+from flotilla_core.config import IsolationConfig, PolicyConfig, RewardTermConfig, RunConfig, StackConfig
 from flotilla_core.config.model import UserFunction
 from flotilla_core.findings import warning
 from flotilla_workers import check
@@ -51,12 +51,22 @@ class Function:
         return Path(file) if colon and file.endswith(".py") else None
 
 
+def terms_of(config: RunConfig) -> Iterator[tuple[str, RewardTermConfig]]:
+    """Yield the terms of all rewards, those of held-out sets too, by their keys."""
+    yield from ((f"rewards[{index}]", term) for index, term in enumerate(config.rewards))
+    held_out = () if config.evaluation is None else config.evaluation.sets_of_data
+    for place, one in enumerate(held_out):
+        yield from (
+            (f"evaluation.data[{place}].rewards[{index}]", term) for index, term in enumerate(one.rewards)
+        )
+
+
 def functions_of(config: RunConfig) -> list[Function]:
     """Return the functions that the run names; built-in ones only where their service checks more than the schema."""
     found = [
-        Function(f"{key}.reward", term.reward, term.parameters, True, term.trusted)
+        Function(f"{key}.reward", str(term.reward), term.parameters, True, term.trusted)
         for key, term in terms_of(config)
-        if isinstance(term.reward, str)
+        if term.kind == "function"
     ]
     if isinstance(config.algorithm, PolicyConfig):
         for section in ("advantage", "loss"):
@@ -64,17 +74,6 @@ def functions_of(config: RunConfig) -> list[Function]:
             if isinstance(chosen, UserFunction):
                 found.append(Function(f"algorithm.{section}.type", chosen.type, chosen.parameters, False))
     return found
-
-
-def terms_of(config: RunConfig) -> list[tuple[str, RewardTermConfig]]:
-    """Return the terms of all rewards, those of held-out sets too, each with its key."""
-    found = [(f"rewards[{index}]", term) for index, term in enumerate(config.rewards)]
-    sets = () if config.evaluation is None else config.evaluation.sets_of_data
-    return found + [
-        (f"evaluation.data[{place}].rewards[{index}]", term)
-        for place, one in enumerate(sets)
-        for index, term in enumerate(one.rewards)
-    ]
 
 
 def file_errors(config: RunConfig) -> Entries:
@@ -89,6 +88,16 @@ def trusted_warnings(config: RunConfig) -> Entries:
             yield warning(
                 f"{function.key}: {function.name} is trusted, so it runs OUTSIDE OF THE JAIL, as the reward service "
                 "itself: with its files, its network and its variables"
+            )
+
+
+def judge_errors(config: RunConfig, stack: StackConfig) -> Entries:
+    """Find judges that the stack does not have; replicas that others started have stacks of their own."""
+    for key, term in terms_of(config):
+        if term.judge and term.judge not in stack.judges and not stack.reward.attach:
+            known = ", ".join(stack.judges) or "none"
+            yield refusal(
+                f"{key}.reward: the stack has no judge {term.judge} (judges: {known}): write it into its stack.yaml"
             )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
@@ -30,6 +30,7 @@ from flotilla.common.v1.chat_pb2 import Message
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
+from flotilla_coordinator.rollouts.judges import JudgeTally
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import LARGEST_REWARD, RewardMode, RewardTermConfig
 from flotilla_core.config.model import file_of_function
@@ -193,10 +194,17 @@ class TermScorer(Protocol):
 class Scorer:
     """Makes one reward of the terms of a run."""
 
-    def __init__(self, scorers: Sequence[TermScorer], mode: RewardMode = "weighted") -> None:
+    def __init__(
+        self,
+        scorers: Sequence[TermScorer],
+        mode: RewardMode = "weighted",
+        tally: JudgeTally | None = None,
+    ) -> None:
         self._mode = mode
+        self._tally = tally or JudgeTally()
         self._scorers = [one for one in scorers if one.terms]
         self._terms = [term for one in scorers for term in one.terms]
+        self._judged = {term.shown for term in self._terms if term.judge}
 
     async def needs(self) -> Needs:
         """Return what the rewards take, all together."""
@@ -206,6 +214,8 @@ class Scorer:
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
         """Return one outcome for every item; without reward terms there is no call, and every total is 0."""
         found = await gather_or_cancel(one.outcomes(items) for one in self._scorers)
+        if self._judged:
+            self._tally.note(self._judged, (one for outcomes in found for one in outcomes.values()))
         return {
             item.sample_id: weigh(self._terms, [outcomes[item.sample_id] for outcomes in found], self._mode)
             for item in items
@@ -421,7 +431,7 @@ class RewardServiceScorer:
 def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
     """Return one term as the reward service takes it."""
     parameters, timeout = Struct(), Duration()
-    parameters.update(term.parameters)
+    parameters.update(term.parameters | _said_to_judge(term))
     timeout.FromNanoseconds(int(term.timeout_s * 1e9))
     return pb.RewardSpec(
         reward=str(term.reward),
@@ -431,6 +441,13 @@ def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
         trusted=term.trusted,
         blames_response=term.blames_response,
     )
+
+
+def _said_to_judge(term: RewardTermConfig) -> dict[str, Any]:
+    """Return the keys of a judge's term that are set."""
+    scale = [*term.scale] if term.scale is not None else None
+    said = {"rubric": term.rubric, "scale": scale, "verdicts": term.verdicts, "pairs": term.pairs}
+    return {name: value for name, value in said.items() if value}
 
 
 def score_item(

@@ -23,6 +23,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, BatchSource
+from flotilla_coordinator.rollouts.judges import JudgeTally
 from flotilla_coordinator.rollouts.reward_models import RewardModel
 from flotilla_coordinator.rollouts.samples import SampleValidator
 from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints
@@ -101,6 +102,7 @@ class RunContext:
     validator: SampleValidator = field(default_factory=SampleValidator)
     reward_models: Mapping[str, RewardModel] = field(default_factory=dict)
     """The models that give rewards, by their names."""
+    judges: JudgeTally = field(default_factory=JudgeTally)
     autoscaler: Autoscaler | None = None
     pinned: PinnedEvaluation | None = None
     """The evaluation on a pinned generator, where the run has one."""
@@ -209,6 +211,7 @@ class RunContext:
         self.metrics.update(self.checkpoints.take_metrics())
         self.metrics.update(self.validator.take_metrics())
         self.metrics |= {f"reward/cut/{name}": one.take_cut() for name, one in self.reward_models.items()}
+        self.metrics.update(self.judges.take_metrics())
         self.steps_done = step + 1
         self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
         self.status.step_done(self.steps_done, self.policy.version, self.metrics, self.occasions())

@@ -26,6 +26,7 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation, Sampler
 from flotilla_coordinator.rollouts.group import GroupRollout
+from flotilla_coordinator.rollouts.judges import JudgeTally, agreement_of, examples_of
 from flotilla_coordinator.rollouts.reward_models import RewardModel, RewardModelScorer, TermsInOrder
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
@@ -44,7 +45,7 @@ from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
 from flotilla_core.config import PolicyConfig, RewardMode, RewardTermConfig, dump_yaml
 from flotilla_core.errors import FlotillaError, Unavailable
-from flotilla_core.findings import warning
+from flotilla_core.findings import info, warning
 from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
@@ -72,6 +73,7 @@ class RunWiring:
         self._reward_models: dict[str, RewardModel] = {}
         self._metrics: dict[str, float] = {}
         self._canary_figures: dict[str, float] = {}
+        self._judges = JudgeTally()
 
     async def build(
         self, directory: RunDirectory, lineage: int, fence: int
@@ -84,6 +86,7 @@ class RunWiring:
             PromptSource, config.data, tokenizer, config.seed, training_data(config, copies)
         )
         held_out = await asyncio.to_thread(read_held_out, config, tokenizer, copies)
+        await self._measure_judges()
         sessions = SessionFactory(
             self._run_id,
             stack=self._host.stack,
@@ -134,6 +137,7 @@ class RunWiring:
             idle=IdleShares(self._fleet.generators.replicas),
             validator=generation.validator,
             reward_models=self._reward_models,
+            judges=self._judges,
             metrics=self._metrics,
             canary_figures=self._canary_figures,
             autoscaler=self._autoscaler(),
@@ -287,17 +291,31 @@ class RunWiring:
             for name, session in sessions.items()
         }
 
+    async def _measure_judges(self) -> None:
+        """Ask the judges of their labelled examples; raise where one agrees too little."""
+        for term in self._config.judged_terms:
+            examples = await asyncio.to_thread(examples_of, term)
+            scorer = self._service_scorer((term,))
+            outcomes = await scorer.outcomes([one.item for one in examples])
+            agreement = agreement_of(term, examples, outcomes)
+            agreement.require()
+            text = (
+                f"the judge of reward {agreement.term} agrees by {agreement.figure:.3f} ({agreement.shown})"
+            )
+            self._status.notice(info(text))
+
+    def _service_scorer(self, rewards: tuple[RewardTermConfig, ...]) -> RewardServiceScorer:
+        offer, pool, steps = self._host.files.offer, self._fleet.rewards, self._config.steps
+        return RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer, steps)
+
     def _scorer(self, rewards: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
-        offer, pool = self._host.files.offer, self._fleet.rewards
         of_models = tuple(term for term in rewards if term.model is not None)
-        of_functions = tuple(term for term in rewards if term.model is None)
-        functions = RewardServiceScorer(
-            self._run_id, of_functions, pool, self._wait_limit_s, offer, self._config.steps
-        )
+        of_service = tuple(term for term in rewards if term.model is None)
+        service = self._service_scorer(of_service)
         models = RewardModelScorer(self._run_id, of_models, self._reward_models)
-        if of_models and of_functions:
-            return Scorer([TermsInOrder(rewards, functions, models)], mode)
-        return Scorer([functions, models], mode)
+        if of_models and of_service:
+            return Scorer([TermsInOrder(rewards, service, models)], mode, self._judges)
+        return Scorer([service, models], mode, self._judges)
 
     def _evaluator(
         self,
