@@ -1,6 +1,6 @@
 """How the rewards of a run judged one sample: what each of them said, by which verifier, and why it said nothing.
 
-Invariants: verdicts are in the order of the run's rewards, and nothing follows one that failed. On disk each is a JSON
+Invariants: verdicts are in the order of the run's rewards, but for one that failed, which nothing follows. On disk each is a JSON
 object without what is empty. Only a verdict that is scored or unverifiable has a value.
 """
 

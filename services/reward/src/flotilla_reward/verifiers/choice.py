@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
-from flotilla_reward.builtin import BuiltinReward, CannotScore, Sample, answer_of, text_after
+from flotilla_reward.builtin import BuiltinReward, CannotScore, Judged, Sample, answer_of, text_after
 from flotilla_reward.verifiers.reading import json_list, one_spaced
 
 LETTERS = tuple("ABCDEFGHIJ")
@@ -148,9 +148,8 @@ class Choice(BuiltinReward):
             if text is not None
             else frozenset()
         )
-        if self.several == "all":
-            return float(claimed == right)
-        return float(len(claimed) == 1 and claimed <= right)
+        good = claimed == right if self.several == "all" else len(claimed) == 1 and claimed <= right
+        return Judged(good, extracted=", ".join(sorted(claimed)) or None)
 
     def _options(self, info: dict[str, Any]) -> Options:
         labels, texts = _columns(next((info[name] for name in COLUMNS if info.get(name)), []))
