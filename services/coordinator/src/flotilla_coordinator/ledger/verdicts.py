@@ -1,7 +1,7 @@
 """How the rewards of a run judged one sample: what each of them said, by which verifier, and why it said nothing.
 
-Invariants: verdicts are in the order of the run's rewards, but for one that failed, which nothing follows. On disk each is a JSON
-object without what is empty. Only a verdict that is scored or unverifiable has a value.
+Invariants: verdicts are in the order of the run's rewards, but for one that failed, which nothing follows. On disk each
+is a JSON object without what is empty. Only a verdict that is scored or unverifiable has a value.
 """
 
 from __future__ import annotations
