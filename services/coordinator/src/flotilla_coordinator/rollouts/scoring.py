@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -274,8 +275,10 @@ def _by_name(
     terms: Sequence[RewardTermConfig], components: Sequence[pb.RewardComponent]
 ) -> list[TermVerdict]:
     """Return the verdicts of those terms that said something before another one failed."""
-    said = {component.reward: component for component in components}
-    return [_verdict(term, said[term.shown]) for term in terms if term.shown in said]
+    said: dict[str, deque[pb.RewardComponent]] = defaultdict(deque)
+    for component in components:
+        said[component.reward].append(component)
+    return [_verdict(term, said[term.shown].popleft()) for term in terms if said[term.shown]]
 
 
 def _verdict(term: RewardTermConfig, component: pb.RewardComponent) -> TermVerdict:
@@ -395,6 +398,7 @@ class RewardServiceScorer:
                     self._pool.eject(replica.instance_id, str(error))
                     if call == MAX_CALLS - 1:
                         raise
+                    continue
                 finally:
                     self._pool.release(replica, load)
                 if not missing:
