@@ -215,11 +215,15 @@ class RunConfig(ConfigModel):
     """Trackers of the run's metrics beside its own files: names (`[tensorboard, wandb]`), or sections with keys."""
 
     @property
+    def all_rewards(self) -> tuple[RewardTermConfig, ...]:
+        """The terms by which its samples and its held-out answers are scored."""
+        held_out = () if self.evaluation is None else self.evaluation.sets_of_data
+        return (*self.rewards, *(term for one in held_out for term in one.rewards))
+
+    @property
     def reward_models(self) -> list[str]:
-        """The names of the reward models that score its samples and held-out answers, each once."""
-        sets = () if self.evaluation is None else self.evaluation.sets_of_data
-        terms = [*self.rewards, *(term for one in sets for term in one.rewards)]
-        return [*dict.fromkeys(term.model.model for term in terms if term.model is not None)]
+        """The names of the reward models that it asks, each once."""
+        return [*dict.fromkeys(term.model.model for term in self.all_rewards if term.model is not None)]
 
     @property
     def gangs_beside_the_policy(self) -> list[str]:
@@ -244,10 +248,8 @@ class RunConfig(ConfigModel):
 
     @property
     def judged_terms(self) -> tuple[RewardTermConfig, ...]:
-        """Return the terms, also of evaluations, whose judges have labelled examples to agree with; each once."""
-        held_out = () if self.evaluation is None else self.evaluation.sets_of_data
-        terms = [*self.rewards, *(term for one in held_out for term in one.rewards)]
-        asked = [term for term in terms if term.agreement is not None]
+        """Return the terms whose judges have labelled examples to agree with, each once."""
+        asked = [term for term in self.all_rewards if term.agreement is not None]
         return tuple(term for place, term in enumerate(asked) if term not in asked[:place])
 
     @property
