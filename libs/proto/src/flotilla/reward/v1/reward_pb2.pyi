@@ -100,11 +100,17 @@ class RewardSpec(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
+    TRUSTED_FIELD_NUMBER: _builtins.int
     BLAMES_RESPONSE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """A built-in name, an entry point name, or path.py:function."""
+    trusted: _builtins.bool
+    """The function runs as the service itself, outside of the jail."""
     blames_response: _builtins.bool
     """A response during which the function passes its limit or dies has made it do so. Of built-in rewards this always holds."""
+    name: _builtins.str
+    """What components and messages call it; by default the reward."""
     @_builtins.property
     def parameters(self) -> _struct_pb2.Struct: ...
     @_builtins.property
@@ -120,11 +126,13 @@ class RewardSpec(_message.Message):
         parameters: _struct_pb2.Struct | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
         code: _files_pb2.FolderReference | None = ...,
+        trusted: _builtins.bool = ...,
         blames_response: _builtins.bool = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
