@@ -27,10 +27,12 @@ from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.generated_tasks import COLUMN, SPLITS, TaskSource, data_set, generated_rows, unpacked
 from flotilla_data.rows import open_rows
 from flotilla_reward import scoring
+from flotilla_reward.answers import Workers
 from flotilla_reward.builtin import CannotScore, Sample
 from flotilla_reward.tasks import ReasoningGym, evaluated
 from flotilla_testing.model_folders import write_tokenizer
-from flotilla_workers.jail.jail import Jail, Level, find
+from flotilla_workers.jail.jail import Jail, find
+from flotilla_workers.jail.level import Level
 
 pytest.importorskip("reasoning_gym", reason="reasoning_gym is not installed: make test-tasks")
 pytestmark = pytest.mark.timeout(300)
@@ -265,7 +267,7 @@ def scored_item(name: str, row: dict[str, Any], response: str) -> pb.ScoreItem:
 async def test_the_reward_runs_in_workers_of_its_run_in_the_jail(rows: dict[str, dict[str, Any]]) -> None:
     if not (jail := find()).level:
         pytest.skip(f"this host has no jail: {jail.why_not_higher}")
-    pool = scoring.workers(1, find)
+    pool = Workers(1, find)
     await pool.start()
     try:
         specs = [pb.RewardSpec(reward="reasoning_gym")]
@@ -279,17 +281,19 @@ async def test_the_reward_runs_in_workers_of_its_run_in_the_jail(rows: dict[str,
         items.append(scored_item("endless", row, "<answer>9**9**9**9</answer>"))
         terms = [replace(term, timeout_s=3.0) for term in terms]
         outcomes: dict[str, pb.ScoreOutcome] = {}
-        async for response in scoring.score_items(items, terms, pool, "run-1"):
+        async for response in scoring.score_items(items, terms, pool, scoring.Run("run-1")):
             outcomes |= {outcome.sample_id: outcome for outcome in response.outcomes}
     finally:
         await pool.stop()
     values = {name: outcome.value.components[0] for name, outcome in outcomes.items()}
     assert values["right"].value == 1.0 and values["harm"].value < 0.1
     assert values["endless"].value < 0.1
+    assert (values["right"].extracted, values["right"].parts) == (row["answer"], [])
+    assert f"reasoning-gym {importlib.metadata.version('reasoning-gym')}" in values["right"].version
 
 
 async def test_without_a_jail_the_reward_is_refused(rows: dict[str, dict[str, Any]]) -> None:
-    pool = scoring.workers(0, lambda: Jail(Level.NONE, refusal="this host has no jail"))
+    pool = Workers(0, lambda: Jail(Level.NONE, refusal="this host has no jail"))
     await pool.start()
     with pytest.raises(InvalidConfig, match="this host has no jail"):
         async for _ in scoring.load(scoring.resolve([pb.RewardSpec(reward="reasoning_gym")]), pool):
