@@ -188,6 +188,32 @@ async def test_a_judge_that_is_away_gives_no_outcome_and_the_others_keep_theirs(
     assert sum("\nbad\n" in request.user for request in judge.requests) == 3
 
 
+async def test_a_group_that_is_compared_waits_whole_for_a_judge_that_is_away(tmp_path: Path) -> None:
+    """Else a response would be ranked among others than the second time."""
+    file = tmp_path / "ranks.py"
+    file.write_text("def rank(prompt, responses, answer, info): return [len(responses)] * len(responses)\n")
+    ranked = pb.RewardSpec(reward=f"{file}:rank")
+
+    def script(request: Request) -> Said:
+        return Said(status=503) if "\nbad\n" in request.user else Said('{"score": 10}')
+
+    asked = items("good", "bad", "fine", "well")
+    for item, group in zip(asked, "aabb", strict=True):
+        item.group = group
+    workers = Workers(1, no_jail)
+    await workers.start()
+    try:
+        with scripted_judge(script) as judge:
+            with pytest.raises(Unavailable, match="judge j is away") as raised:
+                await score(Judges({"j": config(judge, retries=0)}), workers, [ranked, spec()], asked)
+            judge.script = always('{"score": 10}')
+            found = await score(Judges({"j": config(judge)}), workers, [ranked, spec()], asked[:2])
+    finally:
+        await workers.stop()
+    assert values(raised.value.outcomes) == {"s2": 2.0, "s3": 2.0}  # type: ignore[attr-defined]
+    assert values(found) == {"s0": 2.0, "s1": 2.0}
+
+
 async def test_nobody_waits_in_vain_behind_a_request_that_found_the_judge_away(pool: Workers) -> None:
     with scripted_judge(lambda _: Said(status=500)) as judge:
         judges = Judges({"j": config(judge, retries=1, concurrency=1)})
