@@ -6,7 +6,7 @@ Invariant: no code of a user is imported into the service: a worker loads it, an
 from __future__ import annotations
 
 import inspect
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def resolve(spec: pb.EnvironmentSpec, code: Path | None = None) -> Target:
     parameters = to_json(spec.parameters)
     if spec.environment in BUILTIN:
         return Target("builtin", spec.environment, parameters=parameters)
-    return CATALOG.target(spec.environment, parameters, code)
+    return replace(CATALOG.target(spec.environment, parameters, code), trusted=spec.trusted)
 
 
 def problem(environment: str, parameters: dict[str, Any]) -> str:

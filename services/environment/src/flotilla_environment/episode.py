@@ -18,9 +18,15 @@ from typing import Any
 
 from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.environment.v1 import environment_pb2 as pb
-from flotilla_core.errors import DeadlineExceeded, FlotillaError, InvalidRequest, Unavailable, UserCodeError
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    FlotillaError,
+    InvalidRequest,
+    UserCodeError,
+)
 from flotilla_core.structs import to_json
-from flotilla_environment.holders import Holder, Holders, Outcome, Owner, Said
+from flotilla_environment.holders import Holder, Holders, Outcome, Said, owner_of
 from flotilla_workers.functions import Target
 from flotilla_workers.process import Failure, Timeout
 
@@ -49,7 +55,7 @@ class Episode:
         self.limit_s = _seconds(start.limit) if start.HasField("limit") else math.inf
         self._call_limit_s = _seconds(start.call_limit) if start.HasField("call_limit") else CALL_LIMIT_S
         self._target = target
-        self._owner = Owner.of(target, start.run_id)
+        self._owner = owner_of(target, start.run_id)
         self._holders = holders
         self._holder: Holder | None = None
         self._number = next(_numbers)
@@ -69,7 +75,7 @@ class Episode:
                 self._past.append((asked, outcome.digest))
             self.is_over = not isinstance(outcome, Said) or outcome.done
             return outcome
-        raise Unavailable(
+        raise FailedPrecondition(
             f"the episode lost its worker {MOST_BEGINNINGS} times",
             where=self.name,
             why="other episodes of the run kill workers, or the machine does",
@@ -86,7 +92,7 @@ class Episode:
                 if not isinstance(outcome, Said):
                     return outcome
                 if outcome.digest != digest:
-                    raise Unavailable(
+                    raise FailedPrecondition(
                         "the episode cannot go on in another worker",
                         where=self.name,
                         why="its worker was lost, and the environment did not say the same again",

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flotilla.common.v1.chat_pb2 import Message, Tool, ToolCall
@@ -21,6 +24,8 @@ from flotilla_core.logger import get_logger
 from flotilla_environment.worker import ROLES
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
+from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, no_jail, shown_for
+from flotilla_workers.pool import Owner
 from flotilla_workers.process import Failure, Timeout, WorkerProcess
 
 LOADER = "flotilla_environment.worker:load"
@@ -30,19 +35,11 @@ IDLE_S = 60.0
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The run and the file that a worker serves; the file is empty for environments of the service itself."""
-
-    run_id: str
-    source: str
-
-    @classmethod
-    def of(cls, target: Target, run_id: str) -> Owner:
-        return cls(run_id, "" if target.kind == "builtin" else target.source)
-
-    def __str__(self) -> str:
-        return f"{self.source or 'built-in'} of run {self.run_id or '(none)'}"
+def owner_of(target: Target, run_id: str) -> Owner:
+    """Return whose worker it is; environments of the service itself need no jail."""
+    if target.kind == "builtin":
+        return Owner(run_id, "built-in", trusted=True)
+    return Owner.of(target, run_id)
 
 
 @dataclass(frozen=True)
@@ -109,8 +106,9 @@ def _of(kind: type, value: Any) -> Any:
 class Holder:
     """One worker with the episodes that it holds; it starts with the first question."""
 
-    def __init__(self, owner: Owner, on_loss: Callable[[], None]) -> None:
+    def __init__(self, owner: Owner, cell: Cell, on_loss: Callable[[], None]) -> None:
         self.owner = owner
+        self._cell = cell
         self._on_loss = on_loss
         self.episodes = 0
         self.lost = False
@@ -166,7 +164,7 @@ class Holder:
             if self.lost:
                 return None
             if self._worker is None:
-                self._worker = await WorkerProcess.start(LOADER)
+                self._worker = await WorkerProcess.start(LOADER, self._cell)
             if not self._worker.quiet:
                 self._lose(await self._worker.kill())
                 return None
@@ -204,12 +202,20 @@ def _why(outcome: Outcome) -> str:
 class Holders:
     """The workers of all runs: up to a number for each run and file."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, find_jail: Callable[[], Jail] = no_jail) -> None:
         self._most = most
+        self._find_jail = find_jail
+        self.jail = NO_JAIL
+        """The jail of code of users, once it was looked for."""
+        self._slots = itertools.count(64 * os.getpid())  # Other services of this host have others.
         self._of: dict[Owner, list[Holder]] = {}
         self._stopped = False
         self.lost = 0
         """Workers that were killed for what they did or died, since the start."""
+
+    async def start(self) -> None:
+        """Look what jail this host has; workers start with their first question."""
+        self.jail = await asyncio.to_thread(self._find_jail)
 
     def take(self, owner: Owner) -> Holder:
         """Return the worker for one more episode: the one with the fewest, or a new one."""
@@ -219,10 +225,18 @@ class Holders:
         fewest = min(living, key=lambda holder: holder.episodes, default=None)
         if fewest is None or (fewest.episodes and len(living) < self._most):
             self._forget_lost()
-            fewest = Holder(owner, self._count_loss)
+            fewest = Holder(owner, self._cell(owner), self._count_loss)
             self._of.setdefault(owner, []).append(fewest)
         fewest.take()
         return fewest
+
+    def _cell(self, owner: Owner) -> Cell:
+        if not owner.jailed:
+            return Cell(NO_JAIL)
+        if self.jail.refusal:
+            raise InvalidConfig(f"environment {owner.source} cannot run here", why=self.jail.refusal)
+        file = Path(owner.source)
+        return Cell(self.jail, [shown_for(file)] if file.is_absolute() else (), next(self._slots))
 
     def _forget_lost(self) -> None:
         living = {owner: [one for one in holders if not one.lost] for owner, holders in self._of.items()}

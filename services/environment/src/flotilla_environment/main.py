@@ -10,7 +10,7 @@ def build(host: Host) -> Service:
     """Return the service inside its host."""
     from flotilla_environment.service import EnvironmentHostService
 
-    return EnvironmentHostService(host.stack.environment.workers, host.files)
+    return EnvironmentHostService(host.stack.environment, host.files)
 
 
 def main() -> None:

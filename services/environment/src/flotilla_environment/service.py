@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from flotilla.common.v1.operate_pb2 import ProcessStacks
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla.environment.v1 import environment_pb2_grpc
+from flotilla_core.config import EnvironmentServiceConfig
 from flotilla_core.errors import InvalidRequest, Unavailable
 from flotilla_core.findings import passed, warned
 from flotilla_core.rpc import RpcServer
@@ -26,6 +28,7 @@ from flotilla_core.transfer import Files
 from flotilla_environment import catalog
 from flotilla_environment.episode import Episode, play
 from flotilla_environment.holders import Holders
+from flotilla_workers.jail.jail import find
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 
@@ -94,9 +97,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
 class EnvironmentHostService:
     """Owns the workers; calls come and go on the host's server."""
 
-    def __init__(self, workers: int, files: Files) -> None:
-        self._workers = workers
-        self._holders = Holders(workers)
+    def __init__(self, config: EnvironmentServiceConfig, files: Files) -> None:
+        self._workers = config.workers
+        self._holders = Holders(config.workers, partial(find, config.isolation, "environment"))
         self._servicer = EnvironmentServicer(self._holders, files)
 
     def add_to(self, server: RpcServer) -> None:
@@ -104,10 +107,11 @@ class EnvironmentHostService:
         server.add(add, self._servicer, SERVICE_NAME)
 
     async def start(self) -> None:
-        """Workers start with the first episode of a run."""
+        await self._holders.start()
 
     def describe(self, registration: Registration) -> None:
         registration.capacity["workers"] = self._workers
+        registration.isolation = self._holders.jail.isolation
 
     async def check(self) -> list[Finding]:
         found = (
@@ -121,6 +125,7 @@ class EnvironmentHostService:
                     "environment workers", found, "Read the log of this service: user code may crash or hang."
                 )
             ]
+        findings.append(self._holders.jail.finding)
         if hidden := catalog.CATALOG.hidden_entry_points():
             found = f"{', '.join(hidden)}: hidden by the built-in environment of the same name"
             findings.append(warned("environment entry points", found, "Give the entry point another name."))

@@ -327,12 +327,12 @@ class RewardModelGangConfig(GangConfig):
 
 
 class IsolationConfig(ConfigModel):
-    """The jail that functions of users run in, on the host of a reward replica."""
+    """The jail that code of users runs in, on the host of a reward or environment replica."""
 
     at_least: Literal["landlock", "namespaces"] = "landlock"
     """The lowest level that is accepted; functions of users are refused on a host that has a lower one."""
     unsafe: bool = False
-    """Run functions of users as the reward service itself, with all that it may read, write and reach."""
+    """Run functions of users as the service itself, with all that it may read, write and reach."""
     memory_gib: float = Field(default=4.0, gt=0, le=4096)
     """Memory of each process of a function."""
     processes: int = Field(default=128, ge=1, le=65536)
@@ -370,8 +370,18 @@ class EnvironmentServiceConfig(ConfigModel):
     """Killable worker processes for the episodes of each run. One holds many episodes and works for one at a time."""
     environment: Environment = Field(default={})
     """Variables of each replica, in addition to those of the launcher: text, or the place of a secret."""
+    isolation: IsolationConfig = Field(default_factory=IsolationConfig)
+    """The jail of environments of users."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that were started outside this stack."""
+
+    @model_validator(mode="after")
+    def _keeps_its_processes(self) -> EnvironmentServiceConfig:
+        if self.isolation.preload is not None:
+            raise ValueError(
+                "isolation.preload is about rewards: leave it out, for environments keep their process from turn to turn"
+            )
+        return self
 
 
 class RetentionConfig(ConfigModel):

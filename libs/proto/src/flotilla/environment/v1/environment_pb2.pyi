@@ -144,8 +144,11 @@ class EnvironmentSpec(_message.Message):
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
+    TRUSTED_FIELD_NUMBER: _builtins.int
     environment: _builtins.str
     """A built-in name, an entry point name, or path.py:Class."""
+    trusted: _builtins.bool
+    """Its run vouches for it: it runs outside of the jail, with the rights of the service."""
     @_builtins.property
     def parameters(self) -> _struct_pb2.Struct: ...
     @_builtins.property
@@ -158,10 +161,11 @@ class EnvironmentSpec(_message.Message):
         environment: _builtins.str = ...,
         parameters: _struct_pb2.Struct | None = ...,
         code: _files_pb2.FolderReference | None = ...,
+        trusted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "environment", b"environment", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "environment", b"environment", "parameters", b"parameters", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
