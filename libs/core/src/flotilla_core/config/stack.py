@@ -379,7 +379,7 @@ class EnvironmentServiceConfig(ConfigModel):
     def _keeps_its_processes(self) -> EnvironmentServiceConfig:
         if self.isolation.preload is not None:
             raise ValueError(
-                "isolation.preload is about rewards: leave it out, for environments keep their process from turn to turn"
+                "isolation.preload is about rewards: leave it out, since environments keep their process between turns"
             )
         return self
 

@@ -121,6 +121,9 @@ class EpisodeCall:
         except FailedPrecondition as error:
             # The replica is well, and the world of this episode is gone.
             raise Unavailable(error.what, where=error.where, why=error.why) from error
+        except (ValueError, RecursionError) as error:
+            self.ended = Ended("error", {}, (), {}, f"the environment said what cannot be read: {error}")
+            return None
         except (Unavailable, DeadlineExceeded) as error:
             self._lost(error)
             raise Unavailable("the environment replica is lost", why=str(error)) from error
