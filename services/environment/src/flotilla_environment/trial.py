@@ -1,8 +1,9 @@
 """Plays one episode in a process of its own that needs no fleet: how a user tries an environment.
 
-Run as `python -m flotilla_environment.trial ISOLATION`, a section of the stack as JSON. Each line of standard input is a `RunEpisodeRequest` as JSON, and each of
-standard output a `RunEpisodeResponse`. It plays as the service does, in a worker that is killed at its limits. An error
-of the call is the last line, a `Finding`, with exit code REFUSED. What user code prints goes to standard error.
+Run as `python -m flotilla_environment.trial ISOLATION`, a section of the stack as JSON. Each line of standard input is
+a `RunEpisodeRequest` as JSON, each of standard output a `RunEpisodeResponse`. It plays as the service does, in a worker
+that is killed at its limits. An error of the call is the last line, a `Finding`, with exit code REFUSED. What user code
+prints goes to standard error.
 """
 
 from __future__ import annotations

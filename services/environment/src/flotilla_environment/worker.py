@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from reprlib import repr
 from typing import Any
 
 from flotilla_environment.builtin import BUILTIN
@@ -82,7 +83,7 @@ class Episodes:
             environment = self._playing[episode] = self._environment(**self._parameters)
             begun = self._call(environment.begin, Task(**question["task"]))
             if not isinstance(begun, Begun):
-                raise _refused(environment.begin, f"returned {begun!r:.100}, expected a Begun")
+                raise _refused(environment.begin, f"returned {repr(begun)}, expected a Begun")
             self._tools[episode] = _tools(environment.begin, begun.tools)
             reply, method = Reply(begun.messages), environment.begin
         else:
@@ -92,7 +93,7 @@ class Episodes:
             else:
                 method, reply = environment.reply, self._call(environment.reply, _turn(question["turn"]))
             if not isinstance(reply, Reply):
-                raise _refused(method, f"returned {reply!r:.100}, expected a Reply")
+                raise _refused(method, f"returned {repr(reply)}, expected a Reply")
         messages = _messages(method, reply.messages)
         done = bool(reply.done) or question["do"] == "stop"
         if not messages and not done:
@@ -148,7 +149,7 @@ def _messages(method: Callable[..., Any], given: object) -> list[dict[str, Any]]
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, Sequence) or len(messages) > MOST_MESSAGES:
         raise _refused(
-            method, f"returned {given!r:.100} as messages, expected a list of at most {MOST_MESSAGES}"
+            method, f"returned {repr(given)} as messages, expected a list of at most {MOST_MESSAGES}"
         )
     plain = [_message(method, message) for message in messages]
     characters = sum(map(_characters, plain))
@@ -167,10 +168,10 @@ def _characters(message: dict[str, Any]) -> int:
 
 def _message(method: Callable[..., Any], given: object) -> dict[str, Any]:
     if not isinstance(given, Mapping) or given.get("role") not in ROLES:
-        raise _refused(method, f"returned a message {given!r:.100}, expected a role among {', '.join(ROLES)}")
+        raise _refused(method, f"returned a message {repr(given)}, expected a role among {', '.join(ROLES)}")
     content = given.get("content")
     if not isinstance(content, str | None):
-        raise _refused(method, f"returned a message whose content is {content!r:.100}, expected text")
+        raise _refused(method, f"returned a message whose content is {repr(content)}, expected text")
     message: dict[str, Any] = {"role": given["role"], "content": content or ""}
     if given.get("tool_call_id"):
         message["tool_call_id"] = _name(method, given["tool_call_id"])
@@ -193,7 +194,7 @@ def _call_said(method: Callable[..., Any], given: Any) -> dict[str, str]:
 def _name(method: Callable[..., Any], given: object) -> str:
     if not isinstance(given, str) or len(given) > LONGEST_NAME:
         raise _refused(
-            method, f"named something {given!r:.100}, expected text of at most {LONGEST_NAME} characters"
+            method, f"named something {repr(given)}, expected text of at most {LONGEST_NAME} characters"
         )
     return given
 
@@ -210,7 +211,7 @@ def _tools(method: Callable[..., Any], given: Sequence[Mapping[str, Any]]) -> li
 def _numbers(method: Callable[..., Any], what: str, given: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(given, Mapping) or len(given) > MOST_NUMBERS:
         raise _refused(
-            method, f"returned {given!r:.100} as {what}, expected at most {MOST_NUMBERS} numbers by name"
+            method, f"returned {repr(given)} as {what}, expected at most {MOST_NUMBERS} numbers by name"
         )
     return {_name(method, key): _number(method, f"{what} {key}", value) for key, value in given.items()}
 
@@ -221,5 +222,5 @@ def _number(method: Callable[..., Any], what: str, given: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or isinstance(given, str):
-        raise _refused(method, f"returned {given!r:.100} as {what}, expected a finite number")
+        raise _refused(method, f"returned {repr(given)} as {what}, expected a finite number")
     return number
