@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HERE = Path(__file__).parent
 LIMIT_S = 60.0
-CALL_LIMIT_S = 1.0
+CALL_LIMIT_S = 2.0
 
 FAILS = {
     "init_raises": "RuntimeError: no",
@@ -49,7 +49,7 @@ FAILS = {
     "returns_nothing": "expected a Reply",
     "reward_is_nan": "expected a finite number",
     "reward_is_text": "expected a finite number",
-    "million_rewards": "expected at most 100 numbers",
+    "million_rewards": "returned 1,000,000 rewards",
     "close_raises": "RuntimeError: close",
     "prints_much": "RuntimeError: printed",
 }
@@ -101,6 +101,14 @@ async def played(environments: Environments, *answers: str, episode_id: str = "a
         assert await call.asked() is None
         assert call.ended is not None
         return call.ended
+
+
+async def refused(environments: Environments) -> None:
+    """Begin episodes until none is taken."""
+    with suppress(Unavailable):
+        while True:
+            async with environments.begin(EpisodeStart("late")) as call:
+                await call.asked()
 
 
 class Neighbours:
@@ -244,6 +252,7 @@ async def test_a_caller_that_leaves_in_the_middle_of_a_reply_harms_no_other_epis
 
 
 async def test_a_thousand_episodes_share_one_worker(service: Service) -> None:
+    before = service.workers()
     run = service.run("Calm", run_id="thousand", call_limit_s=LIMIT_S)
     async with AsyncExitStack() as stack:
         starts = [EpisodeStart(str(seed), seed=seed) for seed in range(1000)]
@@ -251,9 +260,8 @@ async def test_a_thousand_episodes_share_one_worker(service: Service) -> None:
         first = await asyncio.gather(*(said(call, "one", "end") for call in calls))
         assert first == [[f"seed {seed}", f"{seed}: one"] for seed in range(1000)]
         assert {await call.asked() for call in calls} == {None}
-        workers = [one for one in service.workers() if one.status() != psutil.STATUS_ZOMBIE]
+        assert len({*service.workers()} - {*before}) == 2, "one worker and its keeper"
     assert {call.ended.rewards["turns"] for call in calls if call.ended} == {2.0}
-    assert len(workers) <= 3, "one of this run, and one of each of two before it"
 
 
 async def test_a_replica_that_dies_is_unavailable_and_gets_no_more_episodes(tmp_path: Path) -> None:
@@ -276,8 +284,8 @@ async def test_a_replica_that_drains_ends_with_its_last_episode(tmp_path: Path) 
             request = DrainRequest()
             request.grace.FromSeconds(600)
             await rpc.unary(OperateServiceStub(process.channel).Drain, request, timeout_s=LIMIT_S)
-            with pytest.raises(Unavailable):
-                await played(run, "right")
+            async with asyncio.timeout(LIMIT_S):
+                await refused(run)
             await said(call, "up")
             await call.written({"role": "assistant", "content": "up"})
             assert await call.asked() is None

@@ -209,10 +209,10 @@ def _tools(method: Callable[..., Any], given: Sequence[Mapping[str, Any]]) -> li
 
 
 def _numbers(method: Callable[..., Any], what: str, given: Mapping[str, Any]) -> dict[str, float]:
-    if not isinstance(given, Mapping) or len(given) > MOST_NUMBERS:
-        raise _refused(
-            method, f"returned {repr(given)} as {what}, expected at most {MOST_NUMBERS} numbers by name"
-        )
+    if not isinstance(given, Mapping):
+        raise _refused(method, f"returned {repr(given)} as {what}, expected numbers by name")
+    if len(given) > MOST_NUMBERS:
+        raise _refused(method, f"returned {len(given):,} {what}, expected at most {MOST_NUMBERS}")
     return {_name(method, key): _number(method, f"{what} {key}", value) for key, value in given.items()}
 
 

@@ -194,13 +194,14 @@ class Environments:
     @asynccontextmanager
     async def begin(self, start: EpisodeStart) -> AsyncIterator[EpisodeCall]:
         """Play an episode for as long as the block lasts."""
-        parts: asyncio.Queue[pb.RunEpisodeRequest] = asyncio.Queue()
+        parts: asyncio.Queue[pb.RunEpisodeRequest | None] = asyncio.Queue()
         parts.put_nowait(pb.RunEpisodeRequest(start=await self._start(start)))
         replica = await self._pool.acquire(
             EPISODE, timeout_s=self._wait_limit_s, what="an environment replica"
         )
         async with AsyncExitStack() as stack:
             stack.callback(self._pool.release, replica, EPISODE)
+            stack.callback(parts.put_nowait, None)
             responses = rpc.duplex(replica.stub.RunEpisode, _all_of(parts), idle_timeout_s=SILENT_S)
             await stack.enter_async_context(aclosing(responses))
             yield EpisodeCall(responses, parts.put_nowait, lambda error: self._eject(replica, error))
@@ -231,9 +232,10 @@ class Environments:
         )
 
 
-async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest]) -> AsyncIterator[pb.RunEpisodeRequest]:
-    while True:
-        yield await parts.get()
+async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest | None]) -> AsyncIterator[pb.RunEpisodeRequest]:
+    """Yield the parts up to None: gRPC waits for further ones even after the end of a call."""
+    while (part := await parts.get()) is not None:
+        yield part
 
 
 def _asked(asked: pb.TurnAsked) -> Asked:
