@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+Command = Callable[..., tuple[int, str, str]]
 
 GUESS = """
 import sys
