@@ -344,7 +344,7 @@ async def _state_of(
 async def _refuse_to_starve(paths: StackPaths, kind: Kind, replicas: int) -> None:
     """Refuse to remove an active run's last replica of a kind without --yes: the run would wait, and then fail."""
     busy = [run.run_id for run in await _going_on(paths)]
-    wanted = min(len(busy), 1) if kind.shared else len(busy)
+    wanted = 0 if kind.optional else min(len(busy), 1) if kind.shared else len(busy)
     if wanted > replicas:
         each = f"and need a {kind.name} service" if kind.shared else f"each needs a {kind.name}"
         raise InvalidRequest(

@@ -150,8 +150,10 @@ class RunFleet:
             await pool.update(ours)
 
     def is_last(self, instance_id: str) -> bool:
-        """Return whether no other generator, reward or environment replica may get work of the run."""
-        pools = (self.generators.replicas(), self.rewards.replicas(), self.environments.replicas())
+        """Return whether no other generator or reward replica may get work of the run, or environment with episodes."""
+        plays = any(one.leases for one in self.environments.everyone())
+        pools: list[list[Replica[Any]]] = [self.generators.replicas(), self.rewards.replicas()]
+        pools += [self.environments.replicas()] if plays else []
         return any([one.instance_id for one in replicas] == [instance_id] for replicas in pools)
 
     def leave(self, slot: str, why: str) -> None:
