@@ -175,7 +175,7 @@ class _Response:
                 reward=term.name,
                 value=outcome.value,
                 unreadable=outcome.unverifiable is not None,
-                why=outcome.unverifiable,
+                why=outcome.unverifiable or "",
                 parts=[pb.NamedPart(name=name, value=part) for name, part in outcome.parts.items()],
                 extracted=outcome.extracted,
                 version=version,

@@ -84,6 +84,8 @@ def _parents() -> Iterator[dict[str, Path]]:
             with suppress(OSError):
                 if {"memory", "pids"} <= set((parent / "cgroup.subtree_control").read_text().split()):
                     yield {"": parent}
-    divided = {name: MOUNTS / name / own[name].lstrip("/") for name in ("memory", "pids") if name in own}
+    divided = {
+        name: MOUNTS / name / path.lstrip("/") for name, path in own.items() if name in ("memory", "pids")
+    }
     if len(divided) == 2:
         yield divided

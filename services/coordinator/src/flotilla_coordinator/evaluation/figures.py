@@ -98,7 +98,7 @@ def figures_of(
     """
     drawn = len(rewards[0])
     prompts = [
-        found for of, voted in zip(rewards, votes, strict=True) if (found := _scored(of, voted, success_at))
+        one for of, voted in zip(rewards, votes, strict=True) if (one := _scored(of, voted, success_at))
     ]
     found = _mean(ACCURACY, (one.share for one in prompts))
     found |= _mean(REWARD_MEAN, (math.fsum(one.rewards) / len(one.rewards) for one in prompts))

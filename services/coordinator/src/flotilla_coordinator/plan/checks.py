@@ -125,7 +125,8 @@ def _why(config: RunConfig, role: str) -> str:
     algorithm, name = config.algorithm, name_of_role(role)
     if kind_of_role(role) == REWARD_MODEL:
         return f"a reward is the model {name}"
-    asked = algorithm.asked_teachers if isinstance(algorithm, PolicyConfig) else None
+    assert isinstance(algorithm, PolicyConfig), "no other one needs such gangs"
+    asked = algorithm.asked_teachers
     if asked is None or kind_of_role(role) != TEACHER:
         return WHY[role]
     if not name:

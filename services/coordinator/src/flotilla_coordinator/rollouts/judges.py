@@ -76,7 +76,7 @@ def examples_of(term: RewardTermConfig) -> list[Example]:
     assert term.agreement is not None
     agreement: AgreementConfig = term.agreement
     rows = open_rows(agreement.examples, "train", None)
-    found = []
+    found: list[Example] = []
     for part in parts(rows, range(min(MOST_EXAMPLES, len(rows)))):
         for row in rows.read(part):
             if row.error is not None:

@@ -92,12 +92,7 @@ class Answer(NamedTuple):
 def tokens_of(tokenizer: Tokenizer, template: str, items: Sequence[pb.ScoreItem]) -> list[list[int] | str]:
     """Return the tokens that a model reads of each item, or why there are none."""
     if template:
-        filled = [
-            _PLACE.sub(
-                lambda place, item=item: item.prompt if place[0] == PROMPT else item.response, template
-            )
-            for item in items
-        ]
+        filled = [_filled(template, item) for item in items]
         # The prompt of a chat was rendered, and has its special tokens.
         bare = [not item.chat for item in items]
         encoded = {
@@ -113,6 +108,10 @@ def tokens_of(tokenizer: Tokenizer, template: str, items: Sequence[pb.ScoreItem]
     # A rendered template has its own special tokens.
     whole = iter(tokenizer.encode_many([text for text in rendered if isinstance(text, str)]))
     return [str(text) if isinstance(text, InvalidConfig) else next(whole) for text in rendered]
+
+
+def _filled(template: str, item: pb.ScoreItem) -> str:
+    return _PLACE.sub(lambda place: item.prompt if place[0] == PROMPT else item.response, template)
 
 
 def _conversation(item: pb.ScoreItem) -> Conversation:

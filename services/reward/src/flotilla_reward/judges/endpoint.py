@@ -160,7 +160,7 @@ class Endpoint:
         return completion
 
     async def _completed(self, body: Mapping[str, Any], since: float) -> Completion:
-        retries, server, trouble = self.config.retries, self._server, ""
+        retries, server, trouble, busy = self.config.retries, self._server, "", False
         async with server.places:
             if server.away_at > since:
                 raise self._away(server.why_away)
