@@ -89,7 +89,10 @@ def _shown(path: str) -> Iterator[str]:
 def _of_root_alone() -> Iterator[str]:
     """Close what root alone reads of the kernel, as a container around us may have: the command reads any mode."""
     for entry in os.scandir("/proc"):
-        mode = entry.stat(follow_symlinks=False).st_mode
+        try:
+            mode = entry.stat(follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            continue  # The process has ended.
         if stat.S_ISCHR(mode) or (stat.S_ISREG(mode) and not mode & stat.S_IROTH):
             yield from _closed(entry.path)
 
