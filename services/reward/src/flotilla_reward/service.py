@@ -128,7 +128,7 @@ class RewardHostService:
                 short("reward workers", found, "Read the log of this service: user code may crash or hang.")
             ]
         findings += [self._pool.jail.finding, *self._judges.findings()]
-        if hidden := catalog.hidden_entry_points():
+        if hidden := catalog.CATALOG.hidden_entry_points():
             found = f"{', '.join(hidden)}: hidden by the built-in reward of the same name"
             findings.append(warned("reward entry points", found, "Give the entry point another name."))
         return findings
