@@ -205,8 +205,11 @@ def _interface(config: StackConfig) -> list[Finding]:
 
 def _isolation(config: StackConfig) -> list[Finding]:
     """Look for the jail of functions of users here, where the stack starts what runs them."""
-    sections = {"reward": config.reward, "environment": config.environment}
-    return [jail.find(one.isolation, name).finding for name, one in sections.items() if one.replicas]
+    asked = [
+        (config.reward.replicas, config.reward.isolation, "reward"),
+        (config.environment.replicas, config.environment.isolation, "environment"),
+    ]
+    return [jail.find(isolation, section).finding for replicas, isolation, section in asked if replicas]
 
 
 async def service_checks(config: StackConfig) -> list[Finding]:

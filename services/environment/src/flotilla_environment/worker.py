@@ -79,6 +79,7 @@ class Episodes:
         return said
 
     def _said(self, episode: int, question: dict[str, Any]) -> dict[str, Any]:
+        method: Callable[..., Any]
         if question["do"] == "begin":
             environment = self._playing[episode] = self._environment(**self._parameters)
             begun = self._call(environment.begin, Task(**question["task"]))
