@@ -68,12 +68,13 @@ class Episodes:
         if question["do"] == "close":
             self._close(episode)
             return NOTHING
+        said = None
         try:
             said = self._said(episode, question)
-        except BaseException:
-            with suppress(Exception):
-                self._close(episode)
-            raise
+        finally:
+            if said is None:
+                with suppress(Exception):  # What was raised before is what is told.
+                    self._close(episode)
         if said["done"]:
             self._close(episode)
         return said

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flotilla_environment import Begun, Call, Environment, Reply, Task, Turn
+from flotilla_environment.builtin import Dialogue
 from flotilla_environment.builtin.calculator import Calculator, calculate
-from flotilla_environment.builtin.dialogue import Dialogue
 from flotilla_environment.builtin.frozen_lake import MOVES, FrozenLake, drawn_map
 from flotilla_environment.builtin.search import Search
 

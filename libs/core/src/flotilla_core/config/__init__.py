@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flotilla_core.config.judges import AgreementConfig, JudgeConfig
 from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
-from flotilla_core.config.model import ConfigModel, SecretReference
+from flotilla_core.config.model import ConfigModel, IsolationConfig, SecretReference
 from flotilla_core.config.stack import (
     AutoscaleConfig,
     BindConfig,
@@ -19,7 +19,6 @@ from flotilla_core.config.stack import (
     EnvironmentServiceConfig,
     GangConfig,
     GeneratorConfig,
-    IsolationConfig,
     NatsConfig,
     RayConfig,
     RewardServiceConfig,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from flotilla_core.addresses import loopback
+from flotilla_core.config import model
 from flotilla_core.config.judges import MOST_JUDGES, JudgeConfig, JudgeName
 from flotilla_core.config.model import ConfigModel, Environment, GangName, HostName, ModelName
 from flotilla_core.roles import MOST_NAMED
@@ -326,26 +327,6 @@ class RewardModelGangConfig(GangConfig):
     """Hugging Face folder (or hub name) of a model with a head of scores, and its own tokenizer and chat template."""
 
 
-class IsolationConfig(ConfigModel):
-    """The jail that code of users runs in, on the host of a reward or environment replica."""
-
-    at_least: Literal["landlock", "namespaces"] = "landlock"
-    """The lowest level that is accepted; functions of users are refused on a host that has a lower one."""
-    unsafe: bool = False
-    """Run functions of users as the service itself, with all that it may read, write and reach."""
-    memory_gib: float = Field(default=4.0, gt=0, le=4096)
-    """Memory of each process of a function."""
-    processes: int = Field(default=128, ge=1, le=65536)
-    """Processes of a function at the same time."""
-    readable: tuple[Path, ...] = Field(default=(), max_length=64)
-    """Files and folders that functions may read beside their own folder and the packages of the service."""
-    environment: tuple[str, ...] = Field(default=(), max_length=64)
-    """Names of variables of the service that functions see."""
-    preload: tuple[str, ...] | None = Field(default=None, max_length=64)
-    """Names of modules that workers import once. Then each sample has a process of its own, forked from such a worker,
-    and finds nothing that one before it left; `[]` imports nothing. Empty keeps a process from sample to sample."""
-
-
 class RewardServiceConfig(ConfigModel):
     """One reward replica."""
 
@@ -355,25 +336,19 @@ class RewardServiceConfig(ConfigModel):
     """Killable worker processes for checkers and user functions that run at the same time."""
     environment: Environment = Field(default={})
     """Variables of each replica, in addition to those of the launcher: text, or the place of a secret."""
-    isolation: IsolationConfig = Field(default_factory=IsolationConfig)
+    isolation: model.IsolationConfig = Field(default_factory=model.IsolationConfig)
     """The jail of functions of users."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that were started outside this stack."""
 
 
-class EnvironmentServiceConfig(ConfigModel):
-    """One environment replica."""
+class EnvironmentServiceConfig(RewardServiceConfig):
+    """One environment replica, with workers and a jail as those of rewards."""
 
     replicas: int = Field(default=0, ge=0, le=MOST_REPLICAS)
     """Number of replicas that the launcher starts: 1 or more for runs with episodes of several turns."""
     workers: int = Field(default=2, ge=1, le=1024)
     """Killable worker processes for the episodes of each run. One holds many episodes and works for one at a time."""
-    environment: Environment = Field(default={})
-    """Variables of each replica, in addition to those of the launcher: text, or the place of a secret."""
-    isolation: IsolationConfig = Field(default_factory=IsolationConfig)
-    """The jail of environments of users."""
-    attach: tuple[str, ...] = Field(default=(), max_length=256)
-    """Addresses of replicas that were started outside this stack."""
 
     @model_validator(mode="after")
     def _keeps_its_processes(self) -> EnvironmentServiceConfig:

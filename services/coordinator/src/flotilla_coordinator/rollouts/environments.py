@@ -51,7 +51,7 @@ Chat = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """What an episode begins with."""
+    """The beginning of an episode."""
 
     episode_id: str
     messages: Chat = ()
@@ -68,7 +68,7 @@ class Asked:
     """A turn that the environment asks for."""
 
     messages: list[dict[str, Any]]
-    """What was said since the last turn of this thread; the whole history where it is afresh."""
+    """Messages since the last turn of this thread; the whole history where it is afresh."""
     tools: list[dict[str, Any]]
     thread: str = ""
     afresh: bool = False
@@ -88,7 +88,7 @@ class Ended:
     turn_rewards: tuple[float, ...]
     metrics: dict[str, float]
     failure: str = ""
-    """What failed, with the line of the user's file; empty where nothing did."""
+    """The failure, with the line of the user's file; empty where nothing failed."""
     traceback: str = ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from flotilla_environment.environment import Begun, Environment, Reply, Task, Turn
 
 HIGHLIGHTED = re.compile(r"\x1b\[(?:\d+;)*4\dm(.*?)\x1b\[0m")
-"""What a game marks by a background, such as where the player is."""
+"""The places that a game marks by a background, such as that of the player."""
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
 
 
