@@ -234,10 +234,14 @@ async def test_calls_of_tools_travel_as_chat_templates_know_them(service: Servic
 
 async def test_an_episode_whose_time_is_over_gets_the_rewards_for_what_there_is(service: Service) -> None:
     info = {"questions": ["1 + 1?"], "answers": ["2"]}
-    async with service.run("dialogue").begin(EpisodeStart("a", info=info, limit_s=0.5)) as call:
+    async with service.run("dialogue").begin(EpisodeStart("a", info=info, limit_s=2.0)) as call:
         assert await call.asked()
+        await asyncio.sleep(2.1)
+        await call.written({"role": "assistant", "content": "2"})
         assert await call.asked() is None
-        assert call.ended == Ended("timeout", {"correct": 0.0}, (), {})
+        assert call.ended == Ended("timeout", {"correct": 0.0}, (), {}), (
+            "a turn after the time does not count"
+        )
 
 
 async def test_a_caller_that_leaves_in_the_middle_of_a_reply_harms_no_other_episode(service: Service) -> None:

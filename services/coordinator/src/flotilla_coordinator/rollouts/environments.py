@@ -29,6 +29,7 @@ from flotilla_core.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     FlotillaError,
+    Internal,
     Unavailable,
     unicode_text,
 )
@@ -124,7 +125,8 @@ class EpisodeCall:
         except (ValueError, RecursionError) as error:
             self.ended = Ended("error", {}, (), {}, f"the environment said what cannot be read: {error}")
             return None
-        except (Unavailable, DeadlineExceeded) as error:
+        except (Unavailable, DeadlineExceeded, Internal) as error:
+            # A call that breaks while a turn is written is an internal error of gRPC (issue 36066).
             self._lost(error)
             raise Unavailable("the environment replica is lost", why=str(error)) from error
         raise Unavailable("the environment left the episode without an end")
