@@ -89,6 +89,8 @@ def _shown(path: str) -> Iterator[str]:
 def _of_root_alone() -> Iterator[str]:
     """Close what root alone reads of the kernel, as a container around us may have: the command reads any mode."""
     for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            continue  # A process, which may be gone by now, and whose jail has a table of its own.
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISCHR(mode) or (stat.S_ISREG(mode) and not mode & stat.S_IROTH):
             yield from _closed(entry.path)
