@@ -1,4 +1,4 @@
-"""What code in a jail may try: each snippet says REACHED where it got what it wanted.
+"""Attacks that code in a jail may try: each snippet says REACHED where it got what it wanted.
 
 `host` holds what there is to reach: a secret in the environment, files, sockets, processes and descriptors of the host.
 Its text is the first argument. A keeper gives the others, as to each worker: its channel, and the process that it must

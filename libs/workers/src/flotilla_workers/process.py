@@ -63,7 +63,7 @@ class WorkerProcess:
         self.pid = 0
         """Process id of the worker, once it has begun; of its keeper where the jail numbers processes itself."""
         self.spent = False
-        """Whether it found what an answer left, and could not remove it: it is to be ended."""
+        """True where the worker found what an answer left, and could not remove it: it is to be ended."""
         self._identity: ProcessIdentity | None = None
 
     @classmethod

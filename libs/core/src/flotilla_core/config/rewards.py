@@ -120,7 +120,7 @@ class RewardTermConfig(ConfigModel):
 
     @property
     def kind(self) -> str:
-        """Who gives the value, by the names of KEYS."""
+        """The kind of who gives the value, as KEYS names it."""
         if self.model is not None:
             return "reward model"
         return "judge" if self.judge else "function"
