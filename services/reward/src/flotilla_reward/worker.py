@@ -90,6 +90,7 @@ def load(target: Target) -> Score:
         try:
             value = builtin.score(sample)
         except Exception as error:
+            # One that does not blame the response goes on.
             if not blames_response(error):
                 raise
             return unverifiable(error)
