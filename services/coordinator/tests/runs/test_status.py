@@ -1,4 +1,4 @@
-"""A run that waits for a disk says what it waits for."""
+"""The state of a run is shown with what it waits for."""
 
 from __future__ import annotations
 
