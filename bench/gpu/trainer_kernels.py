@@ -16,8 +16,8 @@ from trainer_work import Record, shape
 
 from flotilla_trainer.rank import fused_head, packed_rows
 from flotilla_trainer.rank.fused_head import PLAIN, head_scores
-from flotilla_trainer.rank.grid_attention import Grid, attention_on_grid
 from flotilla_trainer.rank.head_rules import HeadRules
+from flotilla_trainer.rank.row_attention import Grid, RowLayout, within_sequences
 
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 REPEATS = 5
@@ -135,7 +135,7 @@ def _kernels(row: packed_rows.PackedRow, count: int, length: int, group: int) ->
         heads = (part.transpose(0, 1)[None] for part in (query, key, value))
         return packed_rows.packed_attention(torch.nn.Identity(), *heads, None, packed_row=row)[0][0]
 
-    without_grid = replace(row, grid=None)
+    without_grid = replace(row, layout=RowLayout.of(row.lengths, DEVICE, None))
 
     def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return trained(query, key, value, without_grid)
@@ -149,7 +149,7 @@ def _kernels(row: packed_rows.PackedRow, count: int, length: int, group: int) ->
         grid = Grid.filled_up(row.lengths)
         if grid is None:
             raise RuntimeError("a grid would be filling for the most part")
-        return attention_on_grid(query, key, value, grid.on(DEVICE), None)
+        return within_sequences(query, key, value, RowLayout.of(row.lengths, DEVICE, grid), None)
 
     return {
         "packed row, as trained": trained,

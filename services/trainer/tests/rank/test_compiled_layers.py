@@ -5,10 +5,8 @@ Every layer and every length has the graphs of the load: test_compilation.py.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -57,9 +55,9 @@ def numbers(
     return [frozen, live.detach(), *torch.autograd.grad(live.sum(), learning)]
 
 
-def same(found: list[Tensor], right: list[Tensor]) -> None:
+def same(found: list[Tensor], right: list[Tensor], tolerance: float = TOLERANCE) -> None:
     for ours, theirs in zip(found, right, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
 def test_adapters_take_part_from_few_graphs_and_go_again(counter: CompileCounterWithBackend) -> None:
@@ -108,110 +106,23 @@ def test_layers_that_run_plain_do_not_wait_for_the_compiler(monkeypatch: pytest.
     assert layer(torch.ones(2, 4)).shape == (2, 4) and not compiled.on
 
 
-GIVEN = "Tensor query, Tensor key, Tensor value, Tensor borders, SymInt reach, float scale"
+ROWS = [(37, 29), (13, 11, 9), (40, 3), (64, 64), (31, 31, 31), (60, 63, 61, 64), (2, 2, 2, 33)]
+"""Without a grid, on one that they fill, and on one that is filled up; of reaches from 16 to 64."""
 
 
-@torch.library.custom_op("flotilla_test::variable_length", mutates_args=(), schema=f"({GIVEN}) -> Tensor")
-def variable_length(
-    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, reach: int, scale: float
-) -> Tensor:
-    """Attend within each sequence, as torch's kernel does on a GPU."""
-    parts = []
-    for start, end in itertools.pairwise(borders.tolist()):
-        assert end - start <= reach
-        heads = [tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value)]
-        parts.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                *heads, is_causal=True, scale=scale, enable_gqa=True
-            )[0].transpose(0, 1)
-        )
-    return torch.cat(parts)
-
-
-@torch.library.custom_op(
-    "flotilla_test::variable_length_backward",
-    mutates_args=(),
-    schema=f"(Tensor gradient, {GIVEN}) -> (Tensor, Tensor, Tensor)",
-)
-def variable_length_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, reach: int, scale: float
-) -> tuple[Tensor, ...]:
-    """Compute the gradients by hand, because nothing inside such an operation is differentiated."""
-    found = [torch.zeros(tensor.shape) for tensor in (query, key, value)]
-    group = query.shape[1] // key.shape[1]
-    for start, end in itertools.pairwise(borders.tolist()):
-        part = slice(start, end)
-        q, k, v, g = (
-            tensor[part].repeat_interleave(times, 1).transpose(0, 1)
-            for tensor, times in ((query, 1), (key, group), (value, group), (gradient, 1))
-        )
-        later = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
-        shares = (scale * q @ k.mT).masked_fill(later, float("-inf")).softmax(-1)
-        by_share = g @ v.mT
-        by_logit = scale * shares * (by_share - (by_share * shares).sum(-1, keepdim=True))
-        for whole, rows in zip(found, (by_logit @ k, by_logit.mT @ q, shares.mT @ g), strict=True):
-            whole[part] = rows.transpose(0, 1).unflatten(1, (whole.shape[1], -1)).sum(2)
-    return tuple(found)
-
-
-def like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-variable_length.register_fake(lambda query, *_: like(query))
-variable_length_backward.register_fake(lambda _, *given: tuple(map(like, given[:3])))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.rest = inputs[4:]
-
-
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return (*variable_length_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.rest), None, None, None)
-
-
-variable_length.register_autograd(_gradients, setup_context=_keep)
-
-
-def kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    borders: Tensor,
-    same_borders: Tensor,
-    reach: int,
-    same_reach: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool = True,
-) -> Tensor:
-    """Take what torch's kernel takes."""
-    assert window_size == (-1, 0)
-    return variable_length(query, key, value, borders, reach, scale)
-
-
-ROWS = [(15, 2), (13, 11, 9), (40, 3), (5, 2, 70, 4), (2, 2, 2, 33)]
-"""Their longest sequences have limits of 16, 16, 64, 128 and 64 tokens."""
-
-
-def test_attention_is_part_of_the_one_graph_where_a_kernel_takes_packed_rows(
-    counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
+def test_one_graph_serves_rows_of_every_kind(
+    counter: CompileCounterWithBackend, kernels_of_the_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = model(layers=3)
     compiled = CompiledLayers(policy.causal_lm.model.layers)
     expected = [packed_numbers(policy, lengths) for lengths in ROWS]
-    monkeypatch.setattr(packed_rows, "VARIABLE_LENGTH", kernel)
-    monkeypatch.setattr(packed_rows, "takes_variable_lengths", lambda query: True)
+    monkeypatch.setattr(packed_rows, "takes_rows", lambda query: True)
     compiled.on = True
-    frames = []
     for lengths, right in zip(ROWS, expected, strict=True):
-        same(packed_numbers(policy, lengths), right)
-        frames.append(counter.frame_count)
-    # One graph without and one with gradient; a second limit teaches the compiler that limits vary.
-    assert frames[0] == 2
-    assert frames[-1] <= 4 and frames[2:] == [frames[2]] * (len(ROWS) - 2)
+        # Another kernel adds in another order.
+        same(packed_numbers(policy, lengths), right, 5 * TOLERANCE)
+        # One without gradient, one with it.
+        assert counter.frame_count == 2, lengths
 
 
 def packed_numbers(policy: PolicyModel, lengths: tuple[int, ...]) -> list[Tensor]:

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 WIDENING = 2
 """A product of matrices that is wider than its input by more than this factor is computed again."""
-ATTENTION = ("attention", "_varlen_attn", "variable_length")
-"""Parts of the names of operations that compute attention."""
+ATTENTION = "attention"
+"""Part of the names of operations that compute attention."""
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -76,7 +76,7 @@ def keeps(context: Any, operation: Any, *inputs: Any, **options: Any) -> Checkpo
         wide, narrow = inputs[-1].shape[1], inputs[-1].shape[0]
         kept = wide <= WIDENING * narrow
     else:
-        kept = any(part in str(operation) for part in ATTENTION)
+        kept = ATTENTION in str(operation)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

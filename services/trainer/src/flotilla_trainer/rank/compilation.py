@@ -17,7 +17,6 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.exc import TorchDynamoException
 
 from flotilla_trainer.rank.compiled_layers import compiler_refusal, reason_of
-from flotilla_trainer.rank.grid_attention import grid_works
 from flotilla_trainer.rank.packed_rows import PackedRow
 from flotilla_trainer.rank.policy_model import TokenScores
 from flotilla_trainer.rank.sharded_model import ShardedModel
@@ -25,9 +24,6 @@ from flotilla_trainer.rank.value_model import ValueModel
 
 ROWS = ((37, 29), (71, 23, 5))
 """The lengths of the sequences to compile with; only a second row shows the compiler which sizes and limits vary."""
-GRIDS = ((64, 64), (128, 128, 128), (61, 64), (126, 121, 128))
-"""The lengths of rows with a grid, without and with filling, where this device takes grids."""
-
 COMPILING = "compiling the layers"
 
 
@@ -49,7 +45,7 @@ class Compilation:
             return True
         model.compiled_layers.on = True
         try:
-            for lengths in (*ROWS, *(GRIDS if packed and grid_works(self._device) else ())):
+            for lengths in ROWS:
                 one_pass(model, lengths, packed)
         except TorchDynamoException as error:
             self.refusal = reason_of(error)

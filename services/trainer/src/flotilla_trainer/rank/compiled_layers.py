@@ -2,9 +2,8 @@
 
 Invariants: results are those of the plain layers up to rounding; rows and their lengths are dynamic, so that no new
 length is compiled again; a layer that was compiled for `RECOMPILE_LIMIT` cases (with and without gradient, one row or
-several, each kind of attention) runs uncompiled in any other case. Only code inside the hooks that gather a layer's
-shards is compiled. Attention over packed rows is part of the graph where one kernel takes rows of any lengths, and
-otherwise a call of its own between two graphs.
+several) runs uncompiled in any other case. Only code inside the hooks that gather a layer's shards is compiled.
+Attention over packed rows is one operation of the graph on GPUs, and otherwise a call of its own between two graphs.
 """
 
 from __future__ import annotations
@@ -84,9 +83,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
     elif isinstance(value, PackedRow):
-        yield value.borders
-        if value.grid is not None:
-            yield from (way for way in value.grid.ways if way is not None)
+        yield from (value.layout.borders, value.layout.ways)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)

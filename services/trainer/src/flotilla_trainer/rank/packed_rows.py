@@ -2,25 +2,23 @@
 
 Invariants: positions restart at zero with every sequence, so that a model cannot tell a packed sequence from a lone
 one; no token sees another sequence, by construction and not by a mask over the whole row; memory grows with the tokens
-and, at most, the square of one sequence. Half precision on GPUs uses cuDNN's dense kernel where the sequences have
-about one length, and else torch's variable-length kernel where torch has it; compiled layers call both within their
+and, at most, the square of one sequence. Half precision on GPUs is one operation, which compiled layers have in their
 graph. Everything else uses the dense kernels, one call for each run of equally long sequences, outside of graphs.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from flotilla_trainer.rank.grid_attention import MOST_HEAD_SIZE, Grid, attention_on_grid, grid_works, sent
+from flotilla_trainer.rank.row_attention import RowLayout, grid_of, sent, within_sequences
 
 PACKED_ATTENTION = "flotilla_packed"
 HALVES = (torch.bfloat16, torch.float16)
@@ -35,35 +33,22 @@ outside_graphs: Callable[[Attention], Attention] = torch.compiler.disable
 # A frozen class would be taken apart by compilers, which would then make a graph for every list of lengths.
 @dataclass(eq=False)
 class PackedRow:
-    """Several sequences in one row, and their borders: on the host for shapes, on the device for kernels."""
+    """Several sequences in one row: their lengths on the host, their layout for kernels."""
 
     lengths: tuple[int, ...]
-    reach: int
-    """A power of two that no sequence is longer than; kernels need no closer limit, and graphs serve few of them."""
-    borders: torch.Tensor
-    """The first index of each sequence, and the end of the row: int32, [sequences + 1]."""
+    layout: RowLayout
     position_ids: torch.Tensor
     """The index of each token within its sequence, [1, tokens]."""
-    grid: Grid | None = None
-    """The grid of a kernel for sequences of about one length, where that is faster here."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRow:
         """Return a row of sequences of these lengths."""
         counts = torch.tensor(lengths)
         ends = counts.cumsum(0)
-        starts = ends - counts
-        places = torch.arange(int(ends[-1])) - starts.repeat_interleave(counts)
-        borders = torch.nn.functional.pad(ends, (1, 0)).int()
-        reach = 1 << (int(counts.max()) - 1).bit_length()
-        grid = Grid.of(lengths) if grid_works(device) else None
-        return cls(
-            tuple(counts.tolist()),
-            reach,
-            sent(borders, device),
-            sent(places[None], device),
-            None if grid is None else grid.on(device),
-        )
+        places = torch.arange(int(ends[-1])) - (ends - counts).repeat_interleave(counts)
+        known = tuple(counts.tolist())
+        layout = RowLayout.of(known, device, grid_of(known, device))
+        return cls(known, layout, sent(places[None], device))
 
     @classmethod
     def among(cls, columns: dict[str, torch.Tensor]) -> PackedRow | None:
@@ -97,43 +82,17 @@ def packed_attention(
 
     A model that does not pass the row on gets attention over the whole row, which the probe of the model finds.
     """
-    grid = None if packed_row is None or sliding_window else packed_row.grid
-    if grid is not None and takes_grid(query):
+    if packed_row is not None and takes_rows(query):
         given = [heads[0].transpose(0, 1) for heads in (query, key, value)]
-        return attention_on_grid(given[0], given[1], given[2], grid, scaling)[None], None
-    if packed_row is not None and takes_variable_lengths(query):
-        return _at_once(query, key, value, packed_row, scaling, sliding_window), None
+        window = sliding_window or 0
+        output = within_sequences(given[0], given[1], given[2], packed_row.layout, scaling, window)
+        return output[None], None
     return _by_runs(query, key, value, packed_row, scaling, sliding_window), None
 
 
-def takes_grid(query: Heads) -> bool:
-    """Return whether the kernel for grids can take these numbers."""
-    return query.is_cuda and query.dtype in HALVES and query.shape[-1] <= MOST_HEAD_SIZE
-
-
-def takes_variable_lengths(query: Heads) -> bool:
-    """Return whether torch's variable-length kernel can take these numbers."""
-    return VARIABLE_LENGTH is not None and query.is_cuda and query.dtype in HALVES
-
-
-def _at_once(
-    query: Heads, key: Heads, value: Heads, row: PackedRow, scaling: float | None, window: int | None
-) -> torch.Tensor:
-    assert VARIABLE_LENGTH is not None
-    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if NAMES_GROUPED_HEADS else {}
-    return VARIABLE_LENGTH(
-        query,
-        key,
-        value,
-        row.borders,
-        row.borders,
-        row.reach,
-        row.reach,
-        scale=scaling,
-        window_size=(window - 1 if window else -1, 0),
-        **grouped,
-    )[None]
+def takes_rows(query: Heads) -> bool:
+    """Return whether the operation for packed rows can take these numbers."""
+    return query.is_cuda and query.dtype in HALVES
 
 
 @outside_graphs
@@ -179,25 +138,6 @@ def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
     """Return the mask of the keys that a query sees: itself and the `window` - 1 before it."""
     everything = torch.ones(length, length, dtype=torch.bool, device=device)
     return everything.tril().triu(1 - window)
-
-
-def _variable_length_kernel() -> Callable[..., torch.Tensor] | None:
-    """Return torch's kernel if this release of torch has one that takes a scale and a window."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    if not {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys():
-        return None
-    # It returns a pair only where `return_aux` asks for one.
-    return cast(Callable[..., torch.Tensor], varlen_attn)
-
-
-VARIABLE_LENGTH = _variable_length_kernel()
-# Releases without this option accept fewer key heads than query heads without it.
-NAMES_GROUPED_HEADS = (
-    VARIABLE_LENGTH is not None and "enable_gqa" in inspect.signature(VARIABLE_LENGTH).parameters
-)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
