@@ -32,6 +32,9 @@ MARKED = re.compile(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]"
 WORD = re.compile(r"[^\W\d_]{2}")
 BOX = r"\boxed{"
 PERCENT = re.compile(r"(?<!\\)%")
+POWER_OF_TEN = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(?![\w.])")
+SPACE_OF_THOUSANDS = re.compile(r"(?<=[0-9])\\[,;:!](?=[0-9]{3}(?![0-9]))")
+MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix)\}.*?\\end\{\1\}", re.DOTALL)
 
 WHOLE = re.compile(r"[0-9]{1,300}", re.ASCII)
 """Digits that sympy reads as one whole number; Python refuses to convert very long ones."""
@@ -314,8 +317,18 @@ class Math(BuiltinReward):
 def _expressions(text: str) -> list[Any]:
     from math_verify import parse
 
-    found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+    found: list[Any] = parse(_as_math_verify_writes(text), parsing_timeout=None, raise_on_error=True)
     return found
+
+
+def _as_math_verify_writes(text: str) -> str:
+    """Return a text with what math-verify does not read in the form that it reads."""
+    text = POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text)
+    text = SPACE_OF_THOUSANDS.sub("", text).replace("\N{DEGREE SIGN}", r"^\circ ")
+    text = text.replace(r"\varnothing", r"\emptyset")
+    if BOX not in text and not MARKED.search(text):
+        text = MATRIX.sub(r"$\g<0>$", text)
+    return text
 
 
 @lru_cache(maxsize=4096)
