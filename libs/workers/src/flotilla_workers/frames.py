@@ -34,7 +34,7 @@ def encode(secret: bytes, message: dict[str, Any]) -> bytes:
     return HEAD.pack(secret, len(body)) + body
 
 
-def length_of_answer(head: bytes, secret: bytes) -> int:
+def length_of_answer(head: bytes | bytearray, secret: bytes) -> int:
     """Return how many bytes follow the head of the answer to the question with this secret."""
     said, length = HEAD.unpack(head)
     if not hmac.compare_digest(said, secret):
