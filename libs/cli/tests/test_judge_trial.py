@@ -55,7 +55,7 @@ def test_a_judge_is_tried_and_its_agreement_is_told(flotilla: Command, judge: Sc
     assert code == 0, err
     assert "short=1" in out and "short[tokens]=42" in out and "# Short" in judge.requests[0].user
     assert "the judge of short agrees by 1.000 (share of equal verdicts over 20 examples, at least 0.9" in err
-    assert len(judge.requests) == 2 + 20
+    assert len(judge.requests) == 2 + 2, "the twenty examples are two questions"
     code, out, err = flotilla("reward", "test", "run.yaml", "-n", "1", "--response", "4", "--json")
     assert json.loads(out)["judges"] == [{"reward": "short", "agreement": 1.0, "at_least": 0.9}]
 

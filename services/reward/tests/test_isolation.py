@@ -41,10 +41,11 @@ def connects(prompt, response, answer, info):
         return float(made.connect_ex(("127.0.0.1", int(response))) == 0)
 
 SEEN = []
+THERE = {*os.listdir(tempfile.gettempdir())}  # this file may be below it
 
 def finds_and_leaves(prompt, response, answer, info):
     libc = ctypes.CDLL(None, use_errno=True)
-    found = [*SEEN, *os.listdir(tempfile.gettempdir())]
+    found = [*SEEN, *{*os.listdir(tempfile.gettempdir())} - THERE]
     SEEN.append("memory")
     os.makedirs(os.path.join(tempfile.gettempdir(), "folder", "below"))
     open(os.path.join(tempfile.gettempdir(), "folder", "file"), "w").close()

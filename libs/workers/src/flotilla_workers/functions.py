@@ -42,7 +42,7 @@ class Target:
     stamp: str = ""
     """State of the file when the target was made."""
     trusted: bool = False
-    """Its run vouches for it: it needs no jail."""
+    """True where the run vouches for the code: no jail is needed."""
 
     @cached_property
     def key(self) -> str:

@@ -63,7 +63,7 @@ class WorkerProcess:
         self.pid = 0
         """Process id of the worker, once it has begun; of its keeper where the jail numbers processes itself."""
         self.spent = False
-        """Whether it found what an answer left, and could not remove it: it is to be ended."""
+        """True where the worker found what an answer left, and could not remove it: it is to be ended."""
         self._identity: ProcessIdentity | None = None
 
     @classmethod
@@ -176,10 +176,7 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(limit_s):
                 await asyncio.get_running_loop().sock_sendall(self._channel, frames.encode(secret, question))
-                length = frames.length_of_answer(await self._read(frames.HEAD.size), secret)
-                body = await self._read(length)
-            if self._said():
-                raise frames.NoAnswer("more bytes follow it")
+                body = await self._answer_to(secret)
             said = frames.decode_answer(body)
             self.spent |= "spent" in said
             return read(said)
@@ -198,15 +195,20 @@ class WorkerProcess:
             await self.kill()
             raise
 
-    async def _read(self, count: int) -> bytes:
+    async def _answer_to(self, secret: bytes) -> bytes:
+        """Return the object of the answer to the question with this secret."""
         loop = asyncio.get_running_loop()
-        parts = bytearray()
-        while len(parts) < count:
-            part = await loop.sock_recv(self._channel, count - len(parts))
+        told, wanted = bytearray(), frames.HEAD.size
+        while len(told) < wanted:
+            part = await loop.sock_recv(self._channel, frames.AT_ONCE)
             if not part:
                 raise EOFError("the worker closed its channel")
-            parts += part
-        return bytes(parts)
+            told += part
+            if len(told) >= frames.HEAD.size:
+                wanted = frames.HEAD.size + frames.length_of_answer(told[: frames.HEAD.size], secret)
+        if len(told) > wanted or self._said():
+            raise frames.NoAnswer("more bytes follow it")
+        return bytes(told[frames.HEAD.size :])
 
     async def kill(self) -> str:
         """End the worker and all that it started; says how it ended."""
@@ -224,7 +226,8 @@ class WorkerProcess:
         finally:
             self._channel.close()
             self._end_group()
-            self._cell.close()
+            # Its folder may have a million files.
+            await asyncio.to_thread(self._cell.close)
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def _failure(self, said: dict[str, Any]) -> Failure:

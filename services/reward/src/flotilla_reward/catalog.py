@@ -43,7 +43,7 @@ class Term:
     blames_response: bool = False
     """A response that takes until the limit, or ends the worker, is unverifiable."""
     version: str = ""
-    """What decides how a built-in reward or a judge judges; a function's is told by its worker."""
+    """The version of a built-in reward or a judge; a function's is told by its worker."""
     runs_code: bool = False
     """Code of responses runs in the jail of its pool, in processes beside its worker."""
     judge: Judge | None = None

@@ -51,7 +51,7 @@ SIGN_OF_LIFE_S = 5.0
 DEATH = re.compile(r"the worker .* while it answered|its process .* before it answered", re.DOTALL)
 """The beginning of what is told of a worker, or of its process for one answer, that died during a question."""
 PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d{1,7}) in [^:]+: (?P<message>.*)", re.DOTALL)
-"""What is told of an exception: the user's line that it came from, and what it says."""
+"""The form in which an exception is told: the user's line that it came from, and what it says."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def is_ours(target: Target) -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the service has to know of a function, as its worker tells it."""
+    """Facts that the service has to know of a function, as its worker tells them."""
 
     form: str = ""
     """The way in which it is called, where that is not as ours are."""
@@ -90,6 +90,7 @@ def load(target: Target) -> Score:
         try:
             value = builtin.score(sample)
         except Exception as error:
+            # One that does not blame the response goes on.
             if not blames_response(error):
                 raise
             return unverifiable(error)
@@ -109,7 +110,7 @@ def unverifiable(error: object) -> dict[str, str]:
 
 
 class TrainerState:
-    """What TRL's functions may ask of the run: the steps that were done, and how many there will be."""
+    """State of the run that TRL's functions may ask for: the steps that were done, and how many there will be."""
 
     def __init__(self, global_step: int, max_steps: int) -> None:
         self.global_step = global_step
@@ -171,7 +172,7 @@ class Form:
     columns: bool = False
     """Other arguments are columns of the row."""
     whole_groups: bool = False
-    """It gets all responses of a group, and returns a score for each."""
+    """True where the function gets all responses of a group, and returns a score for each."""
 
 
 RANKED = ("prompt", "responses", "answer", "info")

@@ -79,7 +79,7 @@ class RewardTermConfig(ConfigModel):
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
     """Time limit of a function for one sample; beyond it the result is a timeout, never a score. A function of whole
     groups has this time for each of their samples."""
-    on_unverifiable: Annotated[float, Field(ge=-1e6, le=1e6)] | Literal["drop"] = 0.0
+    on_unverifiable: Annotated[float, Field(ge=-1e6, le=1e6, strict=True)] | Literal["drop"] = 0.0
     """Value of a response that made its verifier fail; `drop` trains no such sample."""
     blames_response: bool = False
     """A response during which a function of yours passes its limit, or dies twice, has made it fail. Built-in rewards
@@ -120,7 +120,7 @@ class RewardTermConfig(ConfigModel):
 
     @property
     def kind(self) -> str:
-        """Who gives the value, by the names of KEYS."""
+        """The kind of who gives the value, as KEYS names it."""
         if self.model is not None:
             return "reward model"
         return "judge" if self.judge else "function"

@@ -89,10 +89,9 @@ def _shown(path: str) -> Iterator[str]:
 def _of_root_alone() -> Iterator[str]:
     """Close what root alone reads of the kernel, as a container around us may have: the command reads any mode."""
     for entry in os.scandir("/proc"):
-        try:
-            mode = entry.stat(follow_symlinks=False).st_mode
-        except FileNotFoundError:
-            continue  # The process has ended.
+        if entry.name.isdigit():
+            continue  # A process, which may be gone by now, and whose jail has a table of its own.
+        mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISCHR(mode) or (stat.S_ISREG(mode) and not mode & stat.S_IROTH):
             yield from _closed(entry.path)
 

@@ -40,7 +40,7 @@ FIRST_USER, USERS = 61_184, 4_096
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the processes of one jail may use."""
+    """Bounds of what the processes of one jail use."""
 
     memory_bytes: int = 4 << 30
     """Memory of each process; of all together where the host lets us make groups."""
@@ -51,7 +51,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Start:
-    """How a command starts in a jail."""
+    """A command, as it starts in a jail."""
 
     command: list[str]
     environment: dict[str, str]
@@ -65,13 +65,13 @@ class Jail:
 
     level: Level
     why_not_higher: str = ""
-    """Why the next level does not work here."""
+    """The reason why the next level does not work here."""
     refusal: str = ""
-    """Why code of users does not run here, where the level is lower than what is demanded."""
+    """The reason why code of users does not run here, where the level is lower than what is demanded."""
     bwrap: str = ""
     bounds: Bounds = field(default_factory=Bounds)
     readable: tuple[Path, ...] = ()
-    """What all may read, beside the folders of Python and of its packages."""
+    """Files and folders that all may read, beside the folders of Python and of its packages."""
     environment: tuple[str, ...] = ()
     """The variables of this process that all see."""
     preload: tuple[str, ...] | None = None
@@ -81,7 +81,7 @@ class Jail:
 
     @property
     def isolation(self) -> str:
-        """How a registration names it."""
+        """The name of the level in a registration."""
         return REFUSED if self.refusal else str(self.level)
 
     @property

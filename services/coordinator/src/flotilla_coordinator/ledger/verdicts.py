@@ -1,4 +1,4 @@
-"""How the rewards of a run judged one sample: what each of them said, by which verifier, and why it said nothing.
+"""Verdicts: how the rewards of a run judged one sample, by which verifiers, and why there is no score.
 
 Invariants: verdicts are in the order of the run's rewards, but for one that failed, which nothing follows. On disk each
 is a JSON object without what is empty. Only a verdict that is scored or unverifiable has a value.
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Said(StrEnum):
-    """What a verdict is, by its name on disk and on the wire."""
+    """The kind of a verdict, by its name on disk and on the wire."""
 
     SCORED = "scored"
     UNVERIFIABLE = "unverifiable"
@@ -28,7 +28,7 @@ class Said(StrEnum):
 
 @dataclass(frozen=True)
 class TermVerdict:
-    """What one reward said of one sample."""
+    """The verdict of one reward on one sample."""
 
     reward: str
     """Its name in the configuration."""

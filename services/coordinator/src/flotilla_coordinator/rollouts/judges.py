@@ -1,4 +1,4 @@
-"""What the coordinator knows of judges: how far they agree with humans, and what they cost.
+"""The coordinator's side of judges: how far they agree with humans, and what they cost.
 
 Invariants: a judge is measured by the call that scores samples, so by the same rubric, form and model. An example
 without a verdict never raises the agreement. A run whose judge agrees less than it has to draws no sample.
@@ -38,7 +38,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a judge agrees with humans."""
+    """The agreement of a judge with humans."""
 
     term: str
     figure: float

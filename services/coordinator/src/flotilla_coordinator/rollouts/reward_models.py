@@ -132,7 +132,7 @@ def _refusal(text: list[int] | str, limit: int, *, cuts: bool) -> str:
 
 
 class Question(NamedTuple):
-    """What a term asks a reward model."""
+    """A question of a term to a reward model."""
 
     model: str
     template: str

@@ -171,7 +171,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the rewards of a run take beside each response."""
+    """Needs of the rewards of a run beside each response."""
 
     whole_groups: bool = False
     """All responses of a group at once, because a reward compares them."""

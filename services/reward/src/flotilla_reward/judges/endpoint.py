@@ -34,7 +34,7 @@ PART_OF_KEY = 6
 COUNTS = ("prompt_tokens", "completion_tokens")
 FAILED = frozenset({*range(500, 600)} - {HTTPStatus.NOT_IMPLEMENTED})
 UNSTRUCTURED = (400, 404, 415, 422, 501)
-"""How servers refuse a field that they do not know."""
+"""Statuses by which servers refuse a field that they do not know."""
 
 
 class Refused(Exception):
@@ -56,7 +56,7 @@ class Trouble(Exception):
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote."""
+    """The text that a model wrote."""
 
     content: str
     tokens: int

@@ -88,7 +88,7 @@ class Judge:
 
     @property
     def version(self) -> str:
-        """What decides how it judges: its model, and the digest of all that it is told beside the material."""
+        """The name of what decides how it judges: its model, and a digest of what it is told beside material."""
         config = self._endpoint.config
         told = json.dumps(
             [config.url, config.request, self._form.response_format, self._form.asked()], sort_keys=True
