@@ -241,7 +241,9 @@ def test_a_failure_keeps_the_verdicts_before_it_and_its_place() -> None:
     terms = [RewardTermConfig(reward="exact"), RewardTermConfig(reward="f.py:f")]
     before = [pb.RewardComponent(reward="exact", value=1.0, version="flotilla 1, rules 2", extracted="4")]
     error = pb.RewardError(reward="f.py:f", message="it raised", file="/f.py", line=7, version="sha256:0")
-    late = pb.RewardTimeout(reward="f.py:f", limit=Duration(seconds=2), version="sha256:0")
+    late = pb.RewardTimeout(
+        reward="f.py:f", limit=Duration(seconds=2), version="sha256:0", file="f.py", line=7
+    )
     said = TermVerdict("exact", value=1.0, version="flotilla 1, rules 2", extracted="4")
     raised = weigh(terms, [pb.ScoreOutcome(error=error, before=before)])
     assert raised.verdicts == (
@@ -251,6 +253,7 @@ def test_a_failure_keeps_the_verdicts_before_it_and_its_place() -> None:
     slow = weigh(terms, [pb.ScoreOutcome(timeout=late, before=before)])
     assert slow.verdicts[0] == said and slow.timed_out
     assert (slow.verdicts[1].outcome, slow.verdicts[1].seconds) == (Said.TIMEOUT, 2.0)
+    assert (slow.verdicts[1].file, slow.verdicts[1].line) == ("f.py", 7)
 
 
 def test_a_verdict_before_a_failure_is_that_of_the_term_that_said_it() -> None:

@@ -165,8 +165,9 @@ class _Response:
         self._outcome = pb.ScoreOutcome(sample_id=item.sample_id)
         self._spent_s = 0.0
 
-    def take(self, place: int, term: Term, version: str, outcome: Outcome, elapsed_s: float) -> None:
+    def take(self, place: int, term: Term, facts: Facts, outcome: Outcome, elapsed_s: float) -> None:
         """Take what a term says; a failure is the last thing that is taken."""
+        version = term.version or facts.version
         self._spent_s += elapsed_s
         if isinstance(outcome, Value) and abs(outcome.value) > LARGEST_REWARD:
             outcome = Failure(f"returned {outcome.value:g}, expected at most {LARGEST_REWARD:g} either way")
@@ -184,16 +185,22 @@ class _Response:
             return
         self.failed = True
         if isinstance(outcome, Timeout):
-            limit = _duration(outcome.limit_s)
-            self._outcome.timeout.CopyFrom(pb.RewardTimeout(reward=term.name, limit=limit, version=version))
+            late = pb.RewardTimeout(
+                reward=term.name,
+                limit=_duration(outcome.limit_s),
+                version=version,
+                file=facts.file,
+                line=facts.line,
+            )
+            self._outcome.timeout.CopyFrom(late)
             return
         place_of = PLACE.fullmatch(outcome.message)
         error = pb.RewardError(
             reward=term.name,
             message=f"reward {term.name}: {outcome.message}",
             traceback=outcome.traceback,
-            file=place_of["file"] if place_of else "",
-            line=int(place_of["line"]) if place_of else 0,
+            file=place_of["file"] if place_of else facts.file,
+            line=int(place_of["line"]) if place_of else facts.line,
             version=version,
             elapsed=_duration(elapsed_s),
         )
@@ -247,7 +254,7 @@ class _Scoring:
             else:
                 answers, elapsed_s = await self._ask(place, term, [response.item])
                 (outcome,) = answers
-            response.take(place, term, self._version(place, term), outcome, elapsed_s)
+            response.take(place, term, self._facts[place], outcome, elapsed_s)
             if response.failed:
                 return
 
@@ -258,12 +265,9 @@ class _Scoring:
             for place, term in self._comparing:
                 answers, elapsed_s = await self._ask(place, term, [one.item for one in left])
                 for one, answer in zip(left, answers, strict=True):
-                    one.take(place, term, self._version(place, term), answer, elapsed_s / len(left))
+                    one.take(place, term, self._facts[place], answer, elapsed_s / len(left))
                 if not (whole := not any(one.failed for one in left)):
                     break
-
-    def _version(self, place: int, term: Term) -> str:
-        return term.version or self._facts[place].version
 
     async def _ask(
         self, place: int, term: Term, items: Sequence[pb.ScoreItem]

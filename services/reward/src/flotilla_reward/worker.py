@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MOST_PARTS = 64
 LONGEST_NAME = 200
 LONGEST_WHY = 2_000
+LONGEST_PATH, LAST_LINE = 4_096, 1 << 31
 OWN = ("prompt", "response", "answer", "info")
 TOTALS = ("score", "reward")
 """The keys of a dict under which functions return the number that counts."""
@@ -61,6 +62,9 @@ class Facts:
     token_ids: bool = False
     version: str = ""
     """The beginning of the digest of its file."""
+    file: str = ""
+    line: int = 0
+    """The place where it begins."""
 
     @classmethod
     def of(cls, told: str) -> Facts:
@@ -69,6 +73,8 @@ class Facts:
         expected = [type(default) for default in asdict(cls()).values()]
         if [type(fact) for fact in asdict(facts).values()] != expected:
             raise ValueError("it tells other things of itself")
+        if not 0 <= facts.line <= LAST_LINE or len(facts.file.encode()) > LONGEST_PATH:
+            raise ValueError("it tells of a place that is none")
         return facts
 
 
@@ -249,6 +255,7 @@ class Function:
             self._form.whole_groups,
             self._form.columns and "completion_ids" in takes,
             _version_of(target),
+            *_place_of(self._call),
         )
 
     @property
@@ -284,6 +291,13 @@ def _version_of(target: Target) -> str:
     """Return the beginning of the digest of the file that defines a function."""
     file = target.source if target.kind == "file" else getattr(sys.modules[target.source], "__file__", None)
     return f"sha256:{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}" if file else ""
+
+
+def _place_of(function: Callable[..., Any]) -> tuple[str, int]:
+    """Return the file and the line in which a function begins, where it is Python's."""
+    unwrapped = inspect.unwrap(function)
+    code = getattr(unwrapped, "__code__", None) or getattr(type(unwrapped).__call__, "__code__", None)
+    return (code.co_filename, code.co_firstlineno) if inspect.iscode(code) else ("", 0)
 
 
 def _is_required(parameter: Parameter) -> bool:

@@ -302,7 +302,15 @@ def _failed(outcome: pb.ScoreOutcome, before: Sequence[TermVerdict]) -> Outcome:
         late = outcome.timeout
         limit_s = _seconds(late.limit)
         why = f"reward {late.reward} took longer than {limit_s:g} s"
-        verdict = TermVerdict(late.reward, Said.TIMEOUT, version=late.version, seconds=limit_s, message=why)
+        verdict = TermVerdict(
+            late.reward,
+            Said.TIMEOUT,
+            version=late.version,
+            seconds=limit_s,
+            message=why,
+            file=late.file,
+            line=late.line,
+        )
         return Outcome(None, why, timed_out=True, verdicts=(*before, verdict))
     error = outcome.error
     verdict = TermVerdict(

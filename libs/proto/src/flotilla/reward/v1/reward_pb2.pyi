@@ -442,7 +442,7 @@ class RewardError(_message.Message):
     message: _builtins.str
     traceback: _builtins.str
     file: _builtins.str
-    """Where the user's code raised."""
+    """Where the user's code raised; else where the function begins."""
     line: _builtins.int
     version: _builtins.str
     @_builtins.property
@@ -475,8 +475,13 @@ class RewardTimeout(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     version: _builtins.str
+    file: _builtins.str
+    """Where the user's function begins."""
+    line: _builtins.int
     @_builtins.property
     def limit(self) -> _duration_pb2.Duration: ...
     def __init__(
@@ -485,10 +490,12 @@ class RewardTimeout(_message.Message):
         reward: _builtins.str = ...,
         limit: _duration_pb2.Duration | None = ...,
         version: _builtins.str = ...,
+        file: _builtins.str = ...,
+        line: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "reward", b"reward", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "limit", b"limit", "line", b"line", "reward", b"reward", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
