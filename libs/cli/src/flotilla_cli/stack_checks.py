@@ -31,7 +31,7 @@ from flotilla_core.config.training import CheckpointConfig
 from flotilla_core.disk import check_state_directory, free_bytes, nearest, room
 from flotilla_core.errors import FlotillaError, InvalidConfig, Mismatch
 from flotilla_core.findings import failed, found_of, passed, warned
-from flotilla_core.gangs import model_of, roles_of, started
+from flotilla_core.gangs import model_of, model_roles, started
 from flotilla_core.model_folder import model_folder
 from flotilla_core.protocol import check_protocol, limits
 from flotilla_core.roles import POLICY, section_of
@@ -121,7 +121,7 @@ def _models(config: StackConfig) -> list[Finding]:
     # Services by this file may be on another host than the coordinator, which then gives them the model.
     fetched = config.nats.url is not None
     findings = _model("model", config.model, fetched=fetched)
-    for role in (role for role in roles_of(config) if role != POLICY):
+    for role in (role for role in model_roles(config) if role != POLICY):
         model = model_of(config, role)
         if started(config, role) and model != config.model:
             findings += _model(f"{section_of(role)}.model", model, fetched=fetched)

@@ -18,11 +18,11 @@ from flotilla_core.bus import Registry
 from flotilla_core.config import StackConfig
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FlotillaError, NotFound, Unavailable
-from flotilla_core.gangs import model_of, roles_of, with_model
+from flotilla_core.gangs import model_of, model_roles, with_model
 from flotilla_core.kinds import WITH_MODEL
 from flotilla_core.logger import get_logger
 from flotilla_core.model_folder import model_folder
-from flotilla_core.roles import POLICY, role_of_process
+from flotilla_core.roles import POLICY, holds_judge, role_of_process
 from flotilla_core.service.host import Host
 from flotilla_core.transfer import Files
 
@@ -33,7 +33,7 @@ logger = get_logger()
 
 def offer_models(host: Host) -> None:
     """Offer the models of a stack to services on hosts that do not have them."""
-    for role in roles_of(host.stack):
+    for role in model_roles(host.stack):
         host.files.offers.offer_model(name_of_model(role), partial(_folder, host.stack, role))
 
 
@@ -52,8 +52,11 @@ async def bring_model(host: Host) -> None:
         host.stack = await with_copies(host.stack, host.files)
     if host.kind not in WITH_MODEL:
         return
-    role = role_of_process(host.name) if host.kind == reg.SERVICE_KIND_TRAINER else POLICY
-    model = model_of(host.stack, role)
+    is_generator = host.kind == reg.SERVICE_KIND_GENERATOR
+    # To the generator of a judge its model is that of the stack.
+    section = POLICY if is_generator else role_of_process(host.name)
+    role = role_of_process(host.name) if holds_judge(host.name) else section
+    model = model_of(host.stack, section)
     try:
         if is_url(model):
             folder = await host.files.fetch_url(str(model))
@@ -71,12 +74,12 @@ async def bring_model(host: Host) -> None:
                 why=f"{missing.why + '; ' if missing.why else ''}the coordinator did not give it either: {error}",
                 next_step=missing.next_step,
             ) from error
-    host.stack = with_model(host.stack, role, folder)
+    host.stack = with_model(host.stack, section, folder)
 
 
 async def with_copies(stack: StackConfig, files: Files) -> StackConfig:
     """Return the stack with a copy on this host in place of each model that lies in object storage."""
-    for role in roles_of(stack):
+    for role in model_roles(stack):
         model = model_of(stack, role)
         if is_url(model):
             stack = with_model(stack, role, await files.fetch_url(str(model)))
