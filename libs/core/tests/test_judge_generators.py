@@ -40,9 +40,15 @@ def test_one_generator_of_a_judge_has_its_name_without_a_number() -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ("model: m, request: {a: 1}", "judges.c.request: a judge with a url and one without have different keys"),
+        (
+            "model: m, request: {a: 1}",
+            "judges.c.request: a judge with a url and one without have different keys",
+        ),
         ("model: m, api_key_env: KEY", "judges.c.api_key_env: a judge with a url and one without"),
-        ("url: 'https://h/v1', model: m, replicas: 1", "judges.c.replicas: a judge with a url and one without"),
+        (
+            "url: 'https://h/v1', model: m, replicas: 1",
+            "judges.c.replicas: a judge with a url and one without",
+        ),
         ("replicas: 1", "judges.c.model is missing"),
         ("model: m, repicas: 2", "did you mean judges.c.replicas"),
     ],

@@ -57,7 +57,9 @@ def test_generators_of_judges_have_gpus_after_the_gangs_and_before_the_policys_g
     found = placed(gpus, stack)
     places = [found[name] for name in ("critic", "judge-careful-0", "judge-careful-1", "generator-0")]
     assert places == ["1", "2,3", "4,5", "6"] and "judge-far" not in found
-    with pytest.raises(FailedPrecondition, match=r"judge-careful-1 takes 2 \(judges.careful.tensor_parallel_size"):
+    with pytest.raises(
+        FailedPrecondition, match=r"judge-careful-1 takes 2 \(judges.careful.tensor_parallel_size"
+    ):
         gpus.require(stack, 2)
 
 
@@ -67,7 +69,9 @@ def test_a_judge_leaves_the_only_gpu_of_a_host_to_nobody_else() -> None:
 
 
 def test_a_judge_on_vllm_has_its_gpu_beside_generators_that_need_none() -> None:
-    stack = stack_of(judges={"careful": {"model": "m/judge"}}, generator={"engine": "sim"}, trainer={"replicas": 0})
+    stack = stack_of(
+        judges={"careful": {"model": "m/judge"}}, generator={"engine": "sim"}, trainer={"replicas": 0}
+    )
     assert placed(Gpus(("0",)), stack) == {
         "generator-0": "",
         "judge-careful": "0",

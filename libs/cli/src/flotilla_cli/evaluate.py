@@ -27,7 +27,6 @@ from flotilla_cli.processes import boot_progress
 from flotilla_cli.stack import load_stack, make_example, stack_file
 from flotilla_client import Client
 from flotilla_client.discovery import credential_of_caller
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import copies_folder, read_held_out
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, held_out_prompts
 from flotilla_coordinator.plan.chapter import Chapter
@@ -55,6 +54,7 @@ from flotilla_core.config.model import function_path
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.evaluations import held_out_text
 from flotilla_core.version import Version
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_launch import local
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.state import find

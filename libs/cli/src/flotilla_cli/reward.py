@@ -58,9 +58,9 @@ from flotilla_launch.environment import resolved
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.prompts import Prompt
-    from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.rollouts.judges import Agreement
     from flotilla_coordinator.rollouts.scoring import Outcome
+    from flotilla_data.tokenizer import Tokenizer
 
 app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
 
@@ -241,8 +241,8 @@ def _term_of(config: RunConfig, name: str) -> RewardTermConfig:
 def _rows(config: RunConfig, stack: StackConfig, rows: int) -> tuple[list[Prompt], Tokenizer]:
     """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
     from flotilla_coordinator.data.prompts import load_prompts
-    from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
+    from flotilla_data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(model_folder(with_models_here(stack).model))
     return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows), tokenizer

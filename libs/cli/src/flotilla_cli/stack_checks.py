@@ -20,7 +20,6 @@ from flotilla_cli.processes import as_the_coordinator_sees
 from flotilla_cli.services import services_seen
 from flotilla_cli.stack import load_stack, stack_file
 from flotilla_client.discovery import credential_of_caller
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import MODEL, STATE, bfloat16_warnings
 from flotilla_core import rpc
@@ -38,6 +37,7 @@ from flotilla_core.roles import POLICY, section_of
 from flotilla_core.rpc.interface import check_interface
 from flotilla_core.transfer.object_store import ObjectFolder
 from flotilla_core.trust import Credential
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_launch.guardian import starts_launcher_again, why_it_ended
 from flotilla_launch.health import is_serving
 from flotilla_launch.launcher import launcher_of

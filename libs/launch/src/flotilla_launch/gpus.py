@@ -68,11 +68,7 @@ class Gpus:
         raise FailedPrecondition(
             f"the stack needs {needed} GPUs and this host has {len(self.names)}",
             where=f"stack {stack.name!r}",
-            why=", ".join(
-                f"{name} takes {count} ({_key_of(name)})"
-                for name, count in first.items()
-                if count
-            )
+            why=", ".join(f"{name} takes {count} ({_key_of(name)})" for name, count in first.items() if count)
             + f" and {generators} generators take {each} each (generator.tensor_parallel_size)",
             next_step="lower trainer.nproc, generator.replicas or generator.tensor_parallel_size; "
             f"or run on the CPU: {VISIBLE}= flotilla up ...",

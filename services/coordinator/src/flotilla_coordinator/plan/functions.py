@@ -108,7 +108,9 @@ def judge_errors(config: RunConfig, stack: StackConfig) -> Entries:
             )
         judge = stack.judges.get(term.judge)
         if isinstance(judge, FleetJudgeConfig) and not judge.replicas:
-            yield refusal(f"{key}.reward: judges.{term.judge}.replicas is 0, so nothing holds this judge: set it to 1")
+            yield refusal(
+                f"{key}.reward: judges.{term.judge}.replicas is 0, so nothing holds this judge: set it to 1"
+            )
 
 
 def loading_problems(config: RunConfig, isolation: IsolationConfig) -> Entries:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import PromptFile
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import HeldOut, copies_folder, read_held_out, training_data
 from flotilla_coordinator.evaluation.evaluate import Evaluator, PairEvaluator, held_out_prompts
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
@@ -49,6 +48,7 @@ from flotilla_core.findings import info, warning
 from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
+from flotilla_data.tokenizer import Tokenizer
 
 NOTICE_EVERY_S = 10.0
 
