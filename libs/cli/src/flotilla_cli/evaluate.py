@@ -21,6 +21,7 @@ from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.checkpoint import chosen, saved_of
 from flotilla_cli.completion import complete_setting
+from flotilla_cli.judge_trial import asks_fleet
 from flotilla_cli.options import Json, Stack, make_folder_of, wait
 from flotilla_cli.output import print_json, print_table, say
 from flotilla_cli.processes import boot_progress
@@ -41,6 +42,7 @@ from flotilla_core.config import (
     BindConfig,
     CoordinatorConfig,
     GangConfig,
+    JudgeConfig,
     NatsConfig,
     RewardMode,
     RewardTermConfig,
@@ -110,8 +112,10 @@ def evaluate(
         make_folder_of(output)
     make_example(stack_file(stack))
     subject = _subject(target, checkpoint, stack)
-    config = _config(subject, arguments or [], data or [], reward or [])
-    fleet = fleet_for(load_stack(stack), subject)
+    config, of_stack = _config(subject, arguments or [], data or [], reward or []), load_stack(stack)
+    if judges := asks_fleet(config.all_rewards, of_stack):
+        raise _nothing_to_evaluate_with(f"judge {', '.join(judges)} is held by the fleet: runs alone ask it")
+    fleet = fleet_for(of_stack, subject)
     found = wait(_evaluated(subject, config, fleet), interrupted="interrupted: the fleet is stopped again")
     lines = [answer.record(subject.version.step, subject.version) for answer in found.answers]
     if output is not None:
@@ -246,6 +250,7 @@ def fleet_for(stack: StackConfig, subject: Subject) -> StackConfig:
         "placement": "separate",
         "teachers": {},
         "reward_models": {},
+        "judges": {name: one for name, one in stack.judges.items() if isinstance(one, JudgeConfig)},
         "autoscale": None,
     }
     changes |= dict.fromkeys(("critic", "reference", "teacher"), GangConfig())
