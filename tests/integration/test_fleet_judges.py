@@ -12,34 +12,19 @@ import pytest
 from accounts import assert_accounted_for
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
-from flotilla_core.config import RewardTermConfig
-from flotilla_reward.judges.form import Form
-from flotilla_testing import yes_no_judge
+from flotilla_testing.minus_judge import RUBRIC, VERDICTS, make_minus_judge, truth
 from flotilla_testing.runs import QUICK, example_rows, run_on, written
 from flotilla_testing.stack import Stack, accepting_trainer, running_stack, wait_until
-from flotilla_testing.yes_no_judge import RUBRIC, make_yes_no_judge, truth
 
 pytestmark = pytest.mark.timeout(900)
 
-VERDICTS = {"yes": 1, "no": 0}
-QUESTIONS = 1500
 RESTARTED_WITHIN_S = 300.0
 Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has learned to see a minus sign in the response, in questions as they are asked of judges."""
-    term = {"reward": {"judge": "careful"}, "rubric": RUBRIC, "verdicts": VERDICTS}
-    form, draw = Form.of(RewardTermConfig.model_validate(term)), random.Random(0)
-    questions = []
-    for _ in range(QUESTIONS):
-        response, terms = yes_no_judge.response(draw), (draw.randint(0, 99), draw.randint(0, 99))
-        material = {"question": "{}+{}=".format(*terms), "response": response}
-        if draw.random() < 0.7:
-            material["reference"] = str(sum(terms))
-        questions.append((*form.asked(**material), response))
-    return make_yes_no_judge(tmp_path_factory.mktemp("judge") / "model", questions)
+    return make_minus_judge(tmp_path_factory.mktemp("judge") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +58,7 @@ def run_file(arithmetic: Path, tmp_path: Path) -> Callable[[str, float], Path]:
     def described(name: str, right: float) -> Path:
         draw, rows = random.Random(7), []
         for number in range(20):
-            response = yes_no_judge.response(draw)
+            response = "".join(draw.choices("0123-", k=3))
             wrong = "no" if truth(response) == "yes" else "yes"
             label = truth(response) if number < 20 * right else wrong
             rows.append({"prompt": f"{number}+3=", "response": response, "label": label})
