@@ -33,7 +33,6 @@ from flotilla_cli.init_files import (
 )
 from flotilla_cli.options import Json
 from flotilla_cli.output import print_json, print_line, say
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import JoinedSets, read_held_out, read_sets, training_data
 from flotilla_coordinator.plan import plan_run
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -53,6 +52,7 @@ from flotilla_data.files import data_files
 from flotilla_data.formats import no_rows
 from flotilla_data.recognition import ANSWERS, PAIRS, Answers, Fields, kind_of_answers, recognised
 from flotilla_data.rows import open_rows
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_launch.gpus import Gpus
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Implements `flotilla reward`, which lists the rewards that a run may name, and tries them without a fleet.
 
 Invariant: no code of a user runs in this process. A trial is scored by the reward service's own code, in a process of
-its own that ends with the command.
+its own that ends with the command; one that asks a judge of the fleet is scored by a replica of the fleet.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from select import select
@@ -29,6 +29,7 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.completion import complete_setting
+from flotilla_cli.judge_trial import asks_fleet, scored_by_fleet
 from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
 from flotilla_cli.output import print_json, print_line, print_table, say, short_reward
 from flotilla_cli.processes import say_isolation
@@ -58,9 +59,9 @@ from flotilla_launch.environment import resolved
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.prompts import Prompt
-    from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.rollouts.judges import Agreement
     from flotilla_coordinator.rollouts.scoring import Outcome
+    from flotilla_data.tokenizer import Tokenizer
 
 app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
 
@@ -188,13 +189,11 @@ def test(
 def agreements(config: RunConfig, stack: StackConfig) -> Iterator[Agreement]:
     """Ask the judges of a run of their labelled examples; yield how far each agrees."""
     from flotilla_coordinator.rollouts.judges import agreement_of, examples_of
-    from flotilla_coordinator.rollouts.scoring import reward_spec
 
     for term in config.judged_terms:
         examples = examples_of(term)
-        request = pb.ScoreRequest(rewards=[reward_spec(term)], items=[one.item for one in examples])
-        outcomes = {one.sample_id: one for one in _trial(request, stack).outcomes}
-        yield agreement_of(term, examples, outcomes)
+        outcomes = _outcomes((term,), [one.item for one in examples], None, stack)
+        yield agreement_of(term, examples, {one.sample_id: one for one in outcomes})
 
 
 def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
@@ -241,8 +240,8 @@ def _term_of(config: RunConfig, name: str) -> RewardTermConfig:
 def _rows(config: RunConfig, stack: StackConfig, rows: int) -> tuple[list[Prompt], Tokenizer]:
     """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
     from flotilla_coordinator.data.prompts import load_prompts
-    from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
+    from flotilla_data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(model_folder(with_models_here(stack).model))
     return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows), tokenizer
@@ -292,7 +291,7 @@ def _scored(
     """
     import numpy as np
 
-    from flotilla_coordinator.rollouts.scoring import reward_spec, score_item, weigh
+    from flotilla_coordinator.rollouts.scoring import score_item, weigh
 
     items = [
         score_item(
@@ -305,12 +304,22 @@ def _scored(
         )
         for number, (prompt, text, _) in enumerate(tried)
     ]
-    rewards = map(reward_spec, config.rewards)
-    outcomes = _trial(pb.ScoreRequest(rewards=rewards, items=items, total_steps=config.steps), stack).outcomes
     return [
         (weigh(config.rewards, [one], config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
-        for one in outcomes
+        for one in _outcomes(config.rewards, items, config.steps, stack)
     ]
+
+
+def _outcomes(
+    terms: tuple[RewardTermConfig, ...], items: list[pb.ScoreItem], steps: int | None, stack: StackConfig
+) -> Sequence[pb.ScoreOutcome]:
+    """Return the outcomes in the order of the items; of terms that ask a judge of the fleet, from its replicas."""
+    from flotilla_coordinator.rollouts.scoring import reward_spec
+
+    if asks_fleet(terms, stack):
+        return wait(scored_by_fleet(terms, items, steps, stack))
+    request = pb.ScoreRequest(rewards=map(reward_spec, terms), items=items, total_steps=steps)
+    return list(_trial(request, stack).outcomes)
 
 
 def _trial(request: pb.ScoreRequest, stack: StackConfig) -> pb.ScoreResponse:
@@ -320,7 +329,9 @@ def _trial(request: pb.ScoreRequest, stack: StackConfig) -> pb.ScoreResponse:
             "the reward service is not installed here", next_step="pip install flotilla-reward"
         )
     asked = {judge_of(spec.reward) for spec in request.rewards}
-    judges = {name: one for name, one in stack.judges.items() if name in asked}
+    judges = {
+        name: one for name, one in stack.judges.items() if name in asked and isinstance(one, JudgeConfig)
+    }
     keys = {one.api_key_env for one in judges.values()}
     places = {name: place for name, place in stack.reward.environment.items() if name in keys}
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answered:

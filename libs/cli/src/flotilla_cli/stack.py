@@ -21,7 +21,7 @@ from flotilla_core.activities import Activities
 from flotilla_core.config import StackConfig, load
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
-from flotilla_core.gangs import model_of, roles_of
+from flotilla_core.gangs import model_of, model_roles
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.state import is_up
 
@@ -168,7 +168,7 @@ def _make(script: Path) -> None:
 
 def with_models_here(stack: StackConfig) -> StackConfig:
     """Return the stack with copies on this host in place of models in object storage, fetched where needed."""
-    places = {str(model) for role in roles_of(stack) if is_url(model := model_of(stack, role))}
+    places = {str(model) for role in model_roles(stack) if is_url(model := model_of(stack, role))}
     if not places:
         return stack
     from flotilla_core.service.model import with_copies

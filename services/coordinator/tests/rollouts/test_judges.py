@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 
+from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.ledger.verdicts import named_parts
 from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.functions import functions_of, judge_errors
-from flotilla_coordinator.rollouts.judges import JudgeTally, agreement_of, examples_of, spearman
+from flotilla_coordinator.rollouts.judges import (
+    FleetJudges,
+    JudgeTally,
+    agreement_of,
+    examples_of,
+    spearman,
+)
 from flotilla_coordinator.rollouts.scoring import Needs, Scorer, reward_spec
 from flotilla_core.config import RewardTermConfig, RunConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
@@ -162,6 +169,42 @@ def test_a_judge_that_the_stack_lacks_refuses_the_run_and_is_no_function() -> No
     stack = StackConfig.model_validate({"judges": {"j": {"url": "http://host/v1", "model": "m"}}})
     assert [*judge_errors(config, stack)] == []
     assert [function.name for function in functions_of(config)] == ["exact"]
+
+
+def test_a_judge_without_generators_refuses_the_run() -> None:
+    rewards = [{"reward": {"judge": "j"}, "rubric": "r", "pairs": True}]
+    config = RunConfig.model_validate(
+        {"name": "n", "steps": 1, "data": {"train": "a.jsonl"}, "rewards": rewards}
+    )
+    judges = {"j": {"model": "models/judge", "replicas": 0}}
+    (error,) = Chapter.of(judge_errors(config, StackConfig.model_validate({"judges": judges}))).errors
+    assert error.startswith("rewards[0].reward: judges.j.replicas is 0, so nothing holds this judge")
+
+
+async def test_a_term_names_the_generators_that_hold_its_judge_now_and_no_other_term_does() -> None:
+    now = [[("b:2", "s1"), ("a:1", "s1")], [("c:3", "s2")]]
+    doubted: list[str] = []
+
+    async def generators() -> list[Registration]:
+        return [
+            Registration(address=address, weights_stamp=stamp, tokenizer_digest="t")
+            for address, stamp in now.pop(0)
+        ]
+
+    judges = FleetJudges({"j": generators}, lambda judge, why: doubted.append(judge))
+    specs = [
+        pb.RewardSpec(reward="judge:j"),
+        pb.RewardSpec(reward="judge:far"),
+        pb.RewardSpec(reward="exact"),
+    ]
+    await judges.write(specs)
+    assert (specs[0].judge.addresses, specs[0].judge.weights_stamps) == (["a:1", "b:2"], ["s1"])
+    await judges.write(specs)
+    assert (specs[0].judge.addresses, specs[0].judge.weights_stamps) == (["c:3"], ["s2"])
+    assert not any(spec.HasField("judge") for spec in specs[1:])
+    judges.doubt(specs[1:], "away")
+    judges.doubt(specs, "away")
+    assert doubted == ["j"]
 
 
 class Judged:

@@ -11,12 +11,12 @@ import pytest
 
 from flotilla.common.v1.chat_pb2 import Message
 from flotilla.reward.v1 import reward_pb2 as pb
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.verdicts import named_parts
 from flotilla_coordinator.rollouts.reward_models import RewardModel, RewardModelScorer, TermsInOrder
 from flotilla_coordinator.rollouts.scoring import Needs, Outcome, Scorer
 from flotilla_core.config import RewardTermConfig
 from flotilla_core.errors import Unavailable
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.model_folders import write_tokenizer
 
 LETTERS = "_abcdefgh"

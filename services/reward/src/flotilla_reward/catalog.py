@@ -72,7 +72,7 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None
         raise InvalidRequest(f"timeout of reward {name} is {timeout_s:g} s: it must be above 0")
     parameters = to_json(spec.parameters)
     if judge_of(spec.reward):
-        judge = (judges or Judges({})).resolve(spec.reward, parameters)
+        judge = (judges or Judges({})).resolve(spec.reward, parameters, spec.judge)
         return Term(name, timeout_s, None, None, version=judge.version, judge=judge)
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)

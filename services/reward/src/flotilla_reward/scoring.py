@@ -75,25 +75,36 @@ def resolve(
 
 
 async def load(terms: Sequence[Term], pool: Workers, run_id: str = "") -> AsyncGenerator[pb.ScoreResponse]:
-    """Has a worker load each term that needs one, once; the responses are signs of life."""
+    """Has a worker load each term that needs one, once, and checks judges; the responses are signs of life."""
     for term in terms:
-        if term.judge is not None:
-            term.judge.check()
-        if term.target is None:
-            continue
         if term.runs_code and pool.jail.refusal:
             raise InvalidConfig(f"reward {term.name} cannot run code", why=pool.jail.refusal)
+        if term.judge is not None:
+            checking = asyncio.create_task(term.judge.check())
+            async with aclosing(_signs_until(checking)) as signs:
+                async for sign in signs:
+                    yield sign
+            checking.result()
+        if term.target is None:
+            continue
         loading = asyncio.create_task(pool.prove(term.target, run_id))
-        async with aclosing(endings([loading])) as moments:
-            async for ended in moments:
-                if not ended:
-                    yield pb.ScoreResponse()
+        async with aclosing(_signs_until(loading)) as signs:
+            async for sign in signs:
+                yield sign
         if failure := loading.result():
             raise InvalidConfig(
                 f"reward {term.name} cannot be loaded",
                 where=term.target.source,
                 why=failure.message + (f"\n{failure.traceback}" if failure.traceback else ""),
             )
+
+
+async def _signs_until(task: asyncio.Task[Any]) -> AsyncGenerator[pb.ScoreResponse]:
+    """Yield signs of life until a task has ended."""
+    async with aclosing(endings([task])) as moments:
+        async for ended in moments:
+            if not ended:
+                yield pb.ScoreResponse()
 
 
 def facts_of(terms: Sequence[Term], pool: Workers) -> pb.ScoreResponse:

@@ -16,6 +16,8 @@ from flotilla_core.config.stack import (
     AutoscaleConfig,
     BindConfig,
     CoordinatorConfig,
+    EngineConfig,
+    FleetJudgeConfig,
     GangConfig,
     GeneratorConfig,
     IsolationConfig,

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
-from flotilla_core.config import IsolationConfig, PolicyConfig, RewardTermConfig, RunConfig, StackConfig
+from flotilla_core.config import (
+    FleetJudgeConfig,
+    IsolationConfig,
+    PolicyConfig,
+    RewardTermConfig,
+    RunConfig,
+    StackConfig,
+)
 from flotilla_core.config.model import UserFunction
 from flotilla_core.findings import warning
 from flotilla_workers import check
@@ -98,6 +105,11 @@ def judge_errors(config: RunConfig, stack: StackConfig) -> Entries:
             known = ", ".join(stack.judges) or "none"
             yield refusal(
                 f"{key}.reward: the stack has no judge {term.judge} (judges: {known}): write it into its stack.yaml"
+            )
+        judge = stack.judges.get(term.judge)
+        if isinstance(judge, FleetJudgeConfig) and not judge.replicas:
+            yield refusal(
+                f"{key}.reward: judges.{term.judge}.replicas is 0, so nothing holds this judge: set it to 1"
             )
 
 

@@ -20,8 +20,6 @@ from google.protobuf.duration_pb2 import Duration
 from opentelemetry.trace import SpanContext
 
 from flotilla.reward.v1 import reward_pb2 as pb
-from flotilla_coordinator.data.chat_template import Conversation
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.rollouts.scoring import Needs, ScoreGathering, Take, TermScorer
 from flotilla_core import telemetry
 from flotilla_core.config import RewardModelChoice, RewardTermConfig
@@ -29,6 +27,8 @@ from flotilla_core.config.rewards import PROMPT, RESPONSE
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
+from flotilla_data.chat_template import Conversation
+from flotilla_data.tokenizer import Tokenizer
 
 _PLACE = re.compile(f"{re.escape(PROMPT)}|{re.escape(RESPONSE)}")
 

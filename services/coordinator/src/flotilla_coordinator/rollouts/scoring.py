@@ -3,7 +3,7 @@
 Invariants: an outcome is a value, an error or a timeout, and only a value is ever a reward. A reward is weighed here
 alone, whoever gives its terms, and is finite or an error. The loss of a reward replica is repaired by calling another
 one, never by a score. A replica is lost when it is silent, never because it is slow: it reports regularly while samples
-wait, and applies each sample's own limit.
+wait, and applies each sample's own limit. Samples whose judge has no generator wait for one, by its name.
 
 A group waits only for a fixed short time for others, and never for the samples of another group. A sample id is in a
 call once, and all items of a group are in one call. A call that fails fails for all groups that still wait, and a call
@@ -31,7 +31,7 @@ from flotilla.common.v1.chat_pb2 import Message
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
-from flotilla_coordinator.rollouts.judges import JudgeTally
+from flotilla_coordinator.rollouts.judges import FleetJudges, JudgeTally
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import LARGEST_REWARD, RewardMode, RewardTermConfig
 from flotilla_core.config.model import file_of_function
@@ -340,8 +340,10 @@ class RewardServiceScorer:
         wait_limit_s: float,
         offer: Callable[[Path], FolderReference] | None = None,
         total_steps: int | None = None,
+        judges: FleetJudges | None = None,
     ) -> None:
         self.terms = terms
+        self._judges = judges or FleetJudges({})
         self._run_id = run_id
         self._total_steps = total_steps
         self._offer = offer
@@ -369,7 +371,7 @@ class RewardServiceScorer:
         return await self._gathering.outcomes(items)
 
     async def _rewards(self) -> list[pb.RewardSpec]:
-        """Return the terms, with references to the files of the user's as they were a few seconds ago."""
+        """Return the terms, with the generators of judges, and references to the user's files of a few seconds ago."""
         if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             files = {spec.reward: file for spec in self._specs if (file := file_of_function(spec.reward))}
@@ -378,6 +380,7 @@ class RewardServiceScorer:
                 spec.ClearField("code")
                 if spec.reward in references:
                     spec.code.CopyFrom(references[spec.reward])
+        await self._judges.write(self._specs)
         return self._specs
 
     def _references(self, files: dict[str, Path]) -> dict[str, FolderReference]:
@@ -396,14 +399,15 @@ class RewardServiceScorer:
         attributes: dict[str, str | int] = {names.RUN_ID: self._run_id, names.SAMPLES: len(items)}
         with telemetry.span(names.RL_REWARD, attributes=attributes, links=askers):
             for call in range(MAX_CALLS):
-                load = Load(len(missing))
+                rewards, load = await self._rewards(), Load(len(missing))
                 replica = await self._pool.acquire(
                     load, timeout_s=self._wait_limit_s, what="a reward replica"
                 )
                 try:
-                    await self._call(replica.stub, missing, take)
+                    await self._call(replica.stub, rewards, missing, take)
                 except (Unavailable, DeadlineExceeded) as error:
                     self._pool.eject(replica.instance_id, str(error))
+                    self._judges.doubt(rewards, str(error))
                     if call == MAX_CALLS - 1:
                         raise
                     continue
@@ -416,14 +420,18 @@ class RewardServiceScorer:
             take(sample_id, pb.ScoreOutcome(error=none))
 
     async def _call(
-        self, stub: RewardServiceAsyncStub, missing: dict[str, pb.ScoreItem], take: Take[pb.ScoreOutcome]
+        self,
+        stub: RewardServiceAsyncStub,
+        rewards: list[pb.RewardSpec],
+        missing: dict[str, pb.ScoreItem],
+        take: Take[pb.ScoreOutcome],
     ) -> None:
         """Call one replica; items that it answers are no longer missing."""
         request = pb.ScoreRequest(
             run_id=self._run_id,
             request_id=ids.new_request_id(),
             items=missing.values(),
-            rewards=await self._rewards(),
+            rewards=rewards,
             total_steps=self._total_steps,
         )
         # This side cannot tell how long the items wait behind those of other calls.

@@ -103,6 +103,7 @@ class RewardSpec(_message.Message):
     TRUSTED_FIELD_NUMBER: _builtins.int
     BLAMES_RESPONSE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    JUDGE_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """A built-in name, an entry point name, or path.py:function."""
     trusted: _builtins.bool
@@ -119,6 +120,10 @@ class RewardSpec(_message.Message):
     def code(self) -> _files_pb2.FolderReference:
         """The file of path.py:function, for a replica that does not have it."""
 
+    @_builtins.property
+    def judge(self) -> Global___JudgeGenerators:
+        """Of a judge that the fleet holds: who holds it now."""
+
     def __init__(
         self,
         *,
@@ -129,14 +134,49 @@ class RewardSpec(_message.Message):
         trusted: _builtins.bool = ...,
         blames_response: _builtins.bool = ...,
         name: _builtins.str = ...,
+        judge: Global___JudgeGenerators | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "judge", b"judge", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "judge", b"judge", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RewardSpec: _TypeAlias = RewardSpec  # noqa: Y015
+
+@_typing.final
+class JudgeGenerators(_message.Message):
+    """The generators of one judge."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_STAMPS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    tokenizer_digest: _builtins.str
+    """The tokenizer that they read by; a replica with another one refuses the call."""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where each can be called."""
+
+    @_builtins.property
+    def weights_stamps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The stamps of the weights that they hold. Verdicts of other weights are not theirs."""
+
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        weights_stamps: _abc.Iterable[_builtins.str] | None = ...,
+        tokenizer_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "tokenizer_digest", b"tokenizer_digest", "weights_stamps", b"weights_stamps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JudgeGenerators: _TypeAlias = JudgeGenerators  # noqa: Y015
 
 @_typing.final
 class ScoreRequest(_message.Message):
