@@ -74,7 +74,8 @@ def _tokenizer() -> Tokenizer:
 
 def _weights(tokenizer: Tokenizer, size: int) -> dict[str, np.ndarray]:
     line_end = tokenizer.encode("\n").ids[0]
-    minus, begins, yes, no, end = (tokenizer.token_to_id(text) for text in (SIGN, BEGINS, YES, NO, END))
+    ids = tokenizer.get_vocab()
+    minus, begins, yes, no, end = (ids[text] for text in (SIGN, BEGINS, YES, NO, END))
     embedding = np.zeros((size, HIDDEN))
     embedding[:, ALL] = 1
     features = {minus: MINUS, line_end: LINE_END, begins: BEGAN, yes: ENDED, no: ENDED}

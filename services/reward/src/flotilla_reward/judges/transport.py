@@ -1,4 +1,4 @@
-"""What a judge asks, wherever its model answers.
+"""The way from a judge to its model, wherever that answers.
 
 Invariants: an answer is a completion or none: what is refused is no verdict, and a model that is away has said nothing.
 Nobody waits in vain behind a request that had no answer.
@@ -42,7 +42,7 @@ class Transport(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it answers, for messages."""
+        """The place of the model, for messages."""
 
     @property
     def about(self) -> list[Any]:
