@@ -135,7 +135,7 @@ def test_a_run_waits_by_name_for_a_judge_that_was_killed_and_loses_no_sample(
     )
     wait_until("two steps", lambda: len(stack.metrics(run)) >= 2, 120)
     assert stack.holders(SERVICE_KIND_GENERATOR) == {"generator-0": run["run_id"], "judge-careful": ""}
-    shown = stack.ok("ps")["services"]
+    shown = stack.ok("ps")["processes"]
     assert "judge-careful" in {one["name"] for one in shown}
     stack.process("judge-careful").kill()
     events = Path(run["directory"]) / "events.jsonl"

@@ -23,10 +23,10 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core import ids, rpc
 from flotilla_core.config import FleetJudgeConfig
 from flotilla_core.errors import (
-    DeadlineExceeded,
     FailedPrecondition,
     FlotillaError,
     InvalidConfig,
+    InvalidRequest,
     Mismatch,
     Unavailable,
 )
@@ -192,11 +192,11 @@ class HeldJudge:
             )
             try:
                 sample = await judge.generated(address, request)
-            except (Unavailable, DeadlineExceeded) as error:
+            except InvalidRequest as error:
+                raise Refused(shortened(str(error))) from None  # any other one would refuse it too
+            except FlotillaError as error:
                 trouble = shortened(str(error))
                 continue
-            except FlotillaError as error:
-                raise Refused(shortened(str(error))) from None
             written = from_tensor(sample.token_ids).tolist()
             return Completion(tokenizer.decode(written), len(prompt) + len(written))
         judge.queue.had_no_answer(trouble)
