@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from google.protobuf.struct_pb2 import Struct
@@ -127,7 +128,7 @@ class Work:
     reward: str
     items: Sequence[tuple[str, str, float]]
     """Responses, answers and right values."""
-    info: dict[str, object] = dataclasses.field(default_factory=dict)
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
     timeout_s: float = 10.0
     misread: float = 0.0
     """The share of samples that may have another value: math-verify may take another number for the answer."""
@@ -350,7 +351,7 @@ async def _strike(
     one: Service, work: Work, stop: asyncio.Event, first: asyncio.Event
 ) -> list[tuple[pb.ScoreOutcome, float]]:
     """Score hostile samples, one after the other, until it is enough; at least one, whose end is told."""
-    found = []
+    found: list[tuple[pb.ScoreOutcome, float]] = []
     while not found or not stop.is_set():
         begun = time.monotonic()
         (outcome,) = await one.ask(work.request("hostile", 0, 1))
