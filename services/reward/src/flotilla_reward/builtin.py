@@ -334,6 +334,8 @@ def _as_math_verify_writes(text: str) -> str:
 @lru_cache(maxsize=4096)
 def _expected(answer: str) -> tuple[Any, ...]:
     """Return what an answer says: the responses to a prompt share it."""
+    if WHOLE.fullmatch(answer) and answer == str(int(answer)):
+        return _as_sympy(answer), answer
     return tuple(_expressions(_boxed(answer)))
 
 

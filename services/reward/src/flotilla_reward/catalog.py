@@ -7,7 +7,7 @@ imported into the service: a worker loads it, and `problem` in the process of a 
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -84,7 +84,7 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None
         if builtin.jailed:
             target = Target("entry_point", IN_JAIL, spec.reward, parameters)
         return Term(name, timeout_s, None, target, builtin.blames_response, version, builtin.runs_code)
-    target = replace(_user_target(spec.reward, parameters, code), trusted=spec.trusted)
+    target = _user_target(spec.reward, parameters, code)._replace(trusted=spec.trusted)
     return Term(name, timeout_s, None, target, spec.blames_response)
 
 
@@ -98,7 +98,7 @@ def problem(reward: str, parameters: dict[str, Any]) -> str:
         return str(error)
     if target is None:
         return ""
-    return str(answer({"do": "load", "target": asdict(target)}, load, {}).get("failed", ""))
+    return str(answer({"do": "load", "target": target._asdict()}, load, {}).get("failed", ""))
 
 
 def list_rewards() -> list[pb.RewardInfo]:
