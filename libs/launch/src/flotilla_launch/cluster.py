@@ -21,7 +21,7 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla.launcher.v1 import launcher_pb2 as pb
 from flotilla_core.addresses import is_loopback
 from flotilla_core.config import StackConfig
-from flotilla_core.config.places import HEAD
+from flotilla_core.config.stack import HEAD
 from flotilla_core.errors import DeadlineExceeded
 from flotilla_core.files import make_private_folder
 from flotilla_core.gangs import spread_gangs

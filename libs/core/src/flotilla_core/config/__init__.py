@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from flotilla_core.config.judges import AgreementConfig, JudgeConfig
 from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
 from flotilla_core.config.model import ConfigModel, SecretReference
-from flotilla_core.config.places import RayConfig, SlurmConfig
 from flotilla_core.config.stack import (
     AutoscaleConfig,
     BindConfig,
@@ -23,8 +22,10 @@ from flotilla_core.config.stack import (
     GeneratorConfig,
     IsolationConfig,
     NatsConfig,
+    RayConfig,
     RewardServiceConfig,
     SimConfig,
+    SlurmConfig,
     StackConfig,
     TelemetryConfig,
     TrainerConfig,

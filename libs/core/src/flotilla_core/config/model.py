@@ -38,8 +38,6 @@ from flotilla_core.generated_tasks import TASKS, TaskSource, is_generated
 from flotilla_core.roles import GANG_NAME
 from flotilla_core.structs import unfit
 
-MOST_REPLICAS = 256
-"""Limit for one kind of service on one host."""
 LONGEST_TEXT = 4096
 """Limit in characters of a name, a path or an address."""
 LONGEST_FILE_NAME = 255

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
-from flotilla_core.config.places import HEAD, SlurmNodeConfig
+from flotilla_core.config.stack import HEAD, SlurmNodeConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.gangs import spread_gangs
 from flotilla_core.kinds import kind_of
