@@ -252,13 +252,15 @@ def weigh(
         components += one.value.components or one.before
         if one.WhichOneof("outcome") != "value":
             return _failed(one, _by_name(terms, components))
-    if len(components) != len(terms):
-        return Outcome(None, f"{len(terms)} rewards gave {len(components)} values")
-    verdicts = tuple(map(_verdict, terms, components))
+    whole = len(components) == len(terms)
+    # A response that is left out has no values of terms that compare it with others.
+    verdicts = tuple(map(_verdict, terms, components) if whole else _by_name(terms, components))
     unverifiable = any(one.outcome is Said.UNVERIFIABLE for one in verdicts)
     if dropping := next((one for one in verdicts if one.value is None), None):
         why = f"reward {dropping.reward}: {dropping.message}"
         return Outcome(None, why, unverifiable=True, verdicts=verdicts)
+    if not whole:
+        return Outcome(None, f"{len(terms)} rewards gave {len(components)} values")
     values = tuple(one.value for one in verdicts if one.value is not None)
     total = combined(mode, terms, values) if all(map(math.isfinite, values)) else math.nan
     if not abs(total) <= LARGEST_REWARD:
@@ -444,6 +446,7 @@ def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
         timeout=timeout,
         trusted=term.trusted,
         blames_response=term.blames_response,
+        drops_unverifiable=term.on_unverifiable == "drop",
     )
 
 
