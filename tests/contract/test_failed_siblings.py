@@ -63,7 +63,7 @@ async def trained(pool: Workers, terms: list[RewardTermConfig], responses: list[
     samples = []
     for item in items:
         sample = RolloutSample(item.sample_id, np.empty(0, np.int32), None, item.response)
-        outcome = weigh(terms, [outcomes[item.sample_id]])
+        outcome = weigh(terms, outcomes[item.sample_id])
         assert outcome.unverifiable is (item.response == "ends its worker")
         sample.take_outcome(outcome)
         if sample.drop_reason is None:

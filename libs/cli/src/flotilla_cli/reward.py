@@ -308,7 +308,7 @@ def _scored(
     rewards = map(reward_spec, config.rewards)
     outcomes = _trial(pb.ScoreRequest(rewards=rewards, items=items, total_steps=config.steps), stack).outcomes
     return [
-        (weigh(config.rewards, [one], config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
+        (weigh(config.rewards, one, config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
         for one in outcomes
     ]
 

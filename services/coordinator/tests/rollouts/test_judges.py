@@ -196,7 +196,7 @@ async def test_tokens_and_kept_verdicts_are_counted_once_by_the_name_of_the_term
         pb.ScoreItem(sample_id=name, response=tokens)
         for name, tokens in (("a", "40"), ("b", "0"), ("failed", "2"))
     ]
-    outcomes = await Scorer([Judged()], tally=tally).score(items)
+    outcomes = await Scorer(Judged(), tally=tally).score(items)
     assert named_parts(outcomes["a"].verdicts) == [
         ("exact", 1.0),
         ("quality", 0.5),
