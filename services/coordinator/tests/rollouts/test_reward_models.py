@@ -28,8 +28,9 @@ TEMPLATE = (
 class Gang:
     """Says of a text the sum of its token ids, then its length."""
 
-    def __init__(self, longest: int = 0, labels: int = 1) -> None:
+    def __init__(self, longest: int = 0, labels: int = 1, vocabulary: int = 0) -> None:
         self.longest_sequence = longest
+        self.vocabulary = vocabulary
         self._labels = labels
         self.asked: list[list[list[int]]] = []
 
@@ -112,6 +113,14 @@ async def test_text_without_a_token_is_a_failure_and_asks_nobody(tmp_path: Path)
     scorer = RewardModelScorer("run", (term(template="{response}"),), {"helpful": model(tmp_path, gang)})
     (empty,) = await outcomes(scorer, item(""))
     assert (empty.total, empty.failure, gang.asked) == (None, "reward helpful: there is no text to judge", [])
+
+
+async def test_a_token_id_that_the_model_lacks_is_a_failure_of_its_sample_alone(tmp_path: Path) -> None:
+    gang = Gang(vocabulary=3)
+    scorer = RewardModelScorer("run", (term(template="{response}"),), {"helpful": model(tmp_path, gang)})
+    unknown, known = await outcomes(scorer, item("bc"), item("b"))
+    assert (known.total, gang.asked) == (2.0, [[[2]]])
+    assert unknown.failure.endswith("its tokenizer gives token id 3, and the model has ids 0 to 2")
 
 
 async def test_terms_with_labels_of_one_model_share_its_answer(tmp_path: Path) -> None:

@@ -48,6 +48,10 @@ class ScoringGang(Protocol):
     def longest_sequence(self) -> int:
         """The most tokens of a text; 0 where there is no limit."""
 
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids that the model has; 0 where it is not known."""
+
     async def scores(self, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the scores after the last token of each text, one for each label."""
 
@@ -70,9 +74,11 @@ class RewardModel:
     async def answers(self, template: str, items: Sequence[pb.ScoreItem], *, cuts: bool) -> list[Answer]:
         """Return the answer about each item; `cuts` says what becomes of text that is too long."""
         texts = await asyncio.to_thread(tokens_of, self._tokenizer, template, items)
-        limit = self._gang.longest_sequence
+        limit, vocabulary = self._gang.longest_sequence, self._gang.vocabulary
         refused = {
-            place: why for place, text in enumerate(texts) if (why := _refusal(text, limit, cuts=cuts))
+            place: why
+            for place, text in enumerate(texts)
+            if (why := _refusal(text, limit, vocabulary, cuts=cuts))
         }
         whole = [
             text for place, text in enumerate(texts) if place not in refused and not isinstance(text, str)
@@ -129,13 +135,15 @@ def _conversation(item: pb.ScoreItem) -> Conversation:
     return Conversation(messages, begin_answer=False, where=f"sample {item.sample_id}")
 
 
-def _refusal(text: list[int] | str, limit: int, *, cuts: bool) -> str:
+def _refusal(text: list[int] | str, limit: int, vocabulary: int, *, cuts: bool) -> str:
     if isinstance(text, str):
         return text
     if not text:
         return "there is no text to judge"
     if limit and len(text) > limit and not cuts:
         return f"the text has {len(text)} tokens, and the model reads {limit} (too_long: cut leaves its beginning out)"
+    if vocabulary and (most := max(text)) >= vocabulary:
+        return f"its tokenizer gives token id {most}, and the model has ids 0 to {vocabulary - 1}"
     return ""
 
 
