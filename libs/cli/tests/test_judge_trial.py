@@ -61,7 +61,8 @@ def test_a_judge_is_tried_and_its_agreement_is_told(flotilla: Command, judge: Sc
 
 
 def test_a_judge_that_agrees_too_little_fails_the_trial(flotilla: Command, judge: ScriptedJudge) -> None:
-    rows = [json.loads(line) | {"label": "yes"} for line in Path("labelled.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("labelled.jsonl").read_text().splitlines()]
+    rows = [row | {"label": ("yes", "no")[place // 10]} for place, row in enumerate(rows)]
     Path("labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, _, err = flotilla("reward", "test", "run.yaml", "-n", "1", "--response", "4")
     assert code == 1 and "the judge of short agrees by 0.500" in err
