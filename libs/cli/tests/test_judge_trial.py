@@ -90,8 +90,26 @@ def test_a_plan_without_the_key_leaves_the_judge_to_the_start(
     monkeypatch.setattr("flotilla_cli.run.plan_run", lambda *_: Plan())
     monkeypatch.delenv("KEY_OF_JUDGE")
     code, _, err = flotilla("run", "plan", "run.yaml")
-    assert code == 0 and "judges were not asked from here" in err and "no variable KEY_OF_JUDGE" in err
+    assert (
+        code == 0
+        and "the judge of reward short was not asked from here" in err
+        and "no variable KEY_OF_JUDGE" in err
+    )
     assert judge.requests == []
+
+
+def test_a_plan_asks_the_other_judges_where_one_cannot_be_asked(
+    flotilla: Command, judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flotilla.coordinator.v1.run_pb2 import Plan
+
+    monkeypatch.setattr("flotilla_cli.run.plan_run", lambda *_: Plan())
+    gone = "{name: gone, reward: {judge: j}, rubric: r, pairs: true, agreement: {examples: gone.jsonl}}"
+    run = Path("run.yaml")
+    run.write_text(run.read_text().replace("rewards: [", f"rewards: [{gone}, "))
+    code, out, err = flotilla("run", "plan", "run.yaml")
+    assert code == 0 and "the judge of reward gone was not asked from here" in err
+    assert "judge of short" in out and "1.000" in out
 
 
 def test_a_key_comes_from_where_the_stack_says_and_is_in_no_output(
