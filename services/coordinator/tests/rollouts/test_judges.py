@@ -183,7 +183,9 @@ def test_a_judge_that_the_stack_lacks_refuses_the_run_and_is_no_function() -> No
 def test_examples_that_measure_nothing_refuse_the_run_and_name_each_judge(tmp_path: Path) -> None:
     few = term(written(tmp_path, labelled([1, 2, 3])), **SCALE)
     gone = term(tmp_path / "gone.jsonl", **SCALE).model_copy(update={"name": "gone"})
-    config = RunConfig.model_validate({"name": "n", "steps": 1, "data": {"train": "a.jsonl"}})
+    config = RunConfig.model_validate(
+        {"name": "n", "steps": 1, "data": {"train": "a.jsonl"}, "rewards": [{"reward": "exact"}]}
+    )
     config = config.model_copy(update={"rewards": (few, gone)})
     stack = StackConfig.model_validate({"judges": {"j": {"url": "http://host/v1", "model": "m"}}})
     first, second = Chapter.of(judge_errors(config, stack)).errors
