@@ -49,6 +49,8 @@ class Term:
     """Code of responses runs in the jail of its pool, in processes beside its worker."""
     judge: Judge | None = None
     """Asks a language model."""
+    drops_unverifiable: bool = False
+    """A response that it cannot verify is left out, and others are not compared with it."""
 
     @property
     def is_builtin(self) -> bool:
@@ -65,6 +67,10 @@ class Term:
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None = None) -> Term:
     """Return the term behind a spec; `code` is where the file of its function is on this host."""
+    return replace(_resolved(spec, code, judges), drops_unverifiable=spec.drops_unverifiable)
+
+
+def _resolved(spec: pb.RewardSpec, code: Path | None, judges: Judges | None) -> Term:
     name, timeout_s = spec.name or spec.reward, DEFAULT_TIMEOUT_S
     if spec.HasField("timeout"):
         timeout_s = spec.timeout.seconds + spec.timeout.nanos / 1e9

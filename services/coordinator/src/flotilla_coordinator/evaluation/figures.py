@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -90,16 +91,16 @@ def _with_group(
 
 
 def figures_of(
-    rewards: Sequence[Sequence[float | None]], votes: Sequence[Sequence[str | None]], success_at: float
+    rewards: Sequence[Sequence[float | None]],
+    votes: Sequence[Sequence[str | None]],
+    right: Sequence[Sequence[bool]],
 ) -> dict[str, float]:
-    """Return the figures of one held-out set from the rewards and the votes of the answers to each prompt.
+    """Return the figures of one held-out set from what is known of the answers to each prompt.
 
     At least one answer has a reward.
     """
     drawn = len(rewards[0])
-    prompts = [
-        one for of, voted in zip(rewards, votes, strict=True) if (one := _scored(of, voted, success_at))
-    ]
+    prompts = [one for of in zip(rewards, votes, right, strict=True) if (one := _scored(*of))]
     found = _mean(ACCURACY, (one.share for one in prompts))
     found |= _mean(REWARD_MEAN, (math.fsum(one.rewards) / len(one.rewards) for one in prompts))
     if drawn == 1:
@@ -115,14 +116,14 @@ def figures_of(
 
 
 def _scored(
-    rewards: Sequence[float | None], votes: Sequence[str | None], success_at: float
+    rewards: Sequence[float | None], votes: Sequence[str | None], right: Sequence[bool]
 ) -> Answered | None:
     """Return the answers that have a reward."""
-    scored = [(reward, vote) for reward, vote in zip(rewards, votes, strict=True) if reward is not None]
-    if not scored:
+    known = [reward for reward in rewards if reward is not None]
+    if not known:
         return None
-    known = [reward for reward, _ in scored]
-    return Answered(known, [reward >= success_at for reward in known], [vote for _, vote in scored])
+    has = [reward is not None for reward in rewards]
+    return Answered(known, [*compress(right, has)], [*compress(votes, has)])
 
 
 def _mean_at(

@@ -84,6 +84,11 @@ def named_parts(verdicts: Iterable[TermVerdict]) -> list[tuple[str, float]]:
     return found
 
 
+def is_unverifiable(verdicts: Iterable[TermVerdict]) -> bool:
+    """Return whether the response made a verifier fail."""
+    return any(one.outcome is Said.UNVERIFIABLE for one in verdicts)
+
+
 def extracted(verdicts: Iterable[TermVerdict]) -> str | None:
     """Return the answer that the first reward read that says what it read."""
     return next((one.extracted for one in verdicts if one.extracted is not None), None)
