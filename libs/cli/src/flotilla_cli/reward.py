@@ -190,17 +190,9 @@ def agreement_with(term: RewardTermConfig, stack: StackConfig) -> Agreement:
     """Ask the judge of a term of its labelled examples; return how far it agrees."""
     from flotilla_coordinator.rollouts.judges import agreement_of, examples_of
 
-<<<<<<< HEAD
-    for term in config.judged_terms:
-        examples = examples_of(term)
-        outcomes = _outcomes((term,), [one.item for one in examples], None, stack)
-        yield agreement_of(term, examples, {one.sample_id: one for one in outcomes})
-=======
     examples = examples_of(term)
-    request = pb.ScoreRequest(rewards=[reward_spec(term)], items=[one.item for one in examples])
-    outcomes = {one.sample_id: one for one in _trial(request, stack).outcomes}
-    return agreement_of(term, examples, outcomes)
->>>>>>> fix41
+    outcomes = _outcomes((term,), [one.item for one in examples], None, stack)
+    return agreement_of(term, examples, {one.sample_id: one for one in outcomes})
 
 
 def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
@@ -312,13 +304,8 @@ def _scored(
         for number, (prompt, text, _) in enumerate(tried)
     ]
     return [
-<<<<<<< HEAD
-        (weigh(config.rewards, [one], config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
-        for one in _outcomes(config.rewards, items, config.steps, stack)
-=======
         (weigh(config.rewards, one, config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
-        for one in outcomes
->>>>>>> fix41
+        for one in _outcomes(config.rewards, items, config.steps, stack)
     ]
 
 

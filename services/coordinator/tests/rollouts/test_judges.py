@@ -187,7 +187,6 @@ def test_a_judge_that_the_stack_lacks_refuses_the_run_and_is_no_function() -> No
     assert [function.name for function in functions_of(config)] == ["exact"]
 
 
-<<<<<<< HEAD
 def test_a_judge_without_generators_refuses_the_run() -> None:
     rewards = [{"reward": {"judge": "j"}, "rubric": "r", "pairs": True}]
     config = RunConfig.model_validate(
@@ -222,7 +221,8 @@ async def test_a_term_names_the_generators_that_hold_its_judge_now_and_no_other_
     judges.doubt(specs[1:], "away")
     judges.doubt(specs, "away")
     assert doubted == ["j"]
-=======
+
+
 def test_examples_that_measure_nothing_refuse_the_run_and_name_each_judge(tmp_path: Path) -> None:
     few = term(written(tmp_path, labelled([1, 2, 3])), **SCALE)
     gone = term(tmp_path / "gone.jsonl", **SCALE).model_copy(update={"name": "gone"})
@@ -234,7 +234,6 @@ def test_examples_that_measure_nothing_refuse_the_run_and_name_each_judge(tmp_pa
     first, second = Chapter.of(judge_errors(config, stack)).errors
     assert first.startswith("the judge of reward quality cannot be measured: ") and "they are 3" in first
     assert second.startswith("the judge of reward gone cannot be measured: ") and "does not exist" in second
->>>>>>> fix41
 
 
 class Judged:

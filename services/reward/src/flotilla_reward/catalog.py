@@ -7,7 +7,7 @@ imported into the service: a worker loads it, and `problem` in the process of a 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path

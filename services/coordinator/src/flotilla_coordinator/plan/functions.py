@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
-<<<<<<< HEAD
+from flotilla_coordinator.rollouts.judges import examples_of
 from flotilla_core.config import (
     FleetJudgeConfig,
     IsolationConfig,
@@ -29,10 +29,6 @@ from flotilla_core.config import (
     RunConfig,
     StackConfig,
 )
-=======
-from flotilla_coordinator.rollouts.judges import examples_of
-from flotilla_core.config import IsolationConfig, PolicyConfig, RewardTermConfig, RunConfig, StackConfig
->>>>>>> fix41
 from flotilla_core.config.model import UserFunction
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.findings import warning
@@ -115,19 +111,16 @@ def judge_errors(config: RunConfig, stack: StackConfig) -> Entries:
             yield refusal(
                 f"{key}.reward: the stack has no judge {term.judge} (judges: {known}): write it into its stack.yaml"
             )
-<<<<<<< HEAD
         judge = stack.judges.get(term.judge)
         if isinstance(judge, FleetJudgeConfig) and not judge.replicas:
             yield refusal(
                 f"{key}.reward: judges.{term.judge}.replicas is 0, so nothing holds this judge: set it to 1"
             )
-=======
     for term in config.judged_terms:
         try:
             examples_of(term)
         except InvalidConfig as error:
             yield refusal(f"the judge of reward {term.shown} cannot be measured: {error}")
->>>>>>> fix41
 
 
 def loading_problems(config: RunConfig, isolation: IsolationConfig) -> Entries:

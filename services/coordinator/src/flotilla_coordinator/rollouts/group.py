@@ -193,8 +193,13 @@ class GroupRollout:
                 *recorded_failures(records),
             ],
             unverifiable=sum(
-                is_unverifiable(one.verdicts)
-                for one in (*scored, *(record for record in records if record.sample_id in have))
+                map(
+                    is_unverifiable,
+                    [
+                        *(sample.verdicts for sample in scored),
+                        *(record.verdicts for record in records if record.sample_id in have),
+                    ],
+                )
             ),
             dropped=len(sample_ids) - len(group.samples),
             retried=sum(sample.attempt > 0 for sample in scored),

@@ -21,11 +21,6 @@ from google.protobuf.duration_pb2 import Duration
 from opentelemetry.trace import SpanContext
 
 from flotilla.reward.v1 import reward_pb2 as pb
-<<<<<<< HEAD
-from flotilla_coordinator.rollouts.scoring import Needs, ScoreGathering, Take, TermScorer
-=======
-from flotilla_coordinator.data.chat_template import Conversation
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.rollouts.scoring import (
     Needs,
     ScoreGathering,
@@ -34,7 +29,6 @@ from flotilla_coordinator.rollouts.scoring import (
     by_name,
     said_of,
 )
->>>>>>> fix41
 from flotilla_core import telemetry
 from flotilla_core.config import RewardModelChoice, RewardTermConfig
 from flotilla_core.config.rewards import PROMPT, RESPONSE

@@ -103,11 +103,8 @@ class RewardSpec(_message.Message):
     TRUSTED_FIELD_NUMBER: _builtins.int
     BLAMES_RESPONSE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
-<<<<<<< HEAD
     JUDGE_FIELD_NUMBER: _builtins.int
-=======
     DROPS_UNVERIFIABLE_FIELD_NUMBER: _builtins.int
->>>>>>> fix41
     reward: _builtins.str
     """A built-in name, an entry point name, or path.py:function."""
     trusted: _builtins.bool
@@ -140,19 +137,12 @@ class RewardSpec(_message.Message):
         trusted: _builtins.bool = ...,
         blames_response: _builtins.bool = ...,
         name: _builtins.str = ...,
-<<<<<<< HEAD
         judge: Global___JudgeGenerators | None = ...,
-=======
         drops_unverifiable: _builtins.bool = ...,
->>>>>>> fix41
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "judge", b"judge", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-<<<<<<< HEAD
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "judge", b"judge", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
-=======
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "drops_unverifiable", b"drops_unverifiable", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
->>>>>>> fix41
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "drops_unverifiable", b"drops_unverifiable", "judge", b"judge", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
