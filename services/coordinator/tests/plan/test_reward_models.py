@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flotilla_coordinator.plan.chapter import Chapter
-from flotilla_coordinator.plan.checks import config_errors, role_errors
+from flotilla_coordinator.plan.checks import config_errors, fleet_warnings, role_errors
 from flotilla_coordinator.plan.reward_lines import reward_model_chapter
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_testing.model_folders import write_header, write_tokenizer
@@ -101,6 +101,24 @@ def test_terms_with_one_name_are_refused() -> None:
     assert Chapter.of(config_errors(config)).errors == [
         "rewards: 2 terms have the name kind: give each its own"
     ]
+
+
+def test_terms_of_a_held_out_set_with_one_name_are_refused_and_its_functions_need_a_service() -> None:
+    own = [{"reward": reward, "name": "kind"} for reward in ("exact", "math")]
+    config = RunConfig.model_validate(
+        {
+            "name": "r",
+            "steps": 1,
+            "data": {"train": "rows.jsonl"},
+            "rewards": [{"reward": {"model": "helpful"}}],
+            "evaluation": {"data": [{"path": "/a.jsonl", "name": "hard", "rewards": own}]},
+        }
+    )
+    assert Chapter.of(config_errors(config)).errors == [
+        "rewards of hard: 2 terms have the name kind: give each its own"
+    ]
+    stack = StackConfig.model_validate({"reward": {"replicas": 0}})
+    assert any("reward.replicas is 0" in told for told in Chapter.of(fleet_warnings(config, stack)).warnings)
 
 
 def test_a_folder_that_is_no_model_is_said_so(tmp_path: Path) -> None:
