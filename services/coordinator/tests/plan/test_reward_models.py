@@ -25,9 +25,9 @@ CONFIG = {
 }
 
 
-def make_model(folder: Path, labels: int, template: str = TEMPLATE) -> Path:
+def make_model(folder: Path, labels: int, template: str = TEMPLATE, **config: Any) -> Path:
     write_tokenizer(folder, "_ab", template=template)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
     head = {"score.weight": [labels, 8]} if labels else {}
     write_header(folder, {"embed": [20, 8], "model.layers.0.mlp.weight": [3, 8, 8]} | head, "F32")
     return folder
@@ -84,6 +84,13 @@ def test_a_model_that_cannot_score_is_refused_by_the_key_to_change(
     (line,) = found.lines
     assert line.name == "memory of a reward_models.helpful rank"
     assert line.explanation.endswith(f"reads up to 64 tokens of its own tokenizer, labels: {labels}")
+
+
+def test_an_encoder_after_roberta_reads_two_tokens_less_than_it_has_positions(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", 1, model_type="roberta")
+    stack = StackConfig.model_validate({"reward_models": {"helpful": {"model": str(folder)}}})
+    (line,) = chapter(run_with({"reward": {"model": "helpful"}}), stack).lines
+    assert "reads up to 62 tokens" in line.explanation
 
 
 def test_a_run_whose_reward_model_the_stack_does_not_start_is_refused() -> None:
