@@ -15,6 +15,8 @@ from typing import Any, Protocol
 from flotilla_core.errors import Unavailable
 from flotilla_reward.judges.form import Asked
 
+LONGEST_SHOWN = 300
+
 
 class Refused(Exception):
     """The model's side does not take the request, or its answer is no completion; no verdict."""
@@ -82,9 +84,6 @@ class Queue:
 def away(judge: str, place: str, why: str) -> Unavailable:
     """Return the error of a judge that does not answer."""
     return Unavailable(f"judge {judge} is away", where=place, why=why)
-
-
-LONGEST_SHOWN = 300
 
 
 def shortened(text: str) -> str:
