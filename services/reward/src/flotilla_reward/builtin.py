@@ -32,7 +32,7 @@ MARKED = re.compile(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]"
 WORD = re.compile(r"[^\W\d_]{2}")
 BOX = r"\boxed{"
 PERCENT = re.compile(r"(?<!\\)%")
-POWER_OF_TEN = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(?![\w.])")
+POWER_OF_TEN = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(?!\w|\.[0-9])")
 SPACE_OF_THOUSANDS = re.compile(r"(?<=[0-9])\\[,;:!](?=[0-9]{3}(?![0-9]))")
 MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix)\}.*?\\end\{\1\}", re.DOTALL)
 
@@ -260,6 +260,7 @@ class Math(BuiltinReward):
     bounded: ClassVar[bool] = False
     blames_response: ClassVar[bool] = True
     judges_by: ClassVar[tuple[str, ...]] = ("math-verify", "sympy")
+    rules: ClassVar[int] = 2
 
     significant_digits: int = Field(
         default=15, ge=1, le=50, description="Precision of comparisons that have to be done numerically."
