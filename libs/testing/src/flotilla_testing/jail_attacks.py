@@ -87,6 +87,22 @@ for number in {*range(3, 1024)} - {channel}:
     except OSError:
         continue
     reached(number)""",
+    "read its own output before its keeper does": """
+try:
+    taken = os.open("/proc/self/fd/1", os.O_RDONLY)
+except OSError as error:
+    print("held:", error)
+else:
+    taker = os.fork()
+    while taker == 0:
+        os.read(taken, 1)
+    for _ in range(5000):
+        os.write(1, b"x")
+        os.sched_yield()
+    os.kill(taker, signal.SIGKILL)
+    os.waitpid(taker, 0)
+    signal.alarm(20)  # Nobody would pass on what it prints then, and it would wait for ever.
+    os.write(1, b"x" * (1 << 17) + b"\\n")""",
     # Processes
     "see processes of the host": """
 try:
