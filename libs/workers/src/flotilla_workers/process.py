@@ -102,6 +102,9 @@ class WorkerProcess:
                     pass_fds=(theirs.fileno(), *start.descriptors),
                     start_new_session=True,
                 )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
             if log >= 0:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +22,7 @@ from pathlib import Path
 from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_core.config import IsolationConfig
 from flotilla_core.findings import failed, passed, warned
-from flotilla_workers.jail import bubblewrap, groups, landlock, system_calls
+from flotilla_workers.jail import bubblewrap, folders, groups, landlock, system_calls
 from flotilla_workers.jail.groups import Group
 from flotilla_workers.jail.level import REFUSED, Level, told
 
@@ -172,16 +170,20 @@ class Cell:
 
     @contextmanager
     def start(self, command: Sequence[str]) -> Iterator[Start]:
-        """Give what starts the worker; the block lasts until it has started."""
-        if self.level is Level.LANDLOCK:
-            self._folder = Path(tempfile.mkdtemp(prefix="flotilla-jail-"))
-        if self.level:
-            bounds = self._jail.bounds
-            self._group = groups.make(self._slot, bounds.memory_bytes, bounds.processes)
-        with self._jail.start(
-            command, functions=self._functions, slot=self._slot, folder=self._folder
-        ) as start:
-            yield start
+        """Give what starts the worker; the block lasts until it has started, and closes the cell where it raises."""
+        try:
+            if self.level is Level.LANDLOCK:
+                self._folder = folders.make()
+            if self.level:
+                bounds = self._jail.bounds
+                self._group = groups.make(self._slot, bounds.memory_bytes, bounds.processes)
+            with self._jail.start(
+                command, functions=self._functions, slot=self._slot, folder=self._folder
+            ) as start:
+                yield start
+        except BaseException:
+            self.close()
+            raise
 
     def way_out(self, number: int, path: str) -> str:
         """Return what to do about an error of the system that is the jail's; nothing where it is none of its."""
@@ -203,7 +205,15 @@ class Cell:
         if self._group is not None:
             self._group.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            folders.remove(self._folder)
+        if not self.level:
+            # One outside of a jail may have been killed with cells of its own, as those of `code` are at their limit.
+            _remove_left()
+
+
+def _remove_left() -> None:
+    groups.remove_left()
+    folders.remove_left()
 
 
 NO_JAIL = Jail(Level.NONE)
@@ -255,7 +265,7 @@ def find(asked: IsolationConfig | None = None) -> Jail:
         environment=asked.environment,
         preload=asked.preload,
     )
-    groups.remove_left()
+    _remove_left()
     reasons: list[str] = []
     for candidate in candidates(given):
         jail = replace(candidate, why_not_higher="; ".join(dict.fromkeys(reasons)))
@@ -286,9 +296,9 @@ def why_not(jail: Jail) -> str:
     for tool in (PRLIMIT, SETPRIV):
         if not os.path.exists(tool):
             return f"there is no {tool} (util-linux)"
-    folder = tempfile.mkdtemp(prefix="flotilla-jail-")
+    folder = folders.make()
     try:
-        with jail.start([sys.executable, "-I", "-c", "print('in jail')"], folder=Path(folder)) as start:
+        with jail.start([sys.executable, "-I", "-c", "print('in jail')"], folder=folder) as start:
             probe = subprocess.run(
                 start.command,
                 env=start.environment,
@@ -302,7 +312,7 @@ def why_not(jail: Jail) -> str:
     except (OSError, LookupError, subprocess.TimeoutExpired) as error:
         return str(error)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folders.remove(folder)
     return (
         "" if probe.stdout == "in jail\n" else (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
     )
