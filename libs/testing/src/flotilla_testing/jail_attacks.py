@@ -140,6 +140,19 @@ for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL):
         print("held:", error)
 os.getppid() == parent or reached("it ended")""",
     "take a descriptor of its parent": "allowed(438, 438, os.getppid(), 0, 0)",
+    "change the limits and the turn of others": """
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+for one in (host["process"], os.getppid(), child):
+    tries(
+        lambda: resource.prlimit(one, resource.RLIMIT_NOFILE, (8, 8)),
+        lambda: os.setpriority(os.PRIO_PROCESS, one, 19),
+        lambda: os.sched_setaffinity(one, {*os.sched_getaffinity(0)}),
+        lambda: os.sched_setscheduler(one, os.SCHED_IDLE, os.sched_param(0)),
+    )
+    allowed(251, 30, 1, one, 3 << 13)
+tries(lambda: os.setpriority(os.PRIO_USER, 0, 19))""",
     "raise its own limits": "tries(lambda: resource.setrlimit(resource.RLIMIT_DATA, (-1, -1)))",
     "raise its priority": "tries(lambda: os.nice(-5))",
     "become root": "tries(*[lambda: os.setuid(0)] * (os.getuid() != 0))",
@@ -185,6 +198,9 @@ except OSError as error:
     "shared memory of the host": """
 place = call(29, 194, host["shared_memory"], 0, 0)
 place >= 0 and reached(place)""",
+    "shared memory of the host by its number": """
+host["namespaces"] or call(31, 195, host["shared_memory_number"], 0, 0) == 0 and reached()
+host["namespaces"] or allowed(31, 195, host["shared_memory_number"], 2, ctypes.create_string_buffer(256))""",
     # Too much
     "memory": "tries(lambda: bytearray(host['memory'] + (1 << 20)))",
     "memory of many processes": """

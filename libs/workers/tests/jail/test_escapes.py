@@ -81,6 +81,7 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
         "unix": str(folder / "socket"),
         "abstract": SECRET[:20],
         "shared_memory": key,
+        "shared_memory_number": shared,
         "process": process.pid,
         "marked": "600",
         "memory": BOUNDS.memory_bytes,
