@@ -27,6 +27,7 @@ from flotilla_workers.jail.groups import Group
 from flotilla_workers.jail.level import REFUSED, Level, told
 
 PROBE_LIMIT_S = 20.0
+PROBE = "import threading; threading.Thread(target=print, args=('in jail',)).start()"
 PRLIMIT, SETPRIV = "/usr/bin/prlimit", "/usr/bin/setpriv"
 READS_ANY_MODE = 1 << 2
 """`CAP_DAC_READ_SEARCH` among the rights of a process."""
@@ -111,14 +112,18 @@ class Jail:
             return
         rights = _rights()
         user = FIRST_USER + slot % USERS if rights & BECOMES_ANOTHER == BECOMES_ANOTHER else None
-        bounded = [*_becomes(user, rights), *self._limits(), *command]
+        # At the lower level a user that is the service's own has its threads counted too: Landlock's command adds them.
+        with_ours = self.level is Level.LANDLOCK and user is None
+        processes = () if with_ours else (f"--nproc={self.bounds.processes}",)
+        bounded = [*_becomes(user, rights), PRLIMIT, *processes, *self._limits(), *command]
         shown = [*interpreter_folders(), *self.readable]
         if self.level is Level.LANDLOCK:
             assert folder is not None
             if user is not None:
                 os.chown(folder, user, user)
             variables |= {"HOME": str(folder), "TMPDIR": str(folder)}
-            script = [sys.executable, "-I", "-S", landlock.__file__, str(folder)]
+            counted = self.bounds.processes if with_ours else 0
+            script = [sys.executable, "-I", "-S", landlock.__file__, str(folder), str(counted)]
             paths = [
                 path for path in (*bubblewrap.SYSTEM, *map(str, (*shown, *functions))) if os.path.exists(path)
             ]
@@ -145,10 +150,7 @@ class Jail:
 
     def _limits(self) -> list[str]:
         bounds = self.bounds
-        return [
-            *(PRLIMIT, f"--nproc={bounds.processes}", f"--data={bounds.memory_bytes}"),
-            *(f"--fsize={bounds.tmp_bytes}", "--core=0", "--"),
-        ]
+        return [f"--data={bounds.memory_bytes}", f"--fsize={bounds.tmp_bytes}", "--core=0", "--"]
 
 
 class Cell:
@@ -298,7 +300,7 @@ def why_not(jail: Jail) -> str:
             return f"there is no {tool} (util-linux)"
     folder = folders.make()
     try:
-        with jail.start([sys.executable, "-I", "-c", "print('in jail')"], folder=folder) as start:
+        with jail.start([sys.executable, "-I", "-c", PROBE], folder=folder) as start:
             probe = subprocess.run(
                 start.command,
                 env=start.environment,

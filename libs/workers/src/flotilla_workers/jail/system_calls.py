@@ -1,9 +1,9 @@
 """The filter of system calls: what no verdict needs, and what the kernel's namespaces do not fence.
 
 Invariants: the filter names what is refused, and everything else passes, so that Python, numpy and compilers run. No
-process changes the limits or the turn of another one by its number, be it of the same user. What is refused gives an error, not a signal: a library that tries goes on without. A call by another ABI than the machine's
-own is refused, because its numbers mean other calls. Only the standard library is imported here: a jail starts with
-this.
+process changes the limits or the turn of another one by its number, be it of the same user. What is refused gives an
+error, not a signal: a library that tries goes on without. A call by another ABI than the machine's own is refused,
+because its numbers mean other calls. Only the standard library is imported here: a jail starts with this.
 """
 
 from __future__ import annotations
