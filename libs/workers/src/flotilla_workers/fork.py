@@ -138,5 +138,13 @@ def _reply(body: bytes, status: int) -> dict[str, Any]:
         said = json.loads(body)
         if isinstance(said, dict):
             return said
-    how = f"was ended by {signal.Signals(status).name}" if os.WIFSIGNALED(status) else "ended"
+    how = f"was ended by {signal_name(os.WTERMSIG(status))}" if os.WIFSIGNALED(status) else "ended"
     return {"failed": f"its process {how} before it answered"}
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; most of those of real time have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -23,6 +23,7 @@ from flotilla_core.errors import Unavailable, unicode_text
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import signal_child
 from flotilla_workers import frames, keeper
+from flotilla_workers.fork import signal_name
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import NO_JAIL, Cell
 from flotilla_workers.jail.level import Level
@@ -101,6 +102,9 @@ class WorkerProcess:
                     pass_fds=(theirs.fileno(), *start.descriptors),
                     start_new_session=True,
                 )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
             if log >= 0:
@@ -228,7 +232,7 @@ class WorkerProcess:
             self._end_group()
             # Its folder may have a million files.
             await asyncio.to_thread(self._cell.close)
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return f"was ended by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
 
     def _failure(self, said: dict[str, Any]) -> Failure:
         message, traceback = _text(said.get("failed")), _text(said.get("traceback", ""))

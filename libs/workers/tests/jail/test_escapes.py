@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
         "unix": str(folder / "socket"),
         "abstract": SECRET[:20],
         "shared_memory": key,
+        "shared_memory_number": shared,
         "process": process.pid,
         "marked": "600",
         "memory": BOUNDS.memory_bytes,
@@ -210,6 +212,18 @@ def test_the_folder_in_which_a_command_is_called_is_shown_to_nobody(tmp_path: Pa
         assert sys.prefix in shown.splitlines() and not [
             one for one in shown.splitlines() if tmp_path.is_relative_to(one)
         ]
+
+
+def test_threads_of_the_user_of_the_service_are_not_those_of_a_jail(jail: Jail, host: dict[str, Any]) -> None:
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait) for _ in range(2 * BOUNDS.processes)]
+    for one in threads:
+        one.start()
+    try:
+        code = "import threading\nmade = threading.Thread(target=print, args=('made',))\nmade.start()\nmade.join()"
+        assert run(jail, code, host).stderr == "made\n"
+    finally:
+        over.set()
 
 
 def test_what_a_verdict_needs_works(jail: Jail, host: dict[str, Any]) -> None:

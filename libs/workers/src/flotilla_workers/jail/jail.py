@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,11 +22,12 @@ from pathlib import Path
 from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_core.config import IsolationConfig
 from flotilla_core.findings import failed, passed, warned
-from flotilla_workers.jail import bubblewrap, groups, landlock, system_calls
+from flotilla_workers.jail import bubblewrap, folders, groups, landlock, system_calls
 from flotilla_workers.jail.groups import Group
 from flotilla_workers.jail.level import REFUSED, Level, told
 
 PROBE_LIMIT_S = 20.0
+PROBE = "import threading; threading.Thread(target=print, args=('in jail',)).start()"
 PRLIMIT, SETPRIV = "/usr/bin/prlimit", "/usr/bin/setpriv"
 READS_ANY_MODE = 1 << 2
 """`CAP_DAC_READ_SEARCH` among the rights of a process."""
@@ -113,14 +112,18 @@ class Jail:
             return
         rights = _rights()
         user = FIRST_USER + slot % USERS if rights & BECOMES_ANOTHER == BECOMES_ANOTHER else None
-        bounded = [*_becomes(user, rights), *self._limits(), *command]
+        # At the lower level a user that is the service's own has its threads counted too: Landlock's command adds them.
+        with_ours = self.level is Level.LANDLOCK and user is None
+        processes = () if with_ours else (f"--nproc={self.bounds.processes}",)
+        bounded = [*_becomes(user, rights), PRLIMIT, *processes, *self._limits(), *command]
         shown = [*interpreter_folders(), *self.readable]
         if self.level is Level.LANDLOCK:
             assert folder is not None
             if user is not None:
                 os.chown(folder, user, user)
             variables |= {"HOME": str(folder), "TMPDIR": str(folder)}
-            script = [sys.executable, "-I", "-S", landlock.__file__, str(folder)]
+            counted = self.bounds.processes if with_ours else 0
+            script = [sys.executable, "-I", "-S", landlock.__file__, str(folder), str(counted)]
             paths = [
                 path for path in (*bubblewrap.SYSTEM, *map(str, (*shown, *functions))) if os.path.exists(path)
             ]
@@ -147,10 +150,7 @@ class Jail:
 
     def _limits(self) -> list[str]:
         bounds = self.bounds
-        return [
-            *(PRLIMIT, f"--nproc={bounds.processes}", f"--data={bounds.memory_bytes}"),
-            *(f"--fsize={bounds.tmp_bytes}", "--core=0", "--"),
-        ]
+        return [f"--data={bounds.memory_bytes}", f"--fsize={bounds.tmp_bytes}", "--core=0", "--"]
 
 
 class Cell:
@@ -172,16 +172,20 @@ class Cell:
 
     @contextmanager
     def start(self, command: Sequence[str]) -> Iterator[Start]:
-        """Give what starts the worker; the block lasts until it has started."""
-        if self.level is Level.LANDLOCK:
-            self._folder = Path(tempfile.mkdtemp(prefix="flotilla-jail-"))
-        if self.level:
-            bounds = self._jail.bounds
-            self._group = groups.make(bounds.memory_bytes, bounds.processes)
-        with self._jail.start(
-            command, functions=self._functions, slot=self._slot, folder=self._folder
-        ) as start:
-            yield start
+        """Give what starts the worker; the block lasts until it has started, and closes the cell where it raises."""
+        try:
+            if self.level is Level.LANDLOCK:
+                self._folder = folders.make()
+            if self.level:
+                bounds = self._jail.bounds
+                self._group = groups.make(bounds.memory_bytes, bounds.processes)
+            with self._jail.start(
+                command, functions=self._functions, slot=self._slot, folder=self._folder
+            ) as start:
+                yield start
+        except BaseException:
+            self.close()
+            raise
 
     def way_out(self, number: int, path: str) -> str:
         """Return what to do about an error of the system that is the jail's; nothing where it is none of its."""
@@ -203,7 +207,15 @@ class Cell:
         if self._group is not None:
             self._group.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            folders.remove(self._folder)
+        if not self.level:
+            # One outside of a jail may have been killed with cells of its own, as those of `code` are at their limit.
+            _remove_left()
+
+
+def _remove_left() -> None:
+    groups.remove_left()
+    folders.remove_left()
 
 
 NO_JAIL = Jail(Level.NONE)
@@ -255,7 +267,7 @@ def find(asked: IsolationConfig | None = None) -> Jail:
         environment=asked.environment,
         preload=asked.preload,
     )
-    groups.remove_left()
+    _remove_left()
     reasons: list[str] = []
     for candidate in candidates(given):
         jail = replace(candidate, why_not_higher="; ".join(dict.fromkeys(reasons)))
@@ -286,9 +298,9 @@ def why_not(jail: Jail) -> str:
     for tool in (PRLIMIT, SETPRIV):
         if not os.path.exists(tool):
             return f"there is no {tool} (util-linux)"
-    folder = tempfile.mkdtemp(prefix="flotilla-jail-")
+    folder = folders.make()
     try:
-        with jail.start([sys.executable, "-I", "-c", "print('in jail')"], folder=Path(folder)) as start:
+        with jail.start([sys.executable, "-I", "-c", PROBE], folder=folder) as start:
             probe = subprocess.run(
                 start.command,
                 env=start.environment,
@@ -302,7 +314,7 @@ def why_not(jail: Jail) -> str:
     except (OSError, LookupError, subprocess.TimeoutExpired) as error:
         return str(error)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folders.remove(folder)
     return (
         "" if probe.stdout == "in jail\n" else (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
     )
