@@ -192,15 +192,8 @@ class GroupRollout:
                 *(sample.outcome for sample in scored if sample.outcome and sample.outcome.failed),
                 *recorded_failures(records),
             ],
-            unverifiable=sum(
-                map(
-                    is_unverifiable,
-                    [
-                        *(sample.verdicts for sample in scored),
-                        *(record.verdicts for record in records if record.sample_id in have),
-                    ],
-                )
-            ),
+            unverifiable=sum(is_unverifiable(sample.verdicts) for sample in scored)
+            + sum(is_unverifiable(record.verdicts) for record in records if record.sample_id in have),
             dropped=len(sample_ids) - len(group.samples),
             retried=sum(sample.attempt > 0 for sample in scored),
             uniform=uniform or any(record.drop_reason == DropReason.UNIFORM for record in records),
