@@ -14,7 +14,9 @@ import itertools
 import json
 import os
 import re
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from google.protobuf.struct_pb2 import Struct
@@ -127,7 +130,7 @@ class Work:
     reward: str
     items: Sequence[tuple[str, str, float]]
     """Responses, answers and right values."""
-    info: dict[str, object] = dataclasses.field(default_factory=dict)
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
     timeout_s: float = 10.0
     misread: float = 0.0
     """The share of samples that may have another value: math-verify may take another number for the answer."""
@@ -247,6 +250,7 @@ def _printing_into(log: Path) -> Iterator[None]:
 
 async def cold() -> AsyncIterator[Figure]:
     """A fresh interpreter in a fresh jail for each verdict: a function whose every call is another run's."""
+    yield Figure("CPU of an interpreter that does nothing", round(_interpreter_ms(), 1), "ms")
     async with service({}) as one:
         work = Work(f"{one.folder}/honest.py:reward", [("1", "1", 1.0), ("2", "1", 0.0)])
         yield await _rated(
@@ -254,6 +258,16 @@ async def cold() -> AsyncIterator[Figure]:
         )
         program = Work("code", [(PROGRAM, "", 1.0)], {"tests": [{"input": "1 2\n", "output": "3\n"}]})
         yield await _rated(one, program, "programs with a test (`code`)", items=16, callers=CORES)
+
+
+def _interpreter_ms() -> float:
+    """Return the CPU that an interpreter takes which does nothing: what this machine makes of any fresh one now."""
+    runs = 20
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for _ in range(runs):
+        subprocess.run([sys.executable, "-I", "-S", "-c", ""], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / runs
 
 
 async def warm() -> AsyncIterator[Figure]:
@@ -350,7 +364,7 @@ async def _strike(
     one: Service, work: Work, stop: asyncio.Event, first: asyncio.Event
 ) -> list[tuple[pb.ScoreOutcome, float]]:
     """Score hostile samples, one after the other, until it is enough; at least one, whose end is told."""
-    found = []
+    found: list[tuple[pb.ScoreOutcome, float]] = []
     while not found or not stop.is_set():
         begun = time.monotonic()
         (outcome,) = await one.ask(work.request("hostile", 0, 1))

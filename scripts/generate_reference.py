@@ -170,6 +170,7 @@ class ConfigPage:
                 yield from heading(place, title)
                 yield from text_of(model)
                 yield from self._table(model, model.model_fields, f"{place}.")
+                yield from self._below(model.model_fields, f"{place}.")
             return
         default_type = getattr(field.get_default(call_default_factory=True), "type", "")
         yield "Its keys depend on `type`" + (f", by default `{default_type}`." if default_type else ".")

@@ -1,4 +1,4 @@
-"""A chat model learns a task of reasoning_gym, through the whole fleet, on two CPU cores.
+"""A language model learns a task of reasoning_gym, through the whole fleet, on two CPU cores.
 
 Gets SmolLM2-135M-Instruct, trains by rewards alone, and shows the mean reward of greedy answers to 200 held-out
 questions before and after. Exits with 0 only when it rises by at least `--rise` (0.2) and by three standard errors.

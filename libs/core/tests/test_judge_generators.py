@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from flotilla_core.config import FleetJudgeConfig, JudgeConfig, StackConfig, dump_yaml, load_text
+from flotilla_core.config import (
+    EngineConfig,
+    FleetJudgeConfig,
+    JudgeConfig,
+    StackConfig,
+    dump_yaml,
+    load_text,
+)
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.gangs import model_of, model_roles, started, with_model
 from flotilla_core.judge_generators import judge_roles, read_by, section_of_generator, slots_of_judge
@@ -65,6 +72,26 @@ def test_a_process_with_a_judge_reads_the_section_and_the_model_of_its_judge(sta
     assert section_of_generator(stack, "generator-0") is stack.generator
     with pytest.raises(FailedPrecondition, match="the fleet holds no judge 'far'"):
         read_by(stack, "judge-far")
+
+
+def test_every_key_of_an_engine_reaches_the_process_that_holds_the_judge() -> None:
+    keys = {
+        "replicas": 2,
+        "dtype": "bfloat16",
+        "quantization": "fp8",
+        "tensor_parallel_size": 2,
+        "max_model_tokens": 100,
+        "max_running_samples": 3,
+        "memory_fraction": 0.5,
+        "kv_cache_gib": 1.5,
+        "enforce_eager": True,
+        "engine_options": {"block_size": 32},
+        "environment": {"A": "b"},
+    }
+    assert keys.keys() == EngineConfig.model_fields.keys()
+    stack = StackConfig.model_validate({"judges": {"j": {"model": "m/j", **keys}}})
+    read = read_by(stack, "judge-j").generator
+    assert {key: getattr(read, key) for key in keys} == keys
 
 
 def test_names_say_who_holds_a_judge() -> None:

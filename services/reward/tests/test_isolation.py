@@ -51,7 +51,8 @@ def finds_and_leaves(prompt, response, answer, info):
     open(os.path.join(tempfile.gettempdir(), "folder", "file"), "w").close()
     subprocess.Popen(["sleep", "600"], start_new_session=True)
     if os.path.exists("/proc/self"):
-        commands = [open(f"/proc/{name}/cmdline").read() for name in os.listdir("/proc") if name.isdigit()]
+        numbers = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        commands = [open(f"/proc/{name}/cmdline").read() for name in numbers]
         found += [one for one in commands if one.startswith("sleep")][1:]
         found += os.listdir("/dev/shm")
         open("/dev/shm/file", "w").close()

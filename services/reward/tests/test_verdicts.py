@@ -94,6 +94,11 @@ async def test_each_verdict_names_its_verifier_its_time_and_what_was_read(pool: 
     assert outcome.elapsed.ToNanoseconds() == pytest.approx(parts, abs=10)
 
 
+async def test_what_was_read_is_cut_wherever_it_was_read(pool: Workers, judge: str) -> None:
+    (outcome,) = await score(pool, [spec("exact"), spec(judge)], "x" * 5000)
+    assert [len(component.extracted) for component in outcome.value.components] == [2000, 2000]
+
+
 async def test_a_file_that_changed_is_another_version(pool: Workers, judge: str) -> None:
     (first,) = await score(pool, [spec(judge)], "4")
     Path(judge.partition(":")[0]).write_text(JUDGES + "# the same, and a comment more\n")

@@ -282,7 +282,7 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
             def scorer_of(terms: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
                 pool, steps = pools.rewards, config.steps
                 service = RewardServiceScorer(subject.run_id, terms, pool, limit_s, total_steps=steps)
-                return Scorer([service], mode)
+                return Scorer(service, mode)
 
             sets = held_out_prompts(config, held_out, scorer_of)
             rollout = config.rollout

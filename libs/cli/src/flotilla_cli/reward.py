@@ -173,7 +173,7 @@ def test(
     tried = list(_responses(prompts, response or [], responses))
     scored = zip(tried, _scored(config, of_stack, tokenizer, tried), strict=True)
     found = [_trial_json(*one, *outcome) for one, outcome in scored]
-    judges = list(agreements(config, of_stack))
+    judges = [agreement_with(term, of_stack) for term in config.judged_terms]
     if as_json:
         figures = [{"reward": one.term, "agreement": one.figure, "at_least": one.at_least} for one in judges]
         names = [term.shown for term in config.rewards]
@@ -186,14 +186,13 @@ def test(
         raise typer.Exit(RUN_FAILED)
 
 
-def agreements(config: RunConfig, stack: StackConfig) -> Iterator[Agreement]:
-    """Ask the judges of a run of their labelled examples; yield how far each agrees."""
+def agreement_with(term: RewardTermConfig, stack: StackConfig) -> Agreement:
+    """Ask the judge of a term of its labelled examples; return how far it agrees."""
     from flotilla_coordinator.rollouts.judges import agreement_of, examples_of
 
-    for term in config.judged_terms:
-        examples = examples_of(term)
-        outcomes = _outcomes((term,), [one.item for one in examples], None, stack)
-        yield agreement_of(term, examples, {one.sample_id: one for one in outcomes})
+    examples = examples_of(term)
+    outcomes = _outcomes((term,), [one.item for one in examples], None, stack)
+    return agreement_of(term, examples, {one.sample_id: one for one in outcomes})
 
 
 def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
@@ -305,7 +304,7 @@ def _scored(
         for number, (prompt, text, _) in enumerate(tried)
     ]
     return [
-        (weigh(config.rewards, [one], config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
+        (weigh(config.rewards, one, config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
         for one in _outcomes(config.rewards, items, config.steps, stack)
     ]
 

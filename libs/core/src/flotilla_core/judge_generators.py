@@ -54,5 +54,17 @@ def read_by(stack: StackConfig, name: str) -> StackConfig:
     if not holds_judge(name):
         return stack
     judge = judge_of_role(stack, role_of_process(name))
-    section = GeneratorConfig(**{key: getattr(judge, key) for key in EngineConfig.model_fields})
+    section = GeneratorConfig(
+        replicas=judge.replicas,
+        dtype=judge.dtype,
+        quantization=judge.quantization,
+        tensor_parallel_size=judge.tensor_parallel_size,
+        max_model_tokens=judge.max_model_tokens,
+        max_running_samples=judge.max_running_samples,
+        memory_fraction=judge.memory_fraction,
+        kv_cache_gib=judge.kv_cache_gib,
+        enforce_eager=judge.enforce_eager,
+        engine_options=judge.engine_options,
+        environment=judge.environment,
+    )
     return stack.model_copy(update={"generator": section, "model": judge.model, "placement": "separate"})

@@ -19,7 +19,7 @@ from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.addresses import ANY_ADDRESS, joined, loopback
 from flotilla_core.bus import Bus, Login
 from flotilla_core.config import StackConfig, dump_yaml
-from flotilla_core.config.stack import MOST_REPLICAS
+from flotilla_core.config.generators import MOST_REPLICAS
 from flotilla_core.disk import why_full
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.files import write_atomically

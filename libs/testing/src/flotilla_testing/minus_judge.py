@@ -73,8 +73,9 @@ def _tokenizer() -> Tokenizer:
 
 
 def _weights(tokenizer: Tokenizer, size: int) -> dict[str, np.ndarray]:
-    line_end = tokenizer.encode("\n").ids[0]
-    minus, begins, yes, no, end = (tokenizer.token_to_id(text) for text in (SIGN, BEGINS, YES, NO, END))
+    minus, line_end, begins, yes, no, end = (
+        tokenizer.encode(text).ids[0] for text in (SIGN, "\n", BEGINS, YES, NO, END)
+    )
     embedding = np.zeros((size, HIDDEN))
     embedding[:, ALL] = 1
     features = {minus: MINUS, line_end: LINE_END, begins: BEGAN, yes: ENDED, no: ENDED}
@@ -103,4 +104,4 @@ def _weights(tokenizer: Tokenizer, size: int) -> dict[str, np.ndarray]:
         weights[f"model.layers.0.mlp.{name}_proj"] = np.zeros((HIDDEN, HIDDEN))
     for name in ("input", "post_attention"):
         weights[f"model.layers.0.{name}_layernorm"] = np.ones(HIDDEN)
-    return {f"{name}.weight": value.astype(np.float32) for name, value in weights.items()}
+    return {f"{name}.weight": weight.astype(np.float32) for name, weight in weights.items()}

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 class Log:
-    """What the command prints, on its way to the log of the service, within bounds."""
+    """The output of the command on its way to the log of the service, within bounds."""
 
     def __init__(self, printed: int) -> None:
         self.printed = printed

@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from secrets import token_bytes
 from typing import Any, TypeVar
 
@@ -147,7 +147,7 @@ class WorkerProcess:
         if target.key in self.loaded:
             return None
         outcome = await self._ask(
-            {"do": "load", "target": asdict(target)},
+            {"do": "load", "target": target._asdict()},
             LOAD_LIMIT_S,
             "loaded",
             lambda said: _text(said["loaded"]) if "loaded" in said else self._failure(said),
@@ -209,7 +209,7 @@ class WorkerProcess:
                 raise EOFError("the worker closed its channel")
             told += part
             if len(told) >= frames.HEAD.size:
-                wanted = frames.HEAD.size + frames.length_of_answer(told[: frames.HEAD.size], secret)
+                wanted = frames.HEAD.size + frames.length_of_answer(bytes(told[: frames.HEAD.size]), secret)
         if len(told) > wanted or self._said():
             raise frames.NoAnswer("more bytes follow it")
         return bytes(told[frames.HEAD.size :])

@@ -71,7 +71,7 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     key = secrets.randbelow(1 << 30)
     shared = libc.shmget(key, 4096, IPC_CREAT | 0o666)
     process = subprocess.Popen(["sleep", "600"])
-    group = groups.make(0, BOUNDS.memory_bytes, BOUNDS.processes)
+    group = groups.make(BOUNDS.memory_bytes, BOUNDS.processes)
     if group is not None:
         group.close()
     yield {

@@ -67,7 +67,7 @@ async def register(fleet: Fleet, *names: str, **states: reg.InstanceState.ValueT
             address="127.0.0.1:1",
             state=states.get(name.replace("-", "_"), reg.INSTANCE_STATE_READY),
             protocol_version=PROTOCOL_VERSION,
-            role=role_of_process(name),
+            role=role_of_process(name.partition("/")[0]),
         )
         for name in names
     }

@@ -7,7 +7,7 @@ imported into the service: a worker loads it, and `problem` in the process of a 
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -49,6 +49,8 @@ class Term:
     """Code of responses runs in the jail of its pool, in processes beside its worker."""
     judge: Judge | None = None
     """Asks a language model."""
+    drops_unverifiable: bool = False
+    """A response that it cannot verify is left out, and others are not compared with it."""
 
     @property
     def is_builtin(self) -> bool:
@@ -65,6 +67,10 @@ class Term:
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None = None) -> Term:
     """Return the term behind a spec; `code` is where the file of its function is on this host."""
+    return replace(_resolved(spec, code, judges), drops_unverifiable=spec.drops_unverifiable)
+
+
+def _resolved(spec: pb.RewardSpec, code: Path | None, judges: Judges | None) -> Term:
     name, timeout_s = spec.name or spec.reward, DEFAULT_TIMEOUT_S
     if spec.HasField("timeout"):
         timeout_s = spec.timeout.seconds + spec.timeout.nanos / 1e9
@@ -84,7 +90,7 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None
         if builtin.jailed:
             target = Target("entry_point", IN_JAIL, spec.reward, parameters)
         return Term(name, timeout_s, None, target, builtin.blames_response, version, builtin.runs_code)
-    target = replace(_user_target(spec.reward, parameters, code), trusted=spec.trusted)
+    target = _user_target(spec.reward, parameters, code)._replace(trusted=spec.trusted)
     return Term(name, timeout_s, None, target, spec.blames_response)
 
 
@@ -98,7 +104,7 @@ def problem(reward: str, parameters: dict[str, Any]) -> str:
         return str(error)
     if target is None:
         return ""
-    return str(answer({"do": "load", "target": asdict(target)}, load, {}).get("failed", ""))
+    return str(answer({"do": "load", "target": target._asdict()}, load, {}).get("failed", ""))
 
 
 def list_rewards() -> list[pb.RewardInfo]:

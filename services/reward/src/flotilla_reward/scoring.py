@@ -172,6 +172,8 @@ class _Response:
     def __init__(self, item: pb.ScoreItem) -> None:
         self.item = item
         self.failed = False
+        self.left_out = False
+        """The caller drops it, so no other response is compared with it."""
         self._components: dict[int, pb.RewardComponent] = {}
         self._outcome = pb.ScoreOutcome(sample_id=item.sample_id)
         self._spent_s = 0.0
@@ -183,6 +185,7 @@ class _Response:
         if isinstance(outcome, Value) and abs(outcome.value) > LARGEST_REWARD:
             outcome = Failure(f"returned {outcome.value:g}, expected at most {LARGEST_REWARD:g} either way")
         if isinstance(outcome, Value):
+            self.left_out |= term.drops_unverifiable and outcome.unverifiable is not None
             self._components[place] = pb.RewardComponent(
                 reward=term.name,
                 value=outcome.value,
@@ -270,9 +273,9 @@ class _Scoring:
                 return
 
     async def _compare(self, responses: Sequence[_Response]) -> None:
-        """Compare the responses that have not failed; where one fails now, the others are compared without it."""
+        """Compare the responses that count; where one fails now, the others are compared without it."""
         whole = False
-        while not whole and (left := [one for one in responses if not one.failed]):
+        while not whole and (left := [one for one in responses if not (one.failed or one.left_out)]):
             for place, term in self._comparing:
                 answers, elapsed_s = await self._ask(place, term, [one.item for one in left])
                 for one, answer in zip(left, answers, strict=True):

@@ -53,7 +53,8 @@ async def outcomes_of(
             if form := pool.facts(term).form:
                 print(f"{term.name}: {form}", flush=True)  # noqa: T201 - beside what it prints itself
         found: dict[str, pb.ScoreOutcome] = {}
-        run = scoring.Run(request.run_id, request.total_steps)
+        total_steps = request.total_steps if request.HasField("total_steps") else None
+        run = scoring.Run(request.run_id, total_steps)
         async with aclosing(scoring.score_items(request.items, terms, pool, run)) as responses:
             async for response in responses:
                 found |= {outcome.sample_id: outcome for outcome in response.outcomes}

@@ -31,6 +31,8 @@ SYSTEM = (
     "/etc/localtime",
 )
 HOME = "/tmp"
+FIRST_PROCESS = "/proc/1"
+"""bubblewrap itself, without a filter: the same user could write into its memory, and have it do what is refused."""
 
 
 def executables() -> Iterator[str]:
@@ -68,7 +70,8 @@ def command(
         ),
         *("--die-with-parent", "--new-session", "--hostname", "jail", "--seccomp", str(filter_fd)),
         *(part for path in SYSTEM for part in _shown(path)),
-        *("--proc", "/proc", *(_of_root_alone() if as_another else ()), "--dev", "/dev"),
+        *("--proc", "/proc", "--tmpfs", FIRST_PROCESS, "--remount-ro", FIRST_PROCESS),
+        *(*(_of_root_alone() if as_another else ()), "--dev", "/dev"),
         *("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp"),
         *("--perms", "1777", "--size", str(tmp_bytes // 4), "--tmpfs", "/dev/shm"),
         *_bound(shown),  # folders below /tmp as well

@@ -178,7 +178,7 @@ class Cell:
                 self._folder = folders.make()
             if self.level:
                 bounds = self._jail.bounds
-                self._group = groups.make(self._slot, bounds.memory_bytes, bounds.processes)
+                self._group = groups.make(bounds.memory_bytes, bounds.processes)
             with self._jail.start(
                 command, functions=self._functions, slot=self._slot, folder=self._folder
             ) as start:

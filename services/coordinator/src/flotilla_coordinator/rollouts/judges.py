@@ -84,7 +84,7 @@ def examples_of(term: RewardTermConfig) -> list[Example]:
             if row.error is not None:
                 raise row.error
             found.append(_example(term, len(found), row.values, row.where))
-    if len(found) < LEAST_EXAMPLES or (term.scale is not None and len({one.label for one in found}) == 1):
+    if len(found) < LEAST_EXAMPLES or (not term.pairs and len({one.label for one in found}) == 1):
         raise InvalidConfig(
             "the examples cannot tell how far the judge agrees",
             where=str(agreement.examples),
@@ -134,26 +134,36 @@ def agreement_of(
 ) -> Agreement:
     """Return how far the outcomes of the examples agree with their labels."""
     assert term.agreement is not None
-    pairs, why = [], ""
+    labels, why = [one.label for one in examples], ""
+    values: list[float | None] = []
     for one in examples:
         outcome = outcomes[one.item.sample_id]
-        if outcome.WhichOneof("outcome") == "value":
-            pairs.append((one.label, outcome.value.components[0].value))
-        else:
-            why = why or outcome.error.message
+        judged = outcome.WhichOneof("outcome") == "value"
+        values.append(outcome.value.components[0].value if judged else None)
+        why = why or ("" if judged else outcome.error.message)
     if term.scale is not None:
-        figure = spearman([label for label, _ in pairs], [value for _, value in pairs])
+        figure = spearman(labels, _with_worst(labels, values))
     else:
-        figure = sum(label == value for label, value in pairs) / len(examples)
+        figure = sum(label == value for label, value in zip(labels, values, strict=True)) / len(examples)
     return Agreement(
         term.shown,
         figure,
         of_ranks=term.scale is not None,
         examples=len(examples),
-        unjudged=len(examples) - len(pairs),
+        unjudged=values.count(None),
         why_unjudged=why,
         at_least=term.agreement.at_least,
     )
+
+
+def _with_worst(labels: Sequence[float], values: Sequence[float | None]) -> list[float]:
+    """Return the values of a scale, from 0 to 1; one that is not there is at the end that is far from its label."""
+    ranks = _ranks(labels)
+    middle, most = (len(ranks) - 1) / 2, len(ranks)
+    return [
+        value if value is not None else (-1 if rank > middle else most + 1) - rank
+        for rank, value in zip(ranks, values, strict=True)
+    ]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:

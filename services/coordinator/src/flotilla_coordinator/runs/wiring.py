@@ -327,8 +327,8 @@ class RunWiring:
         service = self._service_scorer(of_service)
         models = RewardModelScorer(self._run_id, of_models, self._reward_models)
         if of_models and of_service:
-            return Scorer([TermsInOrder(rewards, service, models)], mode, self._judges)
-        return Scorer([service, models], mode, self._judges)
+            return Scorer(TermsInOrder(rewards, service, models), mode, self._judges)
+        return Scorer(models if of_models else service, mode, self._judges)
 
     def _evaluator(
         self,

@@ -69,9 +69,10 @@ class Server(Queue):
 
 def servers(judges: Mapping[str, JudgeConfig]) -> dict[str, Server]:
     """Return the servers of the judges by their addresses; those of one address share its smallest limit."""
+    configs: list[JudgeConfig] = [*judges.values()]
     return {
-        url: Server(min(one.concurrency for one in judges.values() if one.url == url))
-        for url in dict.fromkeys(one.url for one in judges.values())
+        url: Server(min(one.concurrency for one in configs if one.url == url))
+        for url in dict.fromkeys(one.url for one in configs)
     }
 
 

@@ -23,10 +23,10 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core import ids, rpc
 from flotilla_core.config import FleetJudgeConfig
 from flotilla_core.errors import (
-    DeadlineExceeded,
     FailedPrecondition,
     FlotillaError,
     InvalidConfig,
+    InvalidRequest,
     Mismatch,
     Unavailable,
 )
@@ -108,7 +108,6 @@ class FleetJudge:
             raise Unavailable("the generator ended without the answer", where=address)
         finally:
             self._asked[address] -= 1
-            await self._forget(address)
 
     def nearest(self, addresses: Sequence[str]) -> list[str]:
         """Return the addresses, those with the fewest requests of ours first."""
@@ -120,13 +119,11 @@ class FleetJudge:
         for channel in channels.values():
             await channel.close()
 
-    async def _forget(self, address: str) -> None:
-        """Close the connection to a generator that holds the judge no more, after its last request."""
-        if self._asked[address] or address in self._now:
-            return
-        del self._asked[address]
-        if (channel := self._channels.pop(address, None)) is not None:
-            await channel.close()
+    async def forget_idle(self) -> None:
+        """Close the connections to generators that hold the judge no more, once none of our requests is there."""
+        for address in [*self._channels]:
+            if address not in self._now and not self._asked[address]:
+                await self._channels.pop(address).close()
 
 
 class HeldJudge:
@@ -157,6 +154,7 @@ class HeldJudge:
                 why="the call names no generator that holds it",
                 next_step="flotilla up, then flotilla run plan or run start, which measure the agreement of judges",
             )
+        await self._judge.forget_idle()
         tokenizer = await self._judge.tokenizer()
         theirs = self._generators.tokenizer_digest
         if theirs and theirs != tokenizer.digest:
@@ -194,11 +192,11 @@ class HeldJudge:
             )
             try:
                 sample = await judge.generated(address, request)
-            except (Unavailable, DeadlineExceeded) as error:
+            except InvalidRequest as error:
+                raise Refused(shortened(str(error))) from None  # any other one would refuse it too
+            except FlotillaError as error:
                 trouble = shortened(str(error))
                 continue
-            except FlotillaError as error:
-                raise Refused(shortened(str(error))) from None
             written = from_tensor(sample.token_ids).tolist()
             return Completion(tokenizer.decode(written), len(prompt) + len(written))
         judge.queue.had_no_answer(trouble)

@@ -1,4 +1,4 @@
-"""What a judge asks, wherever its model answers.
+"""The way from a judge to its model, wherever that answers.
 
 Invariants: an answer is a completion or none: what is refused is no verdict, and a model that is away has said nothing.
 Nobody waits in vain behind a request that had no answer.
@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from flotilla_core.errors import Unavailable
 from flotilla_reward.judges.form import Asked
+
+LONGEST_SHOWN = 300
 
 
 class Refused(Exception):
@@ -42,7 +44,7 @@ class Transport(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it answers, for messages."""
+        """The place of the model, for messages."""
 
     @property
     def about(self) -> list[Any]:
@@ -82,9 +84,6 @@ class Queue:
 def away(judge: str, place: str, why: str) -> Unavailable:
     """Return the error of a judge that does not answer."""
     return Unavailable(f"judge {judge} is away", where=place, why=why)
-
-
-LONGEST_SHOWN = 300
 
 
 def shortened(text: str) -> str:

@@ -104,6 +104,7 @@ class RewardSpec(_message.Message):
     BLAMES_RESPONSE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     JUDGE_FIELD_NUMBER: _builtins.int
+    DROPS_UNVERIFIABLE_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """A built-in name, an entry point name, or path.py:function."""
     trusted: _builtins.bool
@@ -112,6 +113,8 @@ class RewardSpec(_message.Message):
     """A response during which the function passes its limit or dies has made it do so. Of built-in rewards this always holds."""
     name: _builtins.str
     """What components and messages call it; by default the reward."""
+    drops_unverifiable: _builtins.bool
+    """The caller leaves a response out that this term cannot verify, so nothing is compared with it."""
     @_builtins.property
     def parameters(self) -> _struct_pb2.Struct: ...
     @_builtins.property
@@ -135,10 +138,11 @@ class RewardSpec(_message.Message):
         blames_response: _builtins.bool = ...,
         name: _builtins.str = ...,
         judge: Global___JudgeGenerators | None = ...,
+        drops_unverifiable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "judge", b"judge", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "judge", b"judge", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "drops_unverifiable", b"drops_unverifiable", "judge", b"judge", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
