@@ -190,6 +190,11 @@ try:
 except OSError as error:
     print("held:", error)""",
     "a socket in a folder of the host": 'tries(lambda: socket.socket(socket.AF_UNIX).connect(host["unix"]))',
+    "a socket or a pipe beside its functions": """
+tries(
+    lambda: socket.socket(socket.AF_UNIX).connect(host["shown"] + "/socket"),
+    lambda: os.open(host["shown"] + "/pipe", os.O_WRONLY | os.O_NONBLOCK),
+)""",
     "an abstract socket of the host": 'tries(lambda: socket.socket(socket.AF_UNIX).connect("\\0" + host["abstract"]))',
     "a socket to the machine below": "tries(lambda: socket.socket(40, socket.SOCK_STREAM))",
     "a raw socket": "tries(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))",

@@ -57,10 +57,15 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     udp = socket.socket(type=socket.SOCK_DGRAM)
     udp.bind(("127.0.0.1", 0))
     udp.setblocking(False)
-    unix, abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    unix, beside, abstract = (socket.socket(socket.AF_UNIX) for _ in range(3))
     unix.bind(str(folder / "socket"))
+    beside.bind(str(shown / "socket"))
     abstract.bind("\0" + SECRET[:20])
-    for listening in (unix, abstract):
+    os.mkfifo(shown / "pipe")
+    for path, mode in ((shown / "socket", 0o777), (shown / "pipe", 0o666)):
+        path.chmod(mode)
+    pipe = os.open(shown / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for listening in (unix, beside, abstract):
         listening.listen()
     libc = ctypes.CDLL(None)
     key = secrets.randbelow(1 << 30)
@@ -94,7 +99,8 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     process.kill()
     process.wait()
     libc.shmctl(shared, 0, None)
-    for one in (tcp, tcp_6, udp, unix, abstract):
+    os.close(pipe)
+    for one in (tcp, tcp_6, udp, unix, beside, abstract):
         one.close()
 
 
