@@ -33,6 +33,10 @@ WORD = re.compile(r"[^\W\d_]{2}")
 BOX = r"\boxed{"
 PERCENT = re.compile(r"(?<!\\)%")
 POWER_OF_TEN = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(?!\w|\.[0-9])")
+# The last number of prose, as a word that is no part of a larger expression.
+LAST_POWER_OF_TEN = re.compile(
+    r"(?<!\S)(?<![-+*/^(] )([-+]?[0-9]+(?:\.[0-9]+)?[eE][+-]?[0-9]{1,4})(?![\w+*/^-])(?! [-+*/^])(?=[^0-9]*+\Z)"
+)
 SPACE_OF_THOUSANDS = re.compile(r"(?<=[0-9])\\[,;:!](?=[0-9]{3}(?![0-9]))")
 MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix)\}.*?\\end\{\1\}", re.DOTALL)
 
@@ -324,6 +328,8 @@ def _expressions(text: str) -> list[Any]:
 
 def _as_math_verify_writes(text: str) -> str:
     """Return a text with what math-verify does not read in the form that it reads."""
+    if BOX not in text and not MARKED.search(text):
+        text = LAST_POWER_OF_TEN.sub(r"$\1$", text)
     text = POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text)
     text = SPACE_OF_THOUSANDS.sub("", text).replace("\N{DEGREE SIGN}", r"^\circ ")
     text = text.replace(r"\varnothing", r"\emptyset")

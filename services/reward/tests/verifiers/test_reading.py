@@ -23,5 +23,7 @@ def test_fences_take_linear_time_whatever_their_length(text: str) -> None:
         ("```a`b\n1\n```", []),
     ],
 )
-def test_a_block_ends_with_a_fence_that_is_as_long_as_its_first(text: str, blocks: list) -> None:
+def test_a_block_ends_with_a_fence_that_is_as_long_as_its_first(
+    text: str, blocks: list[tuple[str, str]]
+) -> None:
     assert code_blocks(text) == blocks
