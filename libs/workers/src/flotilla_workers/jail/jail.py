@@ -14,6 +14,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from pathlib import Path
 from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_core.config import IsolationConfig
 from flotilla_core.findings import failed, passed, warned
-from flotilla_workers.jail import bubblewrap, folders, groups, landlock, system_calls
+from flotilla_workers.jail import bubblewrap, groups, landlock, system_calls
 from flotilla_workers.jail.groups import Group
 from flotilla_workers.jail.level import REFUSED, Level, told
 
@@ -175,7 +176,7 @@ class Cell:
         """Give what starts the worker; the block lasts until it has started, and closes the cell where it raises."""
         try:
             if self.level is Level.LANDLOCK:
-                self._folder = folders.make()
+                self._folder = _make_folder()
             if self.level:
                 bounds = self._jail.bounds
                 self._group = groups.make(bounds.memory_bytes, bounds.processes)
@@ -207,15 +208,31 @@ class Cell:
         if self._group is not None:
             self._group.close()
         if self._folder is not None:
-            folders.remove(self._folder)
+            _remove(self._folder)
         if not self.level:
             # One outside of a jail may have been killed with cells of its own, as those of `code` are at their limit.
             _remove_left()
 
 
+def _make_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{groups.PREFIX}-{os.getpid()}-"))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder: it may be deeper than a stack, and have folders that their owner may not list."""
+    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        if not folder.exists():
+            return
+        subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
+
+
 def _remove_left() -> None:
+    """Remove the groups and the folders of processes that are gone."""
     groups.remove_left()
-    folders.remove_left()
+    for folder in Path(tempfile.gettempdir()).glob(f"{groups.PREFIX}-*-*"):
+        pid = folder.name.split("-")[2]
+        if not Path(f"/proc/{pid}").exists() and not folder.is_symlink():
+            _remove(folder)
 
 
 NO_JAIL = Jail(Level.NONE)
@@ -298,7 +315,7 @@ def why_not(jail: Jail) -> str:
     for tool in (PRLIMIT, SETPRIV):
         if not os.path.exists(tool):
             return f"there is no {tool} (util-linux)"
-    folder = folders.make()
+    folder = _make_folder()
     try:
         with jail.start([sys.executable, "-I", "-c", PROBE], folder=folder) as start:
             probe = subprocess.run(
@@ -314,7 +331,7 @@ def why_not(jail: Jail) -> str:
     except (OSError, LookupError, subprocess.TimeoutExpired) as error:
         return str(error)
     finally:
-        folders.remove(folder)
+        _remove(folder)
     return (
         "" if probe.stdout == "in jail\n" else (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
     )
