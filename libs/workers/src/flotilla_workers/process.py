@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from secrets import token_bytes
 from typing import Any, TypeVar
@@ -74,7 +74,11 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         log = _log()
-        try:
+        with ExitStack() as theirs_alone, ExitStack() as where_it_fails:
+            theirs_alone.callback(theirs.close)
+            if log >= 0:
+                theirs_alone.callback(os.close, log)
+            where_it_fails.callback(ours.close)
             # Only installed packages: nothing in the current folder can pose as one of them.
             command = [
                 sys.executable,
@@ -102,13 +106,7 @@ class WorkerProcess:
                     pass_fds=(theirs.fileno(), *start.descriptors),
                     start_new_session=True,
                 )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            if log >= 0:
-                os.close(log)
+            where_it_fails.pop_all()
         worker = cls(process, ours, cell)
         begun = await worker._ask({"do": "begin"}, START_LIMIT_S, "started", lambda said: int(said["pid"]))
         if not isinstance(begun, int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -13,23 +14,14 @@ from flotilla_reward.verifiers.remote import ROOT, Peer
 from flotilla_reward.verifiers.verification import plain
 
 
-def error_of(function: Any) -> Exception:
+def error_of(function: Any) -> BaseException | None:
     """Return what tests see of an exception that a function of a program raises."""
     program, tests = Peer(function), Peer()
     threading.Thread(target=program.serve, daemon=True).start()
-    seen: list[Exception] = []
-
-    def call() -> None:
-        try:
-            tests.ask("call", ROOT)
-        except Exception as error:  # noqa: BLE001 - whatever arrives is what is looked at
-            seen.append(error)
-        tests._outbox.put({})
-
-    threading.Thread(target=call, daemon=True).start()
-    asks = tests._outbox.get(timeout=10)
-    tests.answer(program.answer(asks))
-    return seen[0]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(tests.ask, "call", ROOT)
+        tests.answer(program.answer(tests._outbox.get(timeout=10)))
+        return asked.exception(timeout=10)
 
 
 def raising(error: BaseException) -> Any:
