@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -174,7 +174,8 @@ class Cell:
     @contextmanager
     def start(self, command: Sequence[str]) -> Iterator[Start]:
         """Give what starts the worker; the block lasts until it has started, and closes the cell where it raises."""
-        try:
+        with ExitStack() as where_it_raises:
+            where_it_raises.callback(self.close)
             if self.level is Level.LANDLOCK:
                 self._folder = _make_folder()
             if self.level:
@@ -184,9 +185,7 @@ class Cell:
                 command, functions=self._functions, slot=self._slot, folder=self._folder
             ) as start:
                 yield start
-        except BaseException:
-            self.close()
-            raise
+            where_it_raises.pop_all()
 
     def way_out(self, number: int, path: str) -> str:
         """Return what to do about an error of the system that is the jail's; nothing where it is none of its."""
