@@ -69,8 +69,9 @@ _LIST_S = 10.0
 _TRIAL = "flotilla_reward.trial"
 _REFUSED = 3
 """The exit code of a trial that printed the status of an error."""
-_MOST_PRINTED = 1 << 20
+_SHOWN_BYTES = 2 << 10
 """The bytes that are shown of what rewards print."""
+_BLOCK_BYTES = 1 << 16
 _LOOK_S = 0.1
 _LONGEST_CELL = 40
 ANSWER, EMPTY = "(the answer)", "(empty)"
@@ -355,12 +356,12 @@ def _trial(request: pb.ScoreRequest, stack: StackConfig) -> pb.ScoreResponse:
 def _say_all(trial: Popen[bytes]) -> None:
     """Print what the code of a user prints until the trial ends: up to a limit, as text that no terminal obeys."""
     assert trial.stderr is not None
-    line, left, more, over = b"", _MOST_PRINTED, 0, False
+    line, left, more, over = b"", _SHOWN_BYTES, 0, False
     while not over:
         # What user code left behind may keep the pipe open: after the end of the trial only what is in it counts.
         over = trial.poll() is not None
         ready, _, _ = select([trial.stderr], [], [], 0 if over else _LOOK_S)
-        block = os.read(trial.stderr.fileno(), _MOST_PRINTED) if ready else b""
+        block = os.read(trial.stderr.fileno(), _BLOCK_BYTES) if ready else b""
         over = over or bool(ready and not block)
         more += max(0, len(block) - left)
         line += block[:left]
@@ -371,7 +372,7 @@ def _say_all(trial: Popen[bytes]) -> None:
         for one in lines:
             say(line_text(one))
     if more:
-        say(f"... and {more:,} bytes more, which are not shown")
+        say(f"... and {more:,} bytes more of what was printed, which are not shown")
 
 
 def _trial_json(prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float) -> dict[str, Any]:
