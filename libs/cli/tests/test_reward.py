@@ -189,6 +189,10 @@ def test_given_responses_are_scored_row_by_row(flotilla: Command) -> None:
     Path("responses.jsonl").write_text('{"response": "1"}\n{"response": "nine"}\n')
     found = samples(flotilla, "exact", "--data", "train.jsonl", "--responses", "responses.jsonl")
     assert [(one["response"], one["reward"]) for one in found] == [("1", 1.0), ("nine", 0.0)]
+    tried = ("reward", "test", "exact", "--data", "train.jsonl", "--responses", "responses.jsonl")
+    assert "responses.jsonl has 2 responses: 3 of 5 rows are not scored by it" in flotilla(*tried)[2]
+    assert "responses.jsonl has 2 responses: 1 of them are ignored" in flotilla(*tried, "-n", "1")[2]
+    assert "responses.jsonl has" not in flotilla(*tried, "-n", "2")[2]
 
 
 def test_endless_function_ends_at_its_limit(flotilla: Command) -> None:

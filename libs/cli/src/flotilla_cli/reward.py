@@ -252,8 +252,10 @@ def _responses(
 ) -> Iterator[tuple[Prompt, str, str]]:
     """Yield prompt, response, and a name for each response that is no text of the user's."""
     if file is not None:
-        texts = _read_responses(file, len(prompts))
+        texts = list(_read_responses(file, len(prompts)))
         yield from ((prompt, text, "") for prompt, text in zip(prompts, texts, strict=False))
+        if missing := len(prompts) - len(texts):
+            say(f"{file} has {len(texts)} responses: {missing} of {len(prompts)} rows are not scored by it")
     for prompt in prompts:
         yield from ((prompt, text, "") for text in given)
         if not given and file is None:
@@ -272,6 +274,10 @@ def _read_responses(file: Path, most: int) -> Iterator[str]:
         raise type(error)(
             "the responses cannot be read", where=error.where, why=why, next_step=written
         ) from None
+    if (ignored := len(rows) - most) > 0:
+        say(
+            f"{file} has {len(rows)} responses: {ignored} of them are ignored, for {most} rows are scored (-n)"
+        )
     for part in parts(rows, range(min(most, len(rows)))):
         for row in rows.read(part):
             if row.error is not None:
