@@ -203,6 +203,20 @@ def test_endless_function_ends_at_its_limit(flotilla: Command) -> None:
     assert one["failure"].endswith("mine.py:slow took longer than 0.2 s") and one["reward"] is None
 
 
+@pytest.mark.parametrize("returned", ["float('nan')", "None", "'good'", "[][0]"])
+def test_the_place_of_each_failure_is_shown_once(flotilla: Command, returned: str) -> None:
+    Path("wrong.py").write_text(f"\ndef judge(prompt, response, answer, info):\n    return {returned}\n")
+    code, out, _ = flotilla("reward", "test", "wrong.py:judge", "--data", "train.jsonl", "--response", "")
+    (told,) = [line for line in out.splitlines() if "failed, row 1 first" in line]
+    assert code == 1 and told.count(f"{Path('wrong.py').absolute()}:{3 if '[0]' in returned else 2}") == 1
+
+
+def test_the_place_of_an_endless_function_is_shown(flotilla: Command) -> None:
+    slow = 'rewards=[{reward: "mine.py:slow", timeout_s: 0.2}]'
+    code, out, _ = flotilla("reward", "test", "run.yaml", slow, "-n", "1", "--response", "")
+    assert code == 1 and f"took longer than 0.2 s (at {Path('mine.py').absolute()}:11)" in out
+
+
 @pytest.mark.parametrize(
     "command",
     [("reward", "test", "exact", "--data", "train.jsonl"), ("run", "plan", "run.yaml")],

@@ -429,7 +429,8 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
         if one["failure"]:
             failures.setdefault(one["failure"], []).append(one)
     for failure, ones in failures.items():
-        print_line(f"\n{len(ones)} of {len(found)} failed, row {ones[0]['row']} first: {failure}")
+        place = _place(ones[0], failure)
+        print_line(f"\n{len(ones)} of {len(found)} failed, row {ones[0]['row']} first: {failure}{place}")
         if ones[0]["traceback"]:
             print_line(textwrap.indent(ones[0]["traceback"].rstrip(), "  "))
     for reward, ones in _verdicts_by_reward(found).items():
@@ -445,6 +446,12 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
             )
     if len(rewards) > 1 and len(set(rewards)) == 1:
         say("all rewards are equal: these responses teach nothing. Try others: --response TEXT")
+
+
+def _place(one: dict[str, Any], failure: str) -> str:
+    """Return where the function is that failed, unless the failure says it."""
+    places = [f"{said['file']}:{said['line']}" for said in one["verdicts"] if said.get("line")]
+    return f" (at {places[-1]})" if places and places[-1] not in failure else ""
 
 
 def _verdicts_by_reward(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
