@@ -217,13 +217,32 @@ def test_the_place_of_an_endless_function_is_shown(flotilla: Command) -> None:
     assert code == 1 and f"took longer than 0.2 s (at {Path('mine.py').absolute()}:11)" in out
 
 
+def test_prompts_of_text_are_tried_without_a_stack(flotilla: Command) -> None:
+    Path("stack.yaml").unlink()
+    found = samples(flotilla, "mine.py:shape", "--data", "train.jsonl", "-n", "1", "--response", "1")
+    assert [(one["prompt"], one["reward"]) for one in found] == [("0+1=", 1.0)]
+    _, _, err = flotilla("reward", "test", "exact", "--data", "train.jsonl")
+    assert "there is no stack file: prompts are taken as they are" in err
+
+
+def test_rewards_are_listed_without_a_fleet(flotilla: Command) -> None:
+    code, out, err = flotilla("reward", "list")
+    assert code == 0 and "exact" in out and "no fleet is running" in err, err
+    rewards = json.loads(flotilla("reward", "list", "--json")[1])["rewards"]
+    assert {"exact", "math"} <= {one["name"] for one in rewards} and not any(
+        one["services"] for one in rewards
+    )
+
+
 @pytest.mark.parametrize(
     "command",
-    [("reward", "test", "exact", "--data", "train.jsonl"), ("run", "plan", "run.yaml")],
+    [("reward", "test", "exact", "--data", "chats.jsonl"), ("run", "plan", "run.yaml")],
     ids=" ".join,
 )
 def test_without_a_stack_no_other_model_is_named(flotilla: Command, command: tuple[str, ...]) -> None:
     Path("stack.yaml").unlink()
+    chat = {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}
+    Path("chats.jsonl").write_text(json.dumps(chat) + "\n")
     code, _, err = flotilla(*command)
     assert code == 2 and "there is no stack file, which names the model" in err and "--stack FILE" in err
     assert "arithmetic/model" not in err

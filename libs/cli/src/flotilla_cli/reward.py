@@ -35,9 +35,11 @@ from flotilla_cli.output import print_json, print_line, print_table, say, short_
 from flotilla_cli.processes import say_isolation
 from flotilla_cli.services import find_services
 from flotilla_cli.stack import (
-    load_stack_with_model,
+    load_stack,
     make_example,
+    missing_model,
     stack_file,
+    stack_paths,
     with_models_here,
 )
 from flotilla_core import rpc
@@ -49,6 +51,7 @@ from flotilla_core.errors import (
     Internal,
     InvalidConfig,
     InvalidRequest,
+    NotFound,
     Unavailable,
 )
 from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
@@ -56,6 +59,7 @@ from flotilla_core.model_folder import model_folder
 from flotilla_core.rpc.status import from_status
 from flotilla_data.rows import open_rows, parts
 from flotilla_launch.environment import resolved
+from flotilla_launch.state import is_up
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.prompts import Prompt
@@ -83,7 +87,13 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
 
     A function in a file needs no entry here: name it in the run as path.py:function.
     """
-    known, levels = wait(_ask(stack, coordinator))
+    try:
+        known, levels = wait(_ask(stack, coordinator))
+    except Unavailable:
+        if coordinator is not None or is_up(stack_paths(stack)) or not _is_installed():
+            raise
+        say("no fleet is running: these are the rewards that are installed here")
+        known, levels = _installed(), {}
     rewards = [_reward_json(found, services) for found, services in known]
     if as_json:
         print_json({"rewards": rewards, "isolation": levels})
@@ -94,6 +104,20 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
     ]
     print_table(("REWARD", "PARAMETERS", "WHAT IT GIVES"), rows)
     say_isolation(levels)
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec(_TRIAL.partition(".")[0]) is not None
+
+
+def _installed() -> list[tuple[RewardInfo, list[str]]]:
+    """Return the rewards that a reward service of this host would have."""
+    listed = subprocess.run([sys.executable, "-m", _TRIAL, "list"], capture_output=True, check=False)
+    if listed.returncode:
+        raise Internal(
+            "the rewards cannot be listed", why=listed.stderr.decode(errors="replace")[-_SHOWN_BYTES:]
+        )
+    return [(info, []) for info in pb.ListRewardsResponse.FromString(listed.stdout).rewards]
 
 
 async def _ask(
@@ -169,8 +193,9 @@ def test(
     """
     config = _config_of(arguments, data)
     make_example(stack_file(stack))
-    of_stack = load_stack_with_model(stack)
-    prompts, tokenizer = _rows(config, of_stack, rows)
+    of_stack = load_stack(stack)
+    tokenizer = _tokenizer(of_stack, missing_model(stack, of_stack))
+    prompts = _prompts(config, tokenizer, rows)
     tried = list(_responses(prompts, response or [], responses))
     scored = zip(tried, _scored(config, of_stack, tokenizer, tried), strict=True)
     found = [_trial_json(*one, *outcome) for one, outcome in scored]
@@ -237,14 +262,23 @@ def _term_of(config: RunConfig, name: str) -> RewardTermConfig:
     return known.get(str(asked.reward), asked)
 
 
-def _rows(config: RunConfig, stack: StackConfig, rows: int) -> tuple[list[Prompt], Tokenizer]:
+def _tokenizer(stack: StackConfig, no_model: NotFound | None) -> Tokenizer:
+    """Return the tokenizer of the stack's policy; where no stack file names a model, one that takes text alone."""
+    from flotilla_cli.text_alone import TextAlone
+    from flotilla_data.tokenizer import Tokenizer
+
+    if no_model is None:
+        return Tokenizer.load(model_folder(with_models_here(stack).model))
+    say("there is no stack file: prompts are taken as they are, and rewards see no token ids")
+    return TextAlone(no_model)
+
+
+def _prompts(config: RunConfig, tokenizer: Tokenizer, rows: int) -> list[Prompt]:
     """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
     from flotilla_coordinator.data.prompts import load_prompts
     from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
-    from flotilla_data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(model_folder(with_models_here(stack).model))
-    return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows), tokenizer
+    return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows)
 
 
 def _responses(
@@ -297,18 +331,23 @@ def _scored(
     """
     import numpy as np
 
+    from flotilla_cli.text_alone import TextAlone
     from flotilla_coordinator.rollouts.scoring import score_item, weigh
 
+    token_ids = [
+        None if isinstance(tokenizer, TextAlone) else tokenizer.encode(text, special=False)
+        for _, text, _ in tried
+    ]
     items = [
         score_item(
             str(number),
             prompt,
             text,
             group=str(prompt.index),
-            token_ids=np.array(tokenizer.encode(text, special=False), np.int32),
+            token_ids=None if tokens is None else np.array(tokens, np.int32),
             step=0,
         )
-        for number, (prompt, text, _) in enumerate(tried)
+        for number, ((prompt, text, _), tokens) in enumerate(zip(tried, token_ids, strict=True))
     ]
     return [
         (weigh(config.rewards, one, config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
@@ -330,7 +369,7 @@ def _outcomes(
 
 def _trial(request: pb.ScoreRequest, stack: StackConfig) -> pb.ScoreResponse:
     """Return the outcomes of a request, from a process of the reward service."""
-    if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
+    if not _is_installed():
         raise FailedPrecondition(
             "the reward service is not installed here", next_step="pip install flotilla-reward"
         )
