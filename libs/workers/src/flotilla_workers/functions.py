@@ -8,6 +8,7 @@ this.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
@@ -101,10 +102,37 @@ def described(error: BaseException, ours: tuple[str, ...]) -> dict[str, Any]:
         "failed": message[:LONGEST_MESSAGE],
         "traceback": "".join(told.format())[-LONGEST_TRACEBACK:],
     }
-    if isinstance(error, OSError) and type(error.errno) is int:
-        path = error.filename if type(error.filename) is str else ""
-        said["system"] = [error.errno, path[:LONGEST_MESSAGE]]
+    if (of_system := _of_system(error)) is not None:
+        said["system"] = of_system
+    if name := _missing_variable(error):
+        said["variable"] = name[:LONGEST_MESSAGE]
     return said
+
+
+def _of_system(error: BaseException) -> list[Any] | None:
+    """Return number and path of the system's error that an exception is, or that it wraps, as HTTP clients do."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and not any(found is one for one in seen):
+        seen.append(found)
+        if isinstance(found, MemoryError):
+            return [errno.ENOMEM, ""]
+        if isinstance(found, OSError) and type(found.errno) is int:
+            path = found.filename if type(found.filename) is str else ""
+            return [found.errno, path[:LONGEST_MESSAGE]]
+        # `URLError` has it there and names no cause.
+        reason = vars(found).get("reason")
+        found = reason if isinstance(reason, BaseException) else found.__cause__ or found.__context__
+    return None
+
+
+def _missing_variable(error: BaseException) -> str:
+    """Return the variable of the environment that an exception says is missing; empty where it says no such thing."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    of_environment = last is not None and last.tb_frame.f_code is type(os.environ).__getitem__.__code__
+    return error.args[0] if of_environment and error.args and type(error.args[0]) is str else ""
 
 
 def _users_frames(stack: traceback.StackSummary, ours: tuple[str, ...]) -> list[traceback.FrameSummary]:

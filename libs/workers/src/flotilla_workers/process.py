@@ -237,6 +237,9 @@ class WorkerProcess:
         match said.get("system"):
             case [int(number), str(path)]:
                 message += self._cell.way_out(number, path)
+        match said.get("variable"):
+            case str(name):
+                message += self._cell.way_to_variable(name)
         return Failure(message, traceback)
 
     def _end_group(self) -> None:

@@ -224,6 +224,9 @@ async def test_a_lost_greedy_reward_drops_its_group_for_that_reason(
     told = [(verdict.outcome, verdict.message) for record in dropped for verdict in record.verdicts]
     kind = Said.TIMEOUT if timed_out else Said.ERROR
     assert told == [(kind, "the greedy response to its prompt: too slow")] * SAMPLES
+    assert [record.token_ids is not None and record.token_ids.tolist() for record in dropped] == [
+        [7]
+    ] * SAMPLES
     await rollouts.close()
 
     unasked = Task()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -36,6 +37,12 @@ BECOMES_ANOTHER = 1 << 0 | 1 << 6 | 1 << 7 | 1 << 8
 """`CAP_CHOWN`, `CAP_SETGID`, `CAP_SETUID` and `CAP_SETPCAP`: root has them, unless a container took them away."""
 FIRST_USER, USERS = 61_184, 4_096
 """The users that systemd would make on the fly: no account is among them."""
+OUT = "`trusted: true` in the term of the run lets this function out of it"
+NO_NETWORK = (
+    *(errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.ECONNREFUSED),
+    *(socket.EAI_AGAIN, socket.EAI_NONAME),  # no server of names answers
+)
+"""The numbers of errors that a function gets where it has no network."""
 
 
 @dataclass(frozen=True)
@@ -197,10 +204,19 @@ class Cell:
                 f". The file is there, and the jail does not show it: name it in {key}.readable of the stack"
             )
         if number == errno.EROFS:
-            return ". In the jail functions write to temporary folders alone"
-        if number in (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.ECONNREFUSED):
-            return ". The jail has no network: `trusted: true` in the term of the run lets this function out of it"
+            return f". In the jail functions write to temporary folders alone, and no key allows more: {OUT}"
+        if number in NO_NETWORK:
+            return f". The jail has no network: {OUT}"
+        if number == errno.ENOMEM:
+            gib = self._jail.bounds.memory_bytes / (1 << 30)
+            return f". The jail bounds memory to {gib:g} GiB: {key}.memory_gib of the stack"
         return ""
+
+    def way_to_variable(self, name: str) -> str:
+        """Return what to do about a missing variable of the environment; nothing outside of a jail."""
+        if not self.level:
+            return ""
+        return f". The jail has the variables that reward.isolation.environment of the stack names: name {name} there"
 
     def close(self) -> None:
         """Remove what the worker wrote, and its group."""

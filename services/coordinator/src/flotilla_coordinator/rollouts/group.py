@@ -315,8 +315,8 @@ class GroupRollout:
             if sample.drop_reason or too_few:
                 reason = sample.drop_reason or DropReason.GROUP_TOO_SMALL
                 dropped.setdefault(reason, []).append(sample.sample_id)
-        judged = {sample.sample_id: sample.verdicts for sample in scored}
         for reason, lost in dropped.items():
+            judged = [sample for sample in scored if sample.sample_id in lost]
             await self._ledger.dropped(self._run_id, lost, reason, judged)
         if too_few:
             return group
