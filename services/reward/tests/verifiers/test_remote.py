@@ -18,8 +18,15 @@ def error_of(function: Any) -> BaseException | None:
     """Return what tests see of an exception that a function of a program raises."""
     program, tests = Peer(function), Peer()
     threading.Thread(target=program.serve, daemon=True).start()
+
+    def call() -> None:
+        try:
+            tests.ask("call", ROOT)
+        finally:
+            tests._outbox.put({})
+
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(tests.ask, "call", ROOT)
+        asked = pool.submit(call)
         tests.answer(program.answer(tests._outbox.get(timeout=10)))
         return asked.exception(timeout=10)
 
