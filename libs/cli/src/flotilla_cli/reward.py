@@ -264,8 +264,7 @@ def _term_of(config: RunConfig, name: str) -> RewardTermConfig:
 
 def _tokenizer(stack: StackConfig, no_model: NotFound | None) -> Tokenizer:
     """Return the tokenizer of the stack's policy; where no stack file names a model, one that takes text alone."""
-    from flotilla_cli.text_alone import TextAlone
-    from flotilla_data.tokenizer import Tokenizer
+    from flotilla_data.tokenizer import TextAlone, Tokenizer
 
     if no_model is None:
         return Tokenizer.load(model_folder(with_models_here(stack).model))
@@ -331,8 +330,8 @@ def _scored(
     """
     import numpy as np
 
-    from flotilla_cli.text_alone import TextAlone
     from flotilla_coordinator.rollouts.scoring import score_item, weigh
+    from flotilla_data.tokenizer import TextAlone
 
     token_ids = [
         None if isinstance(tokenizer, TextAlone) else tokenizer.encode(text, special=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from flotilla_core.errors import InvalidConfig, NotFound
+from flotilla_core.errors import FlotillaError, InvalidConfig, NotFound
 from flotilla_core.files import open_regular
 from flotilla_core.json_text import read_json_object
 from flotilla_core.model_folder import TOKENIZER_FILE, end_tokens, tokenizer_digest
@@ -201,3 +201,20 @@ def _read_json(path: Path) -> dict[str, Any]:
         return read_json_object(path)
     except FileNotFoundError:
         return {}
+
+
+class TextAlone(Tokenizer):
+    """Stands where there is no model: prompts of text have no token ids, so none is too long, and chats are refused."""
+
+    def __init__(self, refusal: FlotillaError) -> None:
+        self.folder = Path()
+        self.digest = ""
+        self._refusal = refusal
+
+    def encode_many(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        """Return no tokens for each text."""
+        return [[] for _ in texts]
+
+    def render_chats(self, conversations: Sequence[Conversation]) -> list[str | InvalidConfig]:
+        """Refuse: the text of a chat is the model's."""
+        raise self._refusal
