@@ -93,8 +93,7 @@ def load(target: Target) -> Score:
         sample = Sample(question["prompt"], response, question["answer"], question["info"], means)
         try:
             value = builtin.score(sample)
-        except Exception as error:
-            # One that does not blame the response goes on.
+        except Exception as error:  # one that does not blame the response goes on
             if not blames_response(error):
                 raise
             return unverifiable(error)
@@ -280,8 +279,7 @@ class Function:
             returned = self._call(**(arguments | self._parameters))
             if hasattr(type(returned), "__await__"):
                 returned = EVENTS.result_of(returned)
-        except Exception as error:
-            # Of several responses nobody knows which one it was.
+        except Exception as error:  # of several responses nobody knows which one it was
             if count > 1 or not blames_response(error):
                 raise
             return _of_each([unverifiable(error)]) if self._form.whole_groups else unverifiable(error)
