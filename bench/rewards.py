@@ -14,14 +14,17 @@ import itertools
 import json
 import os
 import re
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from google.protobuf.struct_pb2 import Struct
@@ -33,12 +36,14 @@ from flotilla_core import rpc
 from flotilla_testing.reward_process import RewardProcess, reward_process
 
 CORES = 2
-SECONDS = float(os.environ.get("FLOTILLA_BENCH_SECONDS", "8"))
+SECONDS = float(os.environ.get("FLOTILLA_BENCH_SECONDS", "6"))
 """The time for which each rate is measured."""
 LIMIT_S = 60.0
 GSM8K = "FLOTILLA_BENCH_GSM8K"
 """The variable with the path of a file of GSM8K."""
-LATENCIES = 150
+LATENCIES, FEW_LATENCIES = 150, 40
+SLOW = 150.0
+"""The rate below which few latencies are measured."""
 HONEST_LIMIT_S = 5.0
 HOSTILE_LIMIT_S = 2.0
 BEGINNING_S = 2.0
@@ -125,7 +130,7 @@ class Work:
     reward: str
     items: Sequence[tuple[str, str, float]]
     """Responses, answers and right values."""
-    info: dict[str, object] = dataclasses.field(default_factory=dict)
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
     timeout_s: float = 10.0
     misread: float = 0.0
     """The share of samples that may have another value: math-verify may take another number for the answer."""
@@ -198,10 +203,13 @@ class Service:
         took_s = time.monotonic() - begun
         return done / took_s, (self.cpu_s() - before) / done
 
-    async def latencies(self, work: Work, count: int, *, own_runs: bool = False) -> list[float]:
-        """Return the milliseconds that calls with one sample take, one after the other."""
-        found = []
-        for number in range(count):
+    async def latencies(
+        self, work: Work, count: int, *, own_runs: bool = False, until: asyncio.Event | None = None
+    ) -> list[float]:
+        """Return the milliseconds that calls with one sample take, one after the other; more of them `until` then."""
+        found: list[float] = []
+        while len(found) < count or not (until is None or until.is_set()):
+            number = len(found)
             run_id = f"alone-{number}" if own_runs else "run"
             begun = time.perf_counter()
             outcomes = await self.ask(work.request(run_id, number, 1))
@@ -220,12 +228,29 @@ async def service(isolation: dict[str, object]) -> AsyncIterator[Service]:
         code.mkdir()
         (code / "honest.py").write_text(HONEST)
         (code / "hostile.py").write_text(HOSTILE)
-        async with reward_process(folder, workers=CORES, isolation=isolation) as process:
-            yield Service(process, code)
+        with _printing_into(folder / "log"):
+            async with reward_process(folder, workers=CORES, isolation=isolation) as process:
+                yield Service(process, code)
+
+
+@contextmanager
+def _printing_into(log: Path) -> Iterator[None]:
+    """Have processes that start here print into a file, as under a launcher."""
+    kept = [os.dup(number) for number in (1, 2)]
+    with log.open("ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        for number, former in zip((1, 2), kept, strict=True):
+            os.dup2(former, number)
+            os.close(former)
 
 
 async def cold() -> AsyncIterator[Figure]:
     """A fresh interpreter in a fresh jail for each verdict: a function whose every call is another run's."""
+    yield Figure("CPU of an interpreter that does nothing", round(_interpreter_ms(), 1), "ms")
     async with service({}) as one:
         work = Work(f"{one.folder}/honest.py:reward", [("1", "1", 1.0), ("2", "1", 0.0)])
         yield await _rated(
@@ -233,6 +258,16 @@ async def cold() -> AsyncIterator[Figure]:
         )
         program = Work("code", [(PROGRAM, "", 1.0)], {"tests": [{"input": "1 2\n", "output": "3\n"}]})
         yield await _rated(one, program, "programs with a test (`code`)", items=16, callers=CORES)
+
+
+def _interpreter_ms() -> float:
+    """Return the CPU that an interpreter takes which does nothing: what this machine makes of any fresh one now."""
+    runs = 20
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for _ in range(runs):
+        subprocess.run([sys.executable, "-I", "-S", "-c", ""], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / runs
 
 
 async def warm() -> AsyncIterator[Figure]:
@@ -298,11 +333,12 @@ async def _beside(one: Service, honest: Work, kind: str, expected: str) -> Figur
     work = Work(f"{one.folder}/hostile.py:{kind}", [("1", "1", 1.0)], timeout_s=HOSTILE_LIMIT_S)
     await one.latencies(honest, 20)
     alone = await one.latencies(honest, LATENCIES)
-    stop = asyncio.Event()
-    struck = asyncio.create_task(_strike(one, work, stop))
-    beside = await one.latencies(honest, LATENCIES)
+    stop, first = asyncio.Event(), asyncio.Event()
+    striking = asyncio.create_task(_strike(one, work, stop, first))
+    beside = await one.latencies(honest, LATENCIES, until=first)
     stop.set()
-    ended = await struck
+    ended = await striking
+    alone += await one.latencies(honest, LATENCIES)
     limit_s = HOSTILE_LIMIT_S + BEGINNING_S
     slowest = max(took_s for _, took_s in ended)
     kinds = {outcome.WhichOneof("outcome") for outcome, _ in ended}
@@ -324,13 +360,16 @@ async def _beside(one: Service, honest: Work, kind: str, expected: str) -> Figur
     )
 
 
-async def _strike(one: Service, work: Work, stop: asyncio.Event) -> list[tuple[pb.ScoreOutcome, float]]:
-    """Score hostile samples, one after the other, until it is enough; at least one."""
-    found = []
+async def _strike(
+    one: Service, work: Work, stop: asyncio.Event, first: asyncio.Event
+) -> list[tuple[pb.ScoreOutcome, float]]:
+    """Score hostile samples, one after the other, until it is enough; at least one, whose end is told."""
+    found: list[tuple[pb.ScoreOutcome, float]] = []
     while not found or not stop.is_set():
         begun = time.monotonic()
         (outcome,) = await one.ask(work.request("hostile", 0, 1))
         found.append((outcome, time.monotonic() - begun))
+        first.set()
         await asyncio.sleep(PAUSE_S)
     return found
 
@@ -356,7 +395,8 @@ async def _rated(
 ) -> Figure:
     load = os.getloadavg()[0]
     rate, cpu_s = await one.rate(work, items=items, callers=callers, own_runs=own_runs)
-    found = await one.latencies(work, LATENCIES if not own_runs else 60, own_runs=own_runs)
+    # Of what is slow fewer, so that all of it ends in time.
+    found = await one.latencies(work, LATENCIES if rate > SLOW else FEW_LATENCIES, own_runs=own_runs)
     by_cpu = cores / cpu_s
     note = f"{callers} calls of {items} at a time; latencies of calls with one sample, one after the other"
     if cores == 1:
@@ -412,8 +452,10 @@ def measure() -> list[Row]:
 
 
 def main() -> int:
+    lines = os.fdopen(os.dup(1), "w")
+
     def tell(figure: Figure) -> None:
-        print(json.dumps(dataclasses.asdict(figure)), flush=True)
+        print(json.dumps(dataclasses.asdict(figure)), file=lines, flush=True)
 
     found = asyncio.run(figures(sys.argv[1:] or [*PARTS], tell))
     return 1 if any(one.met is False for one in found) else 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from flotilla_data.samples import read_samples
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from commands import ROOT, DemoFailed, chapter, fleet, make, say, told, train
+from commands import ROOT, arguments_of_recipe, chapter, fleet, make, require_rise, say, told, train
 
 RECIPE = Path(__file__).resolve().parent.relative_to(ROOT)
-STANDARD_ERRORS = 3.0
 
 
 def story(asked: argparse.Namespace) -> None:
@@ -36,7 +34,7 @@ def story(asked: argparse.Namespace) -> None:
     chapter(4, "what came of it")
     directory = Path(run["directory"])
     tell_jails(directory)
-    judge(directory, asked.rise)
+    require_rise(directory, asked.rise)
 
 
 def tell_jails(directory: Path) -> None:
@@ -50,24 +48,8 @@ def tell_jails(directory: Path) -> None:
         say(f"{len(took)} {whose}: {sum(took):.0f} s in jails, {sum(took) / len(took):.2f} s each{beside}")
 
 
-def judge(directory: Path, rise: float) -> None:
-    """Raise unless the mean reward of held-out questions rose."""
-    lines = [json.loads(line) for line in (directory / "evaluations.jsonl").read_text().splitlines()]
-    first, last = (line["eval/reward_mean"] for line in (lines[0], lines[-1]))
-    error = math.hypot(*(line["eval/reward_stderr"] for line in (lines[0], lines[-1])))
-    say(f"held-out reward: {first:.3f} to {last:.3f}, standard error of the difference {error:.3f}")
-    say(f"curves, programs and the model: {directory}")
-    if last - first < max(rise, STANDARD_ERRORS * error):
-        raise DemoFailed(f"a rise of {rise} and of {STANDARD_ERRORS:g} standard errors was wanted")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="seed of the run (%(default)s)")
-    parser.add_argument("--stack", type=Path, default=RECIPE / "stack.yaml", help="the fleet (%(default)s)")
-    parser.add_argument("--rise", type=float, default=0.2, help="least rise of the reward (%(default)s)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run")
-    asked = parser.parse_args()
+    asked = arguments_of_recipe(__doc__.splitlines()[0], RECIPE / "stack.yaml")
     return told(lambda: story(asked))
 
 

@@ -49,7 +49,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     # sympy, the scores of reasoning_gym, and programs of responses with their tests.
     "libs/weights/src/flotilla_weights/digest.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/boot.py": 1,
-    "services/coordinator/src/flotilla_coordinator/data/tokenizer.py": 1,
+    "libs/data/src/flotilla_data/tokenizer.py": 1,
     "libs/trackers/src/flotilla_trackers/feed.py": 1,
     "libs/core/src/flotilla_core/transfer/object_store.py": 1,
     "services/reward/src/flotilla_reward/builtin.py": 2,

@@ -21,11 +21,11 @@ import pytest
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.generated_tasks import COLUMN, SPLITS, TaskSource, data_set, generated_rows, unpacked
 from flotilla_data.rows import open_rows
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_reward import scoring
 from flotilla_reward.answers import Workers
 from flotilla_reward.builtin import CannotScore, Sample

@@ -87,6 +87,22 @@ for number in {*range(3, 1024)} - {channel}:
     except OSError:
         continue
     reached(number)""",
+    "read its own output before its keeper does": """
+try:
+    taken = os.open("/proc/self/fd/1", os.O_RDONLY)
+except OSError as error:
+    print("held:", error)
+else:
+    taker = os.fork()
+    while taker == 0:
+        os.read(taken, 1)
+    for _ in range(5000):
+        os.write(1, b"x")
+        os.sched_yield()
+    os.kill(taker, signal.SIGKILL)
+    os.waitpid(taker, 0)
+    signal.alarm(20)  # Nobody would pass on what it prints then, and it would wait for ever.
+    os.write(1, b"x" * (1 << 17) + b"\\n")""",
     # Processes
     "see processes of the host": """
 try:
@@ -124,6 +140,19 @@ for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL):
         print("held:", error)
 os.getppid() == parent or reached("it ended")""",
     "take a descriptor of its parent": "allowed(438, 438, os.getppid(), 0, 0)",
+    "change the limits and the turn of others": """
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+for one in (host["process"], os.getppid(), child):
+    tries(
+        lambda: resource.prlimit(one, resource.RLIMIT_NOFILE, (8, 8)),
+        lambda: os.setpriority(os.PRIO_PROCESS, one, 19),
+        lambda: os.sched_setaffinity(one, {*os.sched_getaffinity(0)}),
+        lambda: os.sched_setscheduler(one, os.SCHED_IDLE, os.sched_param(0)),
+    )
+    allowed(251, 30, 1, one, 3 << 13)
+tries(lambda: os.setpriority(os.PRIO_USER, 0, 19))""",
     "raise its own limits": "tries(lambda: resource.setrlimit(resource.RLIMIT_DATA, (-1, -1)))",
     "raise its priority": "tries(lambda: os.nice(-5))",
     "become root": "tries(*[lambda: os.setuid(0)] * (os.getuid() != 0))",
@@ -161,6 +190,11 @@ try:
 except OSError as error:
     print("held:", error)""",
     "a socket in a folder of the host": 'tries(lambda: socket.socket(socket.AF_UNIX).connect(host["unix"]))',
+    "a socket or a pipe beside its functions": """
+tries(
+    lambda: socket.socket(socket.AF_UNIX).connect(host["shown"] + "/socket"),
+    lambda: os.open(host["shown"] + "/pipe", os.O_WRONLY | os.O_NONBLOCK),
+)""",
     "an abstract socket of the host": 'tries(lambda: socket.socket(socket.AF_UNIX).connect("\\0" + host["abstract"]))',
     "a socket to the machine below": "tries(lambda: socket.socket(40, socket.SOCK_STREAM))",
     "a raw socket": "tries(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))",
@@ -169,6 +203,9 @@ except OSError as error:
     "shared memory of the host": """
 place = call(29, 194, host["shared_memory"], 0, 0)
 place >= 0 and reached(place)""",
+    "shared memory of the host by its number": """
+host["namespaces"] or call(31, 195, host["shared_memory_number"], 0, 0) == 0 and reached()
+host["namespaces"] or allowed(31, 195, host["shared_memory_number"], 2, ctypes.create_string_buffer(256))""",
     # Too much
     "memory": "tries(lambda: bytearray(host['memory'] + (1 << 20)))",
     "memory of many processes": """
@@ -209,7 +246,8 @@ except OSError as error:
     "processes without end": """
 made = 0
 try:
-    while made < host["processes"] + 64:
+    # The lower level bounds them together with those of the service's user, where that is not root.
+    while made < host["processes"] + (64 if host["namespaces"] else 1200):
         if os.fork() == 0:
             time.sleep(30)
             os._exit(0)

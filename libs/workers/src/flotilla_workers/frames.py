@@ -9,7 +9,6 @@ Nothing heavy is imported here: workers start with this.
 
 from __future__ import annotations
 
-import hmac
 import json
 import socket
 import struct
@@ -36,6 +35,9 @@ def encode(secret: bytes, message: dict[str, Any]) -> bytes:
 
 def length_of_answer(head: bytes | bytearray, secret: bytes) -> int:
     """Return how many bytes follow the head of the answer to the question with this secret."""
+    # Of the service alone.
+    import hmac
+
     said, length = HEAD.unpack(head)
     if not hmac.compare_digest(said, secret):
         raise NoAnswer("it does not begin with the secret of the question")

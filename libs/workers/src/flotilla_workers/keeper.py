@@ -69,7 +69,7 @@ def main() -> None:
 
 
 class Log:
-    """What the command prints, on its way to the log of the service, within bounds."""
+    """The output of the command on its way to the log of the service, within bounds."""
 
     def __init__(self, printed: int) -> None:
         self.printed = printed
@@ -79,11 +79,11 @@ class Log:
         self._patience_s = LOG_LIMIT_S
 
     def pass_on(self) -> bool:
-        """Pass on a part; return whether there may be more."""
+        """Pass on a part; return whether there may be more, now or later."""
         try:
             part = os.read(self.printed, 1 << 16)
         except BlockingIOError:
-            return False
+            return True  # What was there the command read itself, as it may: `/proc/self/fd/1`.
         now = time.monotonic()
         self._room = min(self._room + (now - self._at) * PRINTED_BYTES_A_S, MOST_PRINTED_BYTES)
         self._at = now

@@ -14,8 +14,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from secrets import token_bytes
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from flotilla_core.errors import Unavailable, unicode_text
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import signal_child
 from flotilla_workers import frames, keeper
+from flotilla_workers.fork import signal_name
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import NO_JAIL, Cell
 from flotilla_workers.jail.level import Level
@@ -73,7 +74,11 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         log = _log()
-        try:
+        with ExitStack() as theirs_alone, ExitStack() as where_it_fails:
+            theirs_alone.callback(theirs.close)
+            if log >= 0:
+                theirs_alone.callback(os.close, log)
+            where_it_fails.callback(ours.close)
             # Only installed packages: nothing in the current folder can pose as one of them.
             command = [
                 sys.executable,
@@ -101,10 +106,7 @@ class WorkerProcess:
                     pass_fds=(theirs.fileno(), *start.descriptors),
                     start_new_session=True,
                 )
-        finally:
-            theirs.close()
-            if log >= 0:
-                os.close(log)
+            where_it_fails.pop_all()
         worker = cls(process, ours, cell)
         begun = await worker._ask({"do": "begin"}, START_LIMIT_S, "started", lambda said: int(said["pid"]))
         if not isinstance(begun, int):
@@ -143,7 +145,7 @@ class WorkerProcess:
         if target.key in self.loaded:
             return None
         outcome = await self._ask(
-            {"do": "load", "target": asdict(target)},
+            {"do": "load", "target": target._asdict()},
             LOAD_LIMIT_S,
             "loaded",
             lambda said: _text(said["loaded"]) if "loaded" in said else self._failure(said),
@@ -205,7 +207,7 @@ class WorkerProcess:
                 raise EOFError("the worker closed its channel")
             told += part
             if len(told) >= frames.HEAD.size:
-                wanted = frames.HEAD.size + frames.length_of_answer(told[: frames.HEAD.size], secret)
+                wanted = frames.HEAD.size + frames.length_of_answer(bytes(told[: frames.HEAD.size]), secret)
         if len(told) > wanted or self._said():
             raise frames.NoAnswer("more bytes follow it")
         return bytes(told[frames.HEAD.size :])
@@ -228,13 +230,16 @@ class WorkerProcess:
             self._end_group()
             # Its folder may have a million files.
             await asyncio.to_thread(self._cell.close)
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return f"was ended by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
 
     def _failure(self, said: dict[str, Any]) -> Failure:
         message, traceback = _text(said.get("failed")), _text(said.get("traceback", ""))
         match said.get("system"):
             case [int(number), str(path)]:
                 message += self._cell.way_out(number, path)
+        match said.get("variable"):
+            case str(name):
+                message += self._cell.way_to_variable(name)
         return Failure(message, traceback)
 
     def _end_group(self) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,21 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     udp = socket.socket(type=socket.SOCK_DGRAM)
     udp.bind(("127.0.0.1", 0))
     udp.setblocking(False)
-    unix, abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    unix, beside, abstract = (socket.socket(socket.AF_UNIX) for _ in range(3))
     unix.bind(str(folder / "socket"))
+    beside.bind(str(shown / "socket"))
     abstract.bind("\0" + SECRET[:20])
-    for listening in (unix, abstract):
+    os.mkfifo(shown / "pipe")
+    for path, mode in ((shown / "socket", 0o777), (shown / "pipe", 0o666)):
+        path.chmod(mode)
+    pipe = os.open(shown / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for listening in (unix, beside, abstract):
         listening.listen()
     libc = ctypes.CDLL(None)
     key = secrets.randbelow(1 << 30)
     shared = libc.shmget(key, 4096, IPC_CREAT | 0o666)
     process = subprocess.Popen(["sleep", "600"])
-    group = groups.make(0, BOUNDS.memory_bytes, BOUNDS.processes)
+    group = groups.make(BOUNDS.memory_bytes, BOUNDS.processes)
     if group is not None:
         group.close()
     yield {
@@ -81,6 +87,7 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
         "unix": str(folder / "socket"),
         "abstract": SECRET[:20],
         "shared_memory": key,
+        "shared_memory_number": shared,
         "process": process.pid,
         "marked": "600",
         "memory": BOUNDS.memory_bytes,
@@ -92,7 +99,8 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     process.kill()
     process.wait()
     libc.shmctl(shared, 0, None)
-    for one in (tcp, tcp_6, udp, unix, abstract):
+    os.close(pipe)
+    for one in (tcp, tcp_6, udp, unix, beside, abstract):
         one.close()
 
 
@@ -210,6 +218,18 @@ def test_the_folder_in_which_a_command_is_called_is_shown_to_nobody(tmp_path: Pa
         assert sys.prefix in shown.splitlines() and not [
             one for one in shown.splitlines() if tmp_path.is_relative_to(one)
         ]
+
+
+def test_threads_of_the_user_of_the_service_are_not_those_of_a_jail(jail: Jail, host: dict[str, Any]) -> None:
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait) for _ in range(2 * BOUNDS.processes)]
+    for one in threads:
+        one.start()
+    try:
+        code = "import threading\nmade = threading.Thread(target=print, args=('made',))\nmade.start()\nmade.join()"
+        assert run(jail, code, host).stderr == "made\n"
+    finally:
+        over.set()
 
 
 def test_what_a_verdict_needs_works(jail: Jail, host: dict[str, Any]) -> None:

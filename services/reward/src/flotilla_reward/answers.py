@@ -12,7 +12,7 @@ from typing import Any
 
 from flotilla_core.errors import InvalidConfig, unicode_text
 from flotilla_reward.catalog import Term
-from flotilla_reward.worker import LONGEST_NAME, MOST_PARTS, Facts
+from flotilla_reward.worker import LONGEST_NAME, LONGEST_WHY, MOST_PARTS, Facts
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import Jail
@@ -35,7 +35,8 @@ class Value:
     @classmethod
     def of(cls, score: float) -> Value:
         """Return what a verifier of this process said."""
-        return cls(float(score), getattr(score, "parts", {}), getattr(score, "extracted", None))
+        extracted: str | None = getattr(score, "extracted", None)
+        return cls(float(score), getattr(score, "parts", {}), extracted and extracted[:LONGEST_WHY])
 
 
 Outcome = Value | Failure | Timeout

@@ -32,7 +32,11 @@ MARKED = re.compile(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]"
 WORD = re.compile(r"[^\W\d_]{2}")
 BOX = r"\boxed{"
 PERCENT = re.compile(r"(?<!\\)%")
-POWER_OF_TEN = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(?![\w.])")
+POWER_OF_TEN = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(?!\w|\.[0-9])")
+# The last number of prose, as a word that is no part of a larger expression.
+LAST_POWER_OF_TEN = re.compile(
+    r"(?<!\S)(?<![-+*/^(] )([-+]?[0-9]+(?:\.[0-9]+)?[eE][+-]?[0-9]{1,4})(?![\w+*/^-])(?! [-+*/^])(?=[^0-9]*+\Z)"
+)
 SPACE_OF_THOUSANDS = re.compile(r"(?<=[0-9])\\[,;:!](?=[0-9]{3}(?![0-9]))")
 MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix)\}.*?\\end\{\1\}", re.DOTALL)
 
@@ -260,6 +264,7 @@ class Math(BuiltinReward):
     bounded: ClassVar[bool] = False
     blames_response: ClassVar[bool] = True
     judges_by: ClassVar[tuple[str, ...]] = ("math-verify", "sympy")
+    rules: ClassVar[int] = 2
 
     significant_digits: int = Field(
         default=15, ge=1, le=50, description="Precision of comparisons that have to be done numerically."
@@ -323,6 +328,8 @@ def _expressions(text: str) -> list[Any]:
 
 def _as_math_verify_writes(text: str) -> str:
     """Return a text with what math-verify does not read in the form that it reads."""
+    if BOX not in text and not MARKED.search(text):
+        text = LAST_POWER_OF_TEN.sub(r"$\1$", text)
     text = POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text)
     text = SPACE_OF_THOUSANDS.sub("", text).replace("\N{DEGREE SIGN}", r"^\circ ")
     text = text.replace(r"\varnothing", r"\emptyset")
@@ -334,6 +341,8 @@ def _as_math_verify_writes(text: str) -> str:
 @lru_cache(maxsize=4096)
 def _expected(answer: str) -> tuple[Any, ...]:
     """Return what an answer says: the responses to a prompt share it."""
+    if WHOLE.fullmatch(answer) and answer == str(int(answer)):
+        return _as_sympy(answer), answer
     return tuple(_expressions(_boxed(answer)))
 
 

@@ -48,6 +48,8 @@ class Term:
     """Code of responses runs in the jail of its pool, in processes beside its worker."""
     judge: Judge | None = None
     """Asks a language model."""
+    drops_unverifiable: bool = False
+    """A response that it cannot verify is left out, and others are not compared with it."""
 
     @property
     def is_builtin(self) -> bool:
@@ -64,6 +66,10 @@ class Term:
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None = None) -> Term:
     """Return the term behind a spec; `code` is where the file of its function is on this host."""
+    return replace(_resolved(spec, code, judges), drops_unverifiable=spec.drops_unverifiable)
+
+
+def _resolved(spec: pb.RewardSpec, code: Path | None, judges: Judges | None) -> Term:
     name, timeout_s = spec.name or spec.reward, DEFAULT_TIMEOUT_S
     if spec.HasField("timeout"):
         timeout_s = spec.timeout.seconds + spec.timeout.nanos / 1e9
@@ -71,7 +77,7 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None
         raise InvalidRequest(f"timeout of reward {name} is {timeout_s:g} s: it must be above 0")
     parameters = to_json(spec.parameters)
     if judge_of(spec.reward):
-        judge = (judges or Judges({})).resolve(spec.reward, parameters)
+        judge = (judges or Judges({})).resolve(spec.reward, parameters, spec.judge)
         return Term(name, timeout_s, None, None, version=judge.version, judge=judge)
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)
@@ -97,7 +103,7 @@ def problem(reward: str, parameters: dict[str, Any]) -> str:
         return str(error)
     if target is None:
         return ""
-    return str(answer({"do": "load", "target": asdict(target)}, load, {}).get("failed", ""))
+    return str(answer({"do": "load", "target": target._asdict()}, load, {}).get("failed", ""))
 
 
 def list_rewards() -> list[pb.RewardInfo]:

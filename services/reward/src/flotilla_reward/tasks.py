@@ -75,8 +75,7 @@ class ReasoningGym(BuiltinReward):
                 value = float(answer == entry["answer"])
             else:
                 value = float(task.score_answer(answer, entry))
-        # Whatever the text of a model makes of the scores of a hundred tasks.
-        except Exception as error:
+        except Exception as error:  # whatever the text of a model makes of the scores of a hundred tasks
             raise Unreadable(f"{error!r:.200}") from error
         if not math.isfinite(value):
             raise Unreadable(f"the score of the task is {value}")

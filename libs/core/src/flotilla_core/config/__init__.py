@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flotilla_core.config.judges import AgreementConfig, JudgeConfig
+from flotilla_core.config.generators import EngineConfig, GeneratorConfig, SimConfig
+from flotilla_core.config.judges import AgreementConfig, FleetJudgeConfig, JudgeConfig
 from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
 from flotilla_core.config.model import ConfigModel, IsolationConfig, SecretReference
 from flotilla_core.config.stack import (
@@ -18,11 +19,9 @@ from flotilla_core.config.stack import (
     CoordinatorConfig,
     EnvironmentServiceConfig,
     GangConfig,
-    GeneratorConfig,
     NatsConfig,
     RayConfig,
     RewardServiceConfig,
-    SimConfig,
     SlurmConfig,
     StackConfig,
     TelemetryConfig,

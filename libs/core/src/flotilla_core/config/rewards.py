@@ -156,8 +156,13 @@ class RewardTermConfig(ConfigModel):
         return known.model_copy(update=places)
 
 
-def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str = "") -> None:
-    """Raise ValueError where terms cannot make a reward by this mode; `of` says whose they are."""
+def can_combine(
+    mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str = "", *, counts: bool = True
+) -> None:
+    """Raise ValueError where terms cannot make a reward by this mode; `of` says whose they are.
+
+    Where their weighted sum does not count, no weight is needed for it.
+    """
     gates = [term.shown for term in terms if term.gate_at is not None]
     problem = ""
     if mode != "gated" and gates:
@@ -166,7 +171,7 @@ def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str =
         problem = "there are no rewards beside it: leave it out, or name some"
     elif mode == "gated" and not gates:
         problem = "no reward is a gate: give one gate_at, the value that it has to have"
-    elif mode != "weighted" and not any(term.weight for term in terms):
+    elif terms and (counts or mode != "weighted") and not any(term.weight for term in terms):
         problem = "every weight is 0: rewards with a weight alone count"
     if problem:
         raise ValueError(f"reward_mode{of} is {mode}, and {problem}")
