@@ -6,7 +6,7 @@ imported into the service: a worker loads it, and `problem` in the process of a 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def _resolved(spec: pb.RewardSpec, code: Path | None, judges: Judges | None) -> 
         if builtin.jailed:
             target = Target("entry_point", IN_JAIL, spec.reward, parameters)
         return Term(name, timeout_s, None, target, builtin.blames_response, version, builtin.runs_code)
-    target = replace(CATALOG.target(spec.reward, parameters, code), trusted=spec.trusted)
+    target = CATALOG.target(spec.reward, parameters, code)._replace(trusted=spec.trusted)
     return Term(name, timeout_s, None, target, spec.blames_response)
 
 
