@@ -137,11 +137,11 @@ def test_a_model_whose_state_does_not_fit_beside_a_generator_fits_over_two_gpus(
 def test_the_stack_is_started_with_a_cache_of_a_fixed_size_and_is_divided_alike_again() -> None:
     model, stack = facts(**QWEN3_600M), stack_of()
     shared = SharedGpu.of(model, stack, H200)
-    applied = shared.applied(stack)
+    applied = shared.applied(model, stack)
     assert applied.generator.kv_cache_gib == pytest.approx(shared.kv_cache / GIB)
     assert applied.generator.memory_fraction < 0.6
     again = SharedGpu.of(model, applied, H200)
-    assert again == shared and again.applied(applied) == applied
+    assert again == shared and again.applied(model, applied) == applied
 
 
 def test_a_run_whose_rank_has_no_room_beside_the_generator_is_refused_by_its_keys() -> None:
@@ -167,7 +167,7 @@ def test_a_cache_that_sleeps_and_activations_are_counted_by_the_larger_of_both(t
     assert sleeper.kv_cache >= beside.kv_cache and sleeper.rank_room == beside.rank_room + beside.kv_cache
     at_rest = sleeper.resident + gpu_memory.CHECK_BYTES
     assert sleeper.aside + sleeper.generator + max(sleeper.rank_room, at_rest + sleeper.kv_cache) <= total
-    again = SharedGpu.of(model, sleeper.applied(asleep(**short)), total)
+    again = SharedGpu.of(model, sleeper.applied(model, asleep(**short)), total)
     assert again == sleeper
 
 
