@@ -281,13 +281,15 @@ def test_weights_of_gangs_rest_on_the_host_where_the_gpus_have_no_room_and_there
         return found.critic.shares_gpus, found.reference.cpu_offload, found.critic.cpu_offload
 
     assert resting(141) == (True, False, False)
-    assert resting(100) == (True, True, False), "a model that only scores is the first to rest"
+    assert resting(120) == (True, True, False), "a model that only scores is the first to rest"
     assert resting(80) == (True, True, True)
     assert resting(80, 4) == (True, False, False), "a quarter of everything on each"
     assert resting(80, 3, trainer={"nproc": 1}) == (True, True, True)
     assert resting(80, 4, trainer={"nproc": 1}) == (False, False, False), "each has its own"
     kept = {"critic": {"replicas": 1, "cpu_offload": False}}
-    assert resting(100, **kept) == (True, True, False), "what the file says stays"
+    assert resting(80, **kept) == (True, True, False), "what the file says stays"
+    assert resting(80, 2) == (True, True, False)
+    assert not placed(stack_of(large, **roles)).trainer.cpu_offload, "the policy is the last to rest"
 
 
 def test_a_file_that_counts_ranks_has_gangs_on_gpus_of_their_own_as_long_as_there_are_enough(

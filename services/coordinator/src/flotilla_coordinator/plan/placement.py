@@ -49,7 +49,8 @@ from flotilla_launch.placement import Slot, slots_of
 LEARNING_SHARE = 0.8
 """The most of a GPU that a rank may keep through a run; its activations need the rest."""
 LEAST_CACHE_SHARE = 0.05
-"""The least of a GPU that a KV cache has beside a rank whose weights rest on the host; else each has its own GPUs."""
+"""The least of a GPU that a KV cache has beside a rank whose weights rest on the host, or beside other gangs; else each
+has its own GPUs, or more rests on the host."""
 READY_TIMEOUT_S = 480.0
 """The ready timeout on GPUs: the first start of a model compiles it and captures graphs, which takes two minutes, and
 more with several generators."""
@@ -132,12 +133,14 @@ def _with_gangs(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -
     if not left_open:
         return _spread(stack, gpus, model, total)
     tried = [_spread(one, gpus, model, total) for one in seatings(stack, left_open, gpus)]
+    own = next(one for one in tried if not gang_of(one, left_open[0]).shares_gpus)
     possible = [one for one in tried if _has_seats(one, gpus)]
-    fitting = (
+    fitting = [
         one for one in possible if _learns(_decided(one, gpus), model, total) and rest_on_host(one, model)
-    )
-    own = (one for one in possible if not roles_on_shared_gpus(one))
-    return next(fitting, None) or next(own, None) or (possible or tried)[-1]
+    ]
+    # The policy learns in every step, so its weights are the last to rest.
+    fitting.sort(key=lambda one: offloads(one.trainer))
+    return next(iter(fitting), own if own in possible or not possible else possible[-1])
 
 
 def _has_seats(stack: StackConfig, gpus: Gpus) -> bool:
@@ -193,7 +196,8 @@ def _learns(stack: StackConfig, model: ModelFacts, total: int) -> bool:
     shared, generator = SharedGpu.of(model, stack, total), stack.generator
     wanted = generator.max_running_samples * shared.least_kv_cache
     useful = generator.kv_cache_gib is not None or shared.kv_cache >= min(wanted, LEAST_CACHE_SHARE * total)
-    return shared.learns and (useful or not offloads(stack.trainer))
+    squeezed = offloads(stack.trainer) or roles_on_shared_gpus(stack)
+    return shared.learns and (useful or not squeezed)
 
 
 def _arranged(stack: StackConfig, free: int, ranks: int, model: ModelFacts, total: int) -> StackConfig:
