@@ -427,3 +427,21 @@ def test_a_micro_batch_leaves_room_for_whole_weights_that_would_come_from_the_ho
     for sizes in (QWEN3_600M, QWEN3_8B):
         assert 0.9 * left(facts(**sizes)) > sizes["parameters"] * (2 + 4)
     assert 0 < left(facts(**QWEN_72B)) < 72e9 * (2 + 4), "the most that fits at all"
+
+
+def test_a_critic_that_cannot_compute_in_its_turn_is_refused_by_its_keys() -> None:
+    model = facts(**QWEN3_600M)
+    stack = stack_of(critic={"replicas": 1, "placement": "colocated", "dtype": "bfloat16"})
+    policy = TrainerMemory.of(model, run_of(), stack.trainer, 1024)
+
+    def found(critic: int, stack: StackConfig = stack) -> tuple[list[str], list[str]]:
+        need = TrainerMemory(0, 0, 0, 0, activations=critic, logits=0, reference=0)
+        chapter = Chapter.of(gpu_memory.critic_problems(run_of(), stack, model, policy, need, H200))
+        return chapter.errors, chapter.warnings
+
+    room = gpu_memory.rank_room(run_of(), model, stack, H200) - policy.kept
+    kept = 12 * model.parameters
+    assert found(room + kept) == ([], [])
+    (error,) = found(3 * (room + kept))[0]
+    assert "critic.placement: separate" in error and found(room + 2 * kept)[1]
+    assert found(3 * H200, stack_of(critic={"replicas": 1})) == ([], []), "on GPUs of its own"
