@@ -50,7 +50,7 @@ from flotilla_core.gpu_shares import (
     set_aside,
     share_beside,
 )
-from flotilla_core.roles import CRITIC, section_of
+from flotilla_core.roles import CRITIC, REWARD_MODEL, kind_of_role, section_of
 from flotilla_launch.gpus import gpu_bytes
 
 GIB = 1 << 30
@@ -96,8 +96,11 @@ class SharedGpu:
         end = sync_bytes(model, stack)
         buckets = end + SAME_GPU_BUCKETS * SAME_GPU_BUCKET_BYTES
         aside = set_aside(total, end + buckets) + bytes_beside(model, stack)
-        sleeps, computing = generator.sleep_while_training, 1 + len(roles_on_shared_gpus(stack))
-        room, at_rest = total - aside - engine, resident + (CHECK_BYTES * computing if sleeps else 0)
+        sleeps = generator.sleep_while_training
+        # Reward models score samples as they end, beside a live check.
+        judging = [role for role in roles_on_shared_gpus(stack) if kind_of_role(role) == REWARD_MODEL]
+        awake = CHECK_BYTES * (1 + len(judging))
+        room, at_rest = total - aside - engine, resident + (awake if sleeps else 0)
         learns = at_rest + longest <= room
         left = max(room - (at_rest if learns else frozen), 0)
         wanted = generator.max_running_samples * longest
