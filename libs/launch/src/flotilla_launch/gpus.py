@@ -4,9 +4,9 @@ Invariants: the trainers have the first GPUs, `trainer.nproc` each. The other ga
 teachers, reward models) have the next ones in this order, or where they are colocated those of the trainer's ranks with
 their numbers; then come the generators of judges. Generator i of the policy has the i-th `tensor_parallel_size` after
 them, or where both are colocated the GPU of trainer rank i. So a process keeps its GPUs over restarts and while other
-replicas come and go. A process sees its own GPUs and no others. A stack that
-needs more than there are is refused before anything starts. On a host without GPUs nothing is set.
-CUDA_VISIBLE_DEVICES of the launcher narrows what there is: empty hides all GPUs, a number given twice is shared.
+replicas come and go. A process sees its own GPUs and no others. A stack that needs more than there are is refused
+before anything starts. On a host without GPUs nothing is set. CUDA_VISIBLE_DEVICES of the launcher narrows what there
+is: empty hides all GPUs, a number given twice is shared.
 """
 
 from __future__ import annotations

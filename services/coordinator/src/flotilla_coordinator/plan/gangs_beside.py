@@ -16,7 +16,7 @@ from flotilla_core.config import GangConfig, StackConfig
 from flotilla_core.gangs import gang_of, model_of, roles_on_shared_gpus, with_gang
 from flotilla_core.gpu_shares import RANK_PROCESS
 from flotilla_core.model_folder import model_folder
-from flotilla_core.roles import CRITIC, LEARNING
+from flotilla_core.roles import CRITIC, LEARNING, section_of
 from flotilla_launch.gpus import Gpus
 
 
@@ -76,3 +76,8 @@ def role_bytes(model: ModelFacts, stack: StackConfig, role: str) -> int:
 def bytes_beside(model: ModelFacts, stack: StackConfig) -> int:
     """Return what other gangs keep on a GPU of the trainer, with their processes."""
     return sum(role_bytes(model, stack, role) + RANK_PROCESS for role in roles_on_shared_gpus(stack))
+
+
+def sections_beside(stack: StackConfig) -> str:
+    """Return the sections of the gangs on the GPUs of the trainer."""
+    return ", ".join(map(section_of, roles_on_shared_gpus(stack)))

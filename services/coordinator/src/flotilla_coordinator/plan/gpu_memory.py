@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flotilla_coordinator.plan.chapter import Entries, refusal, shown_bytes
-from flotilla_coordinator.plan.gangs_beside import bytes_beside, role_bytes
+from flotilla_coordinator.plan.gangs_beside import bytes_beside, role_bytes, sections_beside
 from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
 from flotilla_coordinator.plan.sampling_lines import groups_under_way
 from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY, has_gpus
@@ -50,7 +50,7 @@ from flotilla_core.gpu_shares import (
     set_aside,
     share_beside,
 )
-from flotilla_core.roles import CRITIC, REWARD_MODEL, kind_of_role, section_of
+from flotilla_core.roles import CRITIC, REWARD_MODEL, kind_of_role
 from flotilla_launch.gpus import gpu_bytes
 
 GIB = 1 << 30
@@ -123,7 +123,7 @@ class SharedGpu:
                 f"{shown_bytes(other.rank_room)} alternately, "
             )
         beside = ""
-        if sections := ", ".join(map(section_of, roles_on_shared_gpus(stack))):
+        if sections := sections_beside(stack):
             advice += f"set cpu_offload or placement: separate for {sections}, "
             beside = f"{sections} keep {shown_bytes(bytes_beside(model, stack))} there, "
         raise FailedPrecondition(

@@ -7,8 +7,8 @@ a larger one fits alternately, generators sleep during updates. Else ranks have 
 takes, and generators the rest, each with as many workers as its weights need. Where all weights cannot learn in either
 way, those of the trainer rest in host memory. Critic, reference, teachers and reward models sit on the GPUs of the
 trainer's ranks where all have room there, or where there are no others; then their weights rest in host memory, if need
-be. What cannot fit is refused before anything starts, with the key to
-change. A stack that was placed names everything, so it is placed alike again.
+be. What cannot fit is refused before anything starts, with the key to change. A stack that was placed names everything,
+so it is placed alike again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from typing import Any
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_coordinator.plan import size_limits
 from flotilla_coordinator.plan.chapter import Line, shown_bytes
-from flotilla_coordinator.plan.gangs_beside import bytes_beside, may_share, rest_on_host, seated, seatings
+from flotilla_coordinator.plan.gangs_beside import (
+    bytes_beside,
+    may_share,
+    rest_on_host,
+    seated,
+    seatings,
+    sections_beside,
+)
 from flotilla_coordinator.plan.gpu_memory import (
     SharedGpu,
     generator_bytes,
@@ -42,7 +49,7 @@ from flotilla_core.gangs import (
 )
 from flotilla_core.gpu_shares import RANK_PROCESS
 from flotilla_core.model_folder import model_folder
-from flotilla_core.roles import LEARNING, NAMED, holds_judge, role_of_process, section_of
+from flotilla_core.roles import LEARNING, NAMED, holds_judge, role_of_process
 from flotilla_launch.gpus import Gpus, computes_bfloat16, gpu_bytes, needed, needed_beside
 from flotilla_launch.placement import Slot, slots_of
 
@@ -290,7 +297,7 @@ def _require_room(stack: StackConfig, model: ModelFacts, total: int) -> None:
             f"a trainer rank does not fit on a GPU of {shown_bytes(total)}",
             where="trainer",
             why=f"weights that do not learn take {shown_bytes(least)} of it, two layers gathered"
-            + (f", with what {_sections(stack)} keep there" if roles_on_shared_gpus(stack) else ""),
+            + (f", with what {sections_beside(stack)} keep there" if roles_on_shared_gpus(stack) else ""),
             next_step="raise trainer.nproc, which spreads the weights over more GPUs, or set trainer.cpu_offload",
         )
 
@@ -336,10 +343,6 @@ def _memory(slot: Slot, stack: StackConfig, model: ModelFacts, total: int) -> st
         return ""
     kept = resident_bytes if role in LEARNING else frozen_bytes
     return f" ({shown_bytes(kept(model, gang))})"
-
-
-def _sections(stack: StackConfig) -> str:
-    return ", ".join(map(section_of, roles_on_shared_gpus(stack)))
 
 
 def _asleep(stack: StackConfig, model: ModelFacts, total: int) -> str:
