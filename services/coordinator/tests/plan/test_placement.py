@@ -228,7 +228,11 @@ def test_a_generator_that_cannot_fit_is_refused_by_its_keys(model: Path, host: H
         placed(stack_of(model, placement="separate", generator={"memory_fraction": 0.001}))
 
 
-ALL_ROLES = {"critic": {"replicas": 1}, "reference": {"replicas": 1}, "teachers": {"math": {"replicas": 1}}}
+ALL_ROLES: dict[str, Any] = {
+    "critic": {"replicas": 1},
+    "reference": {"replicas": 1},
+    "teachers": {"math": {"replicas": 1}},
+}
 
 
 @pytest.mark.parametrize("count", [1, 2])

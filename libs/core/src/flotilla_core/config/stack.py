@@ -531,20 +531,15 @@ class StackConfig(ConfigModel):
     @model_validator(mode="after")
     def _gangs_can_share_gpus(self) -> StackConfig:
         trainer = self.trainer
-        named = {"teachers": self.teachers, "reward_models": self.reward_models}
         gangs = {"critic": self.critic, "reference": self.reference, "teacher": self.teacher}
-        gangs |= {f"{section}.{name}": gang for section, all_ in named.items() for name, gang in all_.items()}
+        gangs.update((f"teachers.{name}", gang) for name, gang in self.teachers.items())
+        gangs.update((f"reward_models.{name}", gang) for name, gang in self.reward_models.items())
         for section, gang in gangs.items():
             if not gang.shares_gpus:
                 continue
             elsewhere = trainer.attach is not None or bool(trainer.hosts) or trainer.backend == "gloo"
-            if (
-                trainer.replicas != 1
-                or elsewhere
-                or gang.replicas > 1
-                or gang.hosts
-                or gang.attach is not None
-            ):
+            elsewhere = elsewhere or bool(gang.hosts) or gang.attach is not None
+            if trainer.replicas != 1 or gang.replicas > 1 or elsewhere:
                 raise ValueError(
                     f"{section}.placement is colocated, so its ranks share the GPUs of one trainer that is started "
                     f"here: set trainer.replicas and {section}.replicas to 1, leave attach and hosts out, and "

@@ -140,7 +140,7 @@ def _with_gangs(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -
     if not left_open:
         return _spread(stack, gpus, model, total)
     tried = [_spread(one, gpus, model, total) for one in seatings(stack, left_open, gpus)]
-    own = next(one for one in tried if not gang_of(one, left_open[0]).shares_gpus)
+    own = next(one for one in tried if left_open[0] not in roles_on_shared_gpus(one))
     possible = [one for one in tried if _has_seats(one, gpus)]
     fitting = [
         one for one in possible if _learns(_decided(one, gpus), model, total) and rest_on_host(one, model)
