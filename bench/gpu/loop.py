@@ -213,6 +213,10 @@ def as_started(stack: Stack) -> dict[str, Any]:
         "sleep_while_training": generator["sleep_while_training"],
         "apply_weights": generator["apply_weights"],
         "cpu_offload": trainer["cpu_offload"],
+    } | {
+        role: {key: started[role][key] for key in ("placement", "nproc", "cpu_offload")}
+        for role in ("critic", "reference", "teacher")
+        if started[role]["replicas"]
     }
 
 

@@ -1,8 +1,8 @@
 """Run five steps or more at staleness 0 and 1, and with LoRA, on a host with GPUs: trainer and generator in bfloat16.
 
-`ppo` among the runs takes a third GPU for its critic; `--ranks`, `--replicate` and `--sequence-parallel` arrange more
-ranks of the trainer. With `--one-gpu` or `--colocated` both share a GPU, and weights go by CUDA IPC. `--eager` decodes
-without graphs, and `--boots 2` starts the fleet again with what the first start compiled.
+`ppo` among the runs starts a critic, on a third GPU if there is one; `--ranks`, `--replicate` and `--sequence-parallel`
+arrange more ranks of the trainer. With `--one-gpu` or `--colocated` both share a GPU, and weights go by CUDA IPC.
+`--eager` decodes without graphs, and `--boots 2` starts the fleet again with what the first start compiled.
 
 Makes a Qwen3-0.6B-shaped model with random weights (accuracy means nothing here), brings the fleet up as a user would,
 runs, checks that trainer and generator agree, and prints one JSON object a run. `python bench/gpu/smoke.py --out DIR`.

@@ -45,6 +45,8 @@ def stack(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def gangs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Real gangs for every role, a trainer of two ranks among them, and an engine that makes its samples up.
 
+    Critic and reference take turns with the policy, as on GPUs that they share.
+
     Every response is as long as it may be, so that "at most" in a plan is "exactly".
     """
     with sim_stack(
@@ -52,9 +54,9 @@ def gangs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         tmp_path_factory.mktemp("gangs"),
         trainer={"nproc": 2},
         generator={"sim": {"response_tokens": 1000}, "max_model_tokens": 64},
-        critic={"replicas": 1},
+        critic={"replicas": 1, "placement": "colocated"},
         teachers={"math": {"replicas": 1}, "code": {"replicas": 1}},
-        reference={"replicas": 1},
+        reference={"replicas": 1, "placement": "colocated"},
     ) as running:
         yield running
 

@@ -15,7 +15,7 @@ from flotilla_testing.stack import Stack
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_policy_and_critic_learn_side_by_side_and_lie_in_one_checkpoint(
+def test_policy_and_critic_learn_in_turns_and_lie_in_one_checkpoint(
     gangs: Stack, arithmetic: Path, tmp_path: Path
 ) -> None:
     run = gangs.run(ppo_run(arithmetic / "data" / "rl.jsonl", tmp_path))

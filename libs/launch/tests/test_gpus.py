@@ -225,3 +225,37 @@ def test_generators_sleep_only_where_one_trainer_shares_their_gpus(
     with pytest.raises(ValidationError, match=f"generator.sleep_while_training is true.*{why}"):
         stack_of(generator={"sleep_while_training": True}, **values)
     assert stack_of(placement="colocated", generator={"sleep_while_training": True})
+
+
+def test_gangs_on_the_gpus_of_the_trainer_have_those_of_its_first_ranks_and_take_none_from_others() -> None:
+    stack = stack_of(
+        trainer={"nproc": 2},
+        critic={"replicas": 1, "nproc": 2, "placement": "colocated"},
+        reference={"replicas": 1, "placement": "colocated"},
+        teacher={"replicas": 1},
+    )
+    gpus = Gpus(tuple("0123"))
+    gpus.require(stack, 1)
+    found = placed(gpus, stack)
+    assert {"critic": "0,1", "reference": "0", "teacher": "2", "generator-0": "3"}.items() <= found.items()
+    assert gpus.seats(stack)["0"] == ["trainer rank 0", "critic rank 0", "reference"]
+    alone = stack_of(critic={"replicas": 1, "placement": "colocated"})
+    assert Gpus(("0",)).colocates(alone) and placed(Gpus(("0",)), alone)["critic"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"critic": {"nproc": 2}}, "critic.nproc is 2"),
+        ({"critic": {"replicas": 2}}, "set trainer.replicas and critic.replicas to 1"),
+        ({"trainer": {"replicas": 2}}, "set trainer.replicas and critic.replicas to 1"),
+        ({"trainer": {"attach": "elsewhere:1"}}, "leave attach and hosts out"),
+        ({"trainer": {"backend": "gloo"}}, "trainer.backend to auto"),
+    ],
+)
+def test_a_gang_that_cannot_share_the_gpus_of_the_trainer_is_refused_by_its_key(
+    values: dict[str, dict[str, object]], why: str
+) -> None:
+    critic = {"replicas": 1, "placement": "colocated"} | values.pop("critic", {})
+    with pytest.raises(ValidationError, match=why):
+        stack_of(critic=critic, **values)

@@ -58,11 +58,7 @@ def with_model(stack: StackConfig, role: str, folder: Path | str) -> StackConfig
         return stack.model_copy(update={"judges": {**stack.judges, name_of_role(role): judge}})
     if role == POLICY or _beside(stack, role).model is None:
         return stack.model_copy(update={"model": folder})
-    gang = _beside(stack, role).model_copy(update={"model": folder})
-    if role in KINDS:
-        return stack.model_copy(update={role: gang})
-    kind = kind_of_role(role)
-    return stack.model_copy(update={NAMED[kind]: {**named_gangs(stack)[kind], name_of_role(role): gang}})
+    return with_gang(stack, role, _beside(stack, role).model_copy(update={"model": folder}))
 
 
 def started(stack: StackConfig, role: str) -> bool:
@@ -81,6 +77,19 @@ def slots_of_role(stack: StackConfig, role: str) -> list[str]:
     if gang.attach is not None or gang.replicas == 1:
         return [name]
     return [f"{name}-{index}" for index in range(gang.replicas)]
+
+
+def roles_on_shared_gpus(stack: StackConfig) -> tuple[str, ...]:
+    """Return the roles beside the policy whose ranks have the GPUs of the trainer's ranks."""
+    return tuple(role for role in roles_of(stack) if role != POLICY and _beside(stack, role).shares_gpus)
+
+
+def with_gang(stack: StackConfig, role: str, gang: TrainerConfig) -> StackConfig:
+    """Return the stack with another section for the gangs of a role."""
+    if role in KINDS:
+        return stack.model_copy(update={process_name(role): gang})
+    kind = kind_of_role(role)
+    return stack.model_copy(update={NAMED[kind]: {**named_gangs(stack)[kind], name_of_role(role): gang}})
 
 
 def _beside(stack: StackConfig, role: str) -> GangConfig:

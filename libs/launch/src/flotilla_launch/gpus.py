@@ -1,11 +1,12 @@
 """The assignment of this host's GPUs to the processes of a stack.
 
 Invariants: the trainers have the first GPUs, `trainer.nproc` each. The other gangs (critic, reference, teacher, named
-teachers, reward models) have the next ones in this order, then the generators of judges. Generator i of the policy has
-the i-th `tensor_parallel_size` after them, or where both are colocated the GPU of trainer rank i. So a process keeps
-its GPUs over restarts and while other replicas come and go. A process sees its own GPUs and no others. A stack that
-needs more than there are is refused before anything starts. On a host without GPUs nothing is set.
-CUDA_VISIBLE_DEVICES of the launcher narrows what there is: empty hides all GPUs, a number given twice is shared.
+teachers, reward models) have the next ones in this order, or where they are colocated those of the trainer's ranks with
+their numbers; then come the generators of judges. Generator i of the policy has the i-th `tensor_parallel_size` after
+them, or where both are colocated the GPU of trainer rank i. So a process keeps its GPUs over restarts and while other
+replicas come and go. A process sees its own GPUs and no others. A stack that needs more than there are is refused
+before anything starts. On a host without GPUs nothing is set. CUDA_VISIBLE_DEVICES of the launcher narrows what there
+is: empty hides all GPUs, a number given twice is shared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from pathlib import Path
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.gangs import gang_of, roles_of, section_of_process, slots_of_role
+from flotilla_core.gangs import (
+    gang_of,
+    roles_of,
+    roles_on_shared_gpus,
+    section_of_process,
+    slots_of_role,
+)
 from flotilla_core.judge_generators import judge_of_role, judge_roles, slots_of_judge
 from flotilla_core.kinds import OF_GANGS
 from flotilla_core.roles import POLICY, holds_judge, role_of_process, section_of
@@ -99,7 +106,10 @@ class Gpus:
             return {}
         first, count = 0, 0
         before = _first(stack)
-        if slot.kind == ServiceKind.SERVICE_KIND_TRAINER or slot.name in before:
+        sharing = _sharing(stack)
+        if slot.name in sharing:
+            count = sharing[slot.name]
+        elif slot.kind == ServiceKind.SERVICE_KIND_TRAINER or slot.name in before:
             count = before[slot.name]
             first = sum(before[name] for name in [*before][: [*before].index(slot.name)])
         elif slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
@@ -130,8 +140,12 @@ def needed_beside(stack: StackConfig) -> int:
 
 def _first(stack: StackConfig) -> dict[str, int]:
     """GPUs of each gang and of each judge's generator by its slot, in the order in which they are dealt."""
+    sharing = _sharing(stack)
     gangs = {
-        slot: _ranks(gang_of(stack, role)) for role in roles_of(stack) for slot in slots_of_role(stack, role)
+        slot: _ranks(gang_of(stack, role))
+        for role in roles_of(stack)
+        for slot in slots_of_role(stack, role)
+        if slot not in sharing
     }
     judges = {
         slot: judge_of_role(stack, role).tensor_parallel_size
@@ -139,6 +153,12 @@ def _first(stack: StackConfig) -> dict[str, int]:
         for slot in slots_of_judge(stack, role)
     }
     return gangs | judges
+
+
+def _sharing(stack: StackConfig) -> dict[str, int]:
+    """GPUs of each gang that has those of the trainer's ranks."""
+    roles = roles_on_shared_gpus(stack)
+    return {slot: _ranks(gang_of(stack, role)) for role in roles for slot in slots_of_role(stack, role)}
 
 
 def _key_of(name: str) -> str:

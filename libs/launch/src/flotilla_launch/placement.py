@@ -16,10 +16,17 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.addresses import is_free, ports_of
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import Exhausted, FailedPrecondition, InvalidConfig, InvalidRequest
-from flotilla_core.gangs import gang_of, ranks_beside, roles_of, slots_of_role, spread_gangs
+from flotilla_core.gangs import (
+    gang_of,
+    ranks_beside,
+    roles_of,
+    roles_on_shared_gpus,
+    slots_of_role,
+    spread_gangs,
+)
 from flotilla_core.judge_generators import judge_roles, section_of_generator, slots_of_judge
 from flotilla_core.kinds import KINDS, OF_GANGS, SCALABLE, Kind, kind_name, kind_of
-from flotilla_core.roles import holds_judge
+from flotilla_core.roles import holds_judge, section_of
 from flotilla_launch.environment import shown
 
 
@@ -76,6 +83,14 @@ def refused_by_engines(stack: StackConfig) -> list[tuple[bool, str, str]]:
             stack.placement == "colocated",
             "placement colocated: there generators have GPUs of their own",
             "set placement: separate",
+        ),
+        *(
+            (
+                True,
+                f"{section_of(role)}.placement colocated: there gangs have GPUs of their own",
+                f"set {section_of(role)}.placement: separate",
+            )
+            for role in roles_on_shared_gpus(stack)
         ),
     ]
 

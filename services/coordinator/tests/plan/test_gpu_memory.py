@@ -137,11 +137,11 @@ def test_a_model_whose_state_does_not_fit_beside_a_generator_fits_over_two_gpus(
 def test_the_stack_is_started_with_a_cache_of_a_fixed_size_and_is_divided_alike_again() -> None:
     model, stack = facts(**QWEN3_600M), stack_of()
     shared = SharedGpu.of(model, stack, H200)
-    applied = shared.applied(stack)
+    applied = shared.applied(model, stack)
     assert applied.generator.kv_cache_gib == pytest.approx(shared.kv_cache / GIB)
     assert applied.generator.memory_fraction < 0.6
     again = SharedGpu.of(model, applied, H200)
-    assert again == shared and again.applied(applied) == applied
+    assert again == shared and again.applied(model, applied) == applied
 
 
 def test_a_run_whose_rank_has_no_room_beside_the_generator_is_refused_by_its_keys() -> None:
@@ -167,7 +167,7 @@ def test_a_cache_that_sleeps_and_activations_are_counted_by_the_larger_of_both(t
     assert sleeper.kv_cache >= beside.kv_cache and sleeper.rank_room == beside.rank_room + beside.kv_cache
     at_rest = sleeper.resident + gpu_memory.CHECK_BYTES
     assert sleeper.aside + sleeper.generator + max(sleeper.rank_room, at_rest + sleeper.kv_cache) <= total
-    again = SharedGpu.of(model, sleeper.applied(asleep(**short)), total)
+    again = SharedGpu.of(model, sleeper.applied(model, asleep(**short)), total)
     assert again == sleeper
 
 
@@ -427,3 +427,21 @@ def test_a_micro_batch_leaves_room_for_whole_weights_that_would_come_from_the_ho
     for sizes in (QWEN3_600M, QWEN3_8B):
         assert 0.9 * left(facts(**sizes)) > sizes["parameters"] * (2 + 4)
     assert 0 < left(facts(**QWEN_72B)) < 72e9 * (2 + 4), "the most that fits at all"
+
+
+def test_a_critic_that_cannot_compute_in_its_turn_is_refused_by_its_keys() -> None:
+    model = facts(**QWEN3_600M)
+    stack = stack_of(critic={"replicas": 1, "placement": "colocated", "dtype": "bfloat16"})
+    policy = TrainerMemory.of(model, run_of(), stack.trainer, 1024)
+
+    def found(critic: int, stack: StackConfig = stack) -> tuple[list[str], list[str]]:
+        need = TrainerMemory(0, 0, 0, 0, activations=critic, logits=0, reference=0)
+        chapter = Chapter.of(gpu_memory.critic_problems(run_of(), stack, model, policy, need, H200))
+        return chapter.errors, chapter.warnings
+
+    room = gpu_memory.rank_room(run_of(), model, stack, H200) - policy.kept
+    kept = 12 * model.parameters
+    assert found(room + kept) == ([], [])
+    (error,) = found(3 * (room + kept))[0]
+    assert "critic.placement: separate" in error and found(room + 2 * kept)[1]
+    assert found(3 * H200, stack_of(critic={"replicas": 1})) == ([], []), "on GPUs of its own"

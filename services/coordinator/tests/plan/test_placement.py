@@ -90,7 +90,8 @@ def test_both_ends_share_every_gpu_of_a_host_and_a_second_look_changes_nothing(
         ({"generator": {"replicas": 3}}, (1, 3, "separate")),
         ({"placement": "separate"}, (2, 2, "separate")),
         ({"generator": {"tensor_parallel_size": 2}}, (2, 1, "separate")),
-        ({"reference": {"replicas": 1}}, (3, 3, "colocated")),
+        ({"reference": {"replicas": 1}}, (4, 4, "colocated")),
+        ({"reference": {"replicas": 1, "placement": "separate"}}, (3, 3, "colocated")),
         ({"trainer": {"replicas": 2}}, (2, 4, "colocated")),
         ({"trainer": {"backend": "gloo"}}, (1, 1, "separate")),
         ({"autoscale": {}}, (1, 1, "separate")),
@@ -225,3 +226,86 @@ def test_a_generator_that_cannot_fit_is_refused_by_its_keys(model: Path, host: H
     host(2, gib=1)
     with pytest.raises(FailedPrecondition, match=r"a generator does not fit.*tensor_parallel_size"):
         placed(stack_of(model, placement="separate", generator={"memory_fraction": 0.001}))
+
+
+ALL_ROLES: dict[str, Any] = {
+    "critic": {"replicas": 1},
+    "reference": {"replicas": 1},
+    "teachers": {"math": {"replicas": 1}},
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_critic_reference_and_teachers_have_the_gpus_of_the_trainer_where_all_have_room(
+    model: Path, host: Host, count: int
+) -> None:
+    host(count)
+    found = placed(stack_of(model, **ALL_ROLES))
+    assert (found.trainer.nproc, found.generator.replicas, found.placement) == (count, count, "colocated")
+    gangs = [found.critic, found.reference, found.teachers["math"]]
+    assert [(gang.nproc, gang.shares_gpus, gang.cpu_offload) for gang in gangs] == [(count, True, False)] * 3
+    assert placed(found) == found == placed(load_text(StackConfig, dump_yaml(found)))
+    who = seats(found)[0]
+    assert len(who) == count
+    for one in ("critic", "reference", "teacher-math", "trainer", "generator-0"):
+        assert one in who[0][1]
+    assert "in its turn" in who[0][1]
+
+
+def test_what_gangs_keep_on_a_shared_gpu_is_counted_and_their_limits_leave_the_generators_part(
+    tmp_path: Path, host: Host
+) -> None:
+    large = make_model(tmp_path / "large", width=16_384, layers=8)  # 2.1 billion parameters
+    host(1, gib=141)
+    awake: dict[str, Any] = {"generator": {"sleep_while_training": False}}
+    alone, found = (placed(stack_of(large, **awake, **roles)) for roles in ({}, ALL_ROLES))
+    total = 141 * GIB
+    facts = ModelFacts.read(large)
+    few, many = (SharedGpu.of(facts, stack, total) for stack in (alone, found))
+    kept = facts.parameters * (12 + 4 + 4)
+    assert kept < many.aside - few.aside < 1.2 * kept + 3 * GIB
+    limits = [found.trainer.memory_fraction, found.critic.memory_fraction, found.reference.memory_fraction]
+    trainer, critic, reference = (limit * total for limit in limits if limit is not None)
+    engine = many.generator + many.kv_cache
+    beside_critic = facts.parameters * (12 + 4 + 4)  # policy, reference, teacher
+    assert critic + beside_critic + engine < total and trainer + kept + engine < total
+    assert facts.parameters * 4 < reference < critic
+
+
+def test_weights_of_gangs_rest_on_the_host_where_the_gpus_have_no_room_and_there_are_no_others(
+    tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = make_model(tmp_path / "large", width=16_384, layers=10)  # 2.7 billion parameters
+    roles = {"critic": {"replicas": 1}, "reference": {"replicas": 1}}
+    monkeypatch.setattr(size_limits, "host_memory", lambda: 256 * GIB)
+
+    def resting(gib: int, count: int = 1, **sections: Any) -> tuple[bool, bool, bool]:
+        host(count, gib=gib)
+        found = placed(stack_of(large, **(roles | sections)))
+        return found.critic.shares_gpus, found.reference.cpu_offload, found.critic.cpu_offload
+
+    assert resting(141) == (True, False, False)
+    assert resting(120) == (True, True, False), "a model that only scores is the first to rest"
+    assert resting(80) == (True, True, True)
+    assert resting(80, 4) == (True, False, False), "a quarter of everything on each"
+    assert resting(80, 3, trainer={"nproc": 1}) == (True, True, True)
+    assert resting(80, 4, trainer={"nproc": 1}) == (False, False, False), "each has its own"
+    kept = {"critic": {"replicas": 1, "cpu_offload": False}}
+    assert resting(80, **kept) == (True, True, False), "what the file says stays"
+    assert resting(80, 2) == (True, True, False)
+    assert not placed(stack_of(large, **roles)).trainer.cpu_offload, "the policy is the last to rest"
+
+
+def test_a_file_that_counts_ranks_has_gangs_on_gpus_of_their_own_as_long_as_there_are_enough(
+    model: Path, host: Host
+) -> None:
+    counted = {"trainer": {"nproc": 1}, "generator": {"replicas": 1}, "critic": {"replicas": 1}}
+    for count, shares in ((3, False), (2, True)):
+        host(count)
+        found = placed(stack_of(model, **counted))
+        assert (found.critic.shares_gpus, found.placement) == (shares, "separate")
+        assert len(seats(found)[0]) == count
+    host(2)
+    two = {"critic": {"replicas": 1, "nproc": 2}, "trainer": {"nproc": 1}, "generator": {"replicas": 1}}
+    with pytest.raises(FailedPrecondition, match=r"needs 4 GPUs.*critic takes 2"):
+        placed(stack_of(model, **two))

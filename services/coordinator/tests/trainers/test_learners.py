@@ -91,6 +91,26 @@ async def test_both_learn_from_a_batch_side_by_side(bench: Bench) -> None:
     assert learned.policy is not None and learned.metrics == {"loss": 0.5, "critic/loss": 0.5}
 
 
+async def test_on_the_same_gpus_the_critic_learns_after_the_policy() -> None:
+    turns: list[str] = []
+
+    class Turn:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        async def train(self, batch: Batch) -> pb.UpdateResult:
+            turns.append(f"{self._name} begins")
+            await asyncio.sleep(0)
+            turns.append(f"{self._name} ends")
+            return pb.UpdateResult(update_id="run/0.1", metrics={"loss": 0.5})
+
+    policy: Any = Turn("policy")
+    critic: Any = Turn("critic")
+    learned = await Learners(policy, critic, in_turns=True).train(batch(0))
+    assert turns == ["policy begins", "policy ends", "critic begins", "critic ends"]
+    assert learned.metrics == {"loss": 0.5, "critic/loss": 0.5}
+
+
 async def test_the_first_steps_teach_the_critic_alone(tmp_path: Path) -> None:
     bench = Bench(tmp_path, together=1)
     for step in range(3):

@@ -51,3 +51,12 @@ def test_only_the_gang_of_the_policy_shares_gpus_with_generators(tmp_path: Path)
 
     assert plan("trainer", asleep=True).returns_memory
     assert not plan("trainer", asleep=False).returns_memory and not plan("critic", asleep=True).returns_memory
+
+
+def test_gangs_that_share_gpus_return_what_they_do_not_use(tmp_path: Path) -> None:
+    critic = {"replicas": 1, "placement": "colocated"}
+    stack = StackConfig.model_validate({"critic": critic, "reference": {"replicas": 1}})
+    plans = [
+        GangPlan.of_stack(stack, name, "1", tmp_path, tmp_path) for name in ("trainer", "critic", "reference")
+    ]
+    assert [plan.returns_memory for plan in plans] == [True, True, False]

@@ -246,9 +246,19 @@ class GangConfig(TrainerConfig):
     replicas: int = Field(default=0, ge=0, le=MOST_REPLICAS)
     """Whole gangs that the launcher starts, one for each run that needs one at once. Other runs ignore them."""
     nproc: int = Field(default=1, ge=1, le=1024)
-    """FSDP2 ranks; with GPUs each rank takes one, after those of the sections above."""
+    """FSDP2 ranks; with GPUs each rank takes one. A file that does not say gets as many as the trainer where they share
+    its GPUs."""
+    placement: Literal["auto", "separate", "colocated"] = "auto"
+    """GPUs of the ranks: their own, after those of the sections above, or `colocated` those of the trainer's ranks with
+    their numbers, where policy and critic learn in turns. `auto` shares them where all have room, or where the host has
+    no others."""
     model: ModelName | None = None
     """Hugging Face folder (or hub name) with the stack's tokenizer; empty takes the stack's model."""
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True where its ranks have the GPUs of the trainer's ranks."""
+        return self.placement == "colocated" and self.replicas > 0 and self.backend != "gloo"
 
 
 class RewardModelGangConfig(GangConfig):
@@ -524,6 +534,30 @@ class StackConfig(ConfigModel):
                 f"{key} is true, so every generator sleeps while the one trainer works: set trainer.replicas to 1, and "
                 "leave generator.attach out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _gangs_can_share_gpus(self) -> StackConfig:
+        trainer = self.trainer
+        gangs = {"critic": self.critic, "reference": self.reference, "teacher": self.teacher}
+        gangs.update((f"teachers.{name}", gang) for name, gang in self.teachers.items())
+        gangs.update((f"reward_models.{name}", gang) for name, gang in self.reward_models.items())
+        for section, gang in gangs.items():
+            if not gang.shares_gpus:
+                continue
+            elsewhere = trainer.attach is not None or bool(trainer.hosts) or trainer.backend == "gloo"
+            elsewhere = elsewhere or bool(gang.hosts) or gang.attach is not None
+            if trainer.replicas != 1 or gang.replicas > 1 or elsewhere:
+                raise ValueError(
+                    f"{section}.placement is colocated, so its ranks share the GPUs of one trainer that is started "
+                    f"here: set trainer.replicas and {section}.replicas to 1, leave attach and hosts out, and "
+                    "trainer.backend to auto"
+                )
+            if gang.nproc > trainer.nproc:
+                raise ValueError(
+                    f"{section}.nproc is {gang.nproc}, and with {section}.placement colocated each rank shares the GPU "
+                    f"of a trainer rank, of which this stack has {trainer.nproc}: lower it, or raise trainer.nproc"
+                )
         return self
 
     def longest_command_s(self, gang: TrainerConfig) -> float:

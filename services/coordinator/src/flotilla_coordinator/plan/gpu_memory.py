@@ -7,6 +7,10 @@ weights; the generator's weights, live and staged; and the buckets of both ends 
 remains, the KV cache takes what the samples of the generator can fill, at most half. Whether the activations of a run
 fit into the other half is known when the run is planned.
 
+Other gangs: what the ranks of critic, reference, teachers and reward models keep on the GPUs of the trainer is set
+aside with their processes, for the whole run. What one of them takes while it computes comes from the part of the
+trainer's rank, because they compute in turns and then return it.
+
 Sleep: with `generator.sleep_while_training` the KV cache and the activations are never there at the same time, so each
 may have all that remains, the KV cache without what a rank computes for live checks. Where all weights cannot learn it
 has half of it, as ever, because nobody knows yet what the rank will keep. A run for which generators do not sleep has
@@ -22,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flotilla_coordinator.plan.chapter import Entries, refusal, shown_bytes
+from flotilla_coordinator.plan.gangs_beside import bytes_beside, role_bytes, sections_beside
 from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
 from flotilla_coordinator.plan.sampling_lines import groups_under_way
 from flotilla_coordinator.plan.size_limits import ESTIMATE_MAY_BE_WRONG_BY, has_gpus
@@ -31,10 +36,12 @@ from flotilla_coordinator.plan.trainer_memory import (
     frozen_bytes,
     offloads,
     resident_bytes,
+    resting_bytes,
 )
 from flotilla_core.config import GeneratorConfig, RunConfig, StackConfig, TrainerConfig, bucket_size_mib
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.findings import warning
+from flotilla_core.gangs import gang_of, roles_on_shared_gpus, with_gang
 from flotilla_core.gpu_shares import (
     ENGINE_PROCESS,
     SAME_GPU_BUCKET_BYTES,
@@ -43,6 +50,7 @@ from flotilla_core.gpu_shares import (
     set_aside,
     share_beside,
 )
+from flotilla_core.roles import CRITIC, REWARD_MODEL, kind_of_role
 from flotilla_launch.gpus import gpu_bytes
 
 GIB = 1 << 30
@@ -71,7 +79,8 @@ class SharedGpu:
     least_kv_cache: int
     """The KV cache of one sample as long as the generator allows."""
     aside: int
-    """The memory that neither of them counts on, with the buckets of a weight sync at both ends and between them."""
+    """The memory that neither of them counts on, with the buckets of a weight sync at both ends and between them, and
+    with what other gangs keep there."""
     buckets: int
     """The part of it that the rank takes, for its end of a weight sync and for what lies between both."""
     sleeps: bool
@@ -86,9 +95,12 @@ class SharedGpu:
         longest = longest_sample_bytes(model, generator)
         end = sync_bytes(model, stack)
         buckets = end + SAME_GPU_BUCKETS * SAME_GPU_BUCKET_BYTES
-        aside = set_aside(total, end + buckets)
+        aside = set_aside(total, end + buckets) + bytes_beside(model, stack)
         sleeps = generator.sleep_while_training
-        room, at_rest = total - aside - engine, resident + (CHECK_BYTES if sleeps else 0)
+        # Reward models score samples as they end, beside a live check.
+        judging = [role for role in roles_on_shared_gpus(stack) if kind_of_role(role) == REWARD_MODEL]
+        awake = CHECK_BYTES * (1 + len(judging))
+        room, at_rest = total - aside - engine, resident + (awake if sleeps else 0)
         learns = at_rest + longest <= room
         left = max(room - (at_rest if learns else frozen), 0)
         wanted = generator.max_running_samples * longest
@@ -110,10 +122,14 @@ class SharedGpu:
                 f"set {SLEEP} to true, with which the KV cache has {shown_bytes(other.kv_cache)} and the rank "
                 f"{shown_bytes(other.rank_room)} alternately, "
             )
+        beside = ""
+        if sections := sections_beside(stack):
+            advice += f"set cpu_offload or placement: separate for {sections}, "
+            beside = f"{sections} keep {shown_bytes(bytes_beside(model, stack))} there, "
         raise FailedPrecondition(
             f"a trainer rank and a generator do not fit on one GPU of {shown_bytes(total)}",
             where="placement: colocated",
-            why=f"the rank keeps {shown_bytes(shared.frozen)} of weights alone, the generator "
+            why=f"{beside}the rank keeps {shown_bytes(shared.frozen)} of weights alone, the generator "
             f"{shown_bytes(shared.generator)} of weights, live and staged, and working memory; what remains for the KV "
             f"cache is {shown_bytes(max(shared.kv_cache, 0))}, and one sample of generator.max_model_tokens takes "
             f"{shown_bytes(shared.least_kv_cache)}",
@@ -147,7 +163,7 @@ class SharedGpu:
         """Return whether both fit, if need be with frozen weights."""
         return self.frozen <= self.room_beside and self.least_kv_cache <= self.kv_cache
 
-    def applied(self, stack: StackConfig) -> StackConfig:
+    def applied(self, model: ModelFacts, stack: StackConfig) -> StackConfig:
         """Return the stack with the memory of both as divided here."""
         # vLLM refuses to start where less than this share is free, also where the KV cache has a fixed size.
         share = max(0.01, round((self.generator + self.kv_cache) / self.total, 2))
@@ -157,7 +173,18 @@ class SharedGpu:
             # Without a limit torch keeps what it once took, and the generator dies when its samples need theirs.
             limit = (self.rank_room + self.buckets) / self.total
             trainer = trainer.model_copy(update={"memory_fraction": limit})
+        stack = self._with_limits_of_gangs(model, stack)
         return stack.model_copy(update={"generator": generator, "trainer": trainer, "placement": "colocated"})
+
+    def _with_limits_of_gangs(self, model: ModelFacts, stack: StackConfig) -> StackConfig:
+        """Let a rank of another gang take what it keeps, and what the trainer's rank has for an update."""
+        policy = resting_bytes(model, stack.trainer, learns=True) if self.learns else self.frozen
+        for role in roles_on_shared_gpus(stack):
+            gang = gang_of(stack, role)
+            if gang.memory_fraction is None:
+                limit = min(1.0, (self.rank_room - policy + role_bytes(model, stack, role)) / self.total)
+                stack = with_gang(stack, role, gang.model_copy(update={"memory_fraction": limit}))
+        return stack
 
 
 def token_bytes(model: ModelFacts, generator: GeneratorConfig) -> int:
@@ -223,7 +250,7 @@ def rank_room(config: RunConfig, model: ModelFacts, stack: StackConfig, gpu: int
         room, buckets = shared.rank_room if sleeps_in(config, stack) else shared.room_beside, shared.buckets
     else:
         buckets = sync_bytes(model, stack)
-        room = gpu - set_aside(gpu, buckets)
+        room = gpu - set_aside(gpu, buckets) - bytes_beside(model, stack)
     limit = stack.trainer.memory_fraction
     return room if limit is None else min(room, round(gpu * limit) - buckets)
 
@@ -263,6 +290,28 @@ def gpu_problems(
         )
     if stack.generator.engine == "vllm":
         yield from _generator_problems(config, stack, model, gpu)
+
+
+def critic_problems(
+    config: RunConfig,
+    stack: StackConfig,
+    model: ModelFacts,
+    policy: TrainerMemory,
+    critic: TrainerMemory,
+    gpu: int,
+) -> Entries:
+    """Refuse a critic that cannot compute on the trainer's GPUs in its turn, and warn of one that may not."""
+    if not stack.critic.shares_gpus or offloads(stack.critic):
+        return
+    room = rank_room(config, model, stack, gpu) - policy.kept + role_bytes(model, stack, CRITIC)
+    yield from _beyond(
+        f"a critic rank needs about {shown_bytes(critic.total)}, and beside the policy and its generator a GPU of "
+        f"{shown_bytes(gpu)} has {shown_bytes(max(room, 0))} for it: set algorithm.critic.optimizer.offload, or "
+        f"critic.cpu_offload or critic.placement: separate in the stack file, or lower "
+        f"batching.tokens_per_microbatch = {config.batching.microbatch_budget}",
+        critic.total,
+        room,
+    )
 
 
 def _beyond(sentence: str, need: int, room: int, *, beside: int = 0) -> Entries:

@@ -38,6 +38,8 @@ def memory_chapter(run: RunFacts) -> Entries:
     if run.gpu is not None:
         yield from seat_lines(stack, model, run.gpu)
         yield from gpu_memory.gpu_problems(config, stack, model, need, run.gpu)
+        if critic is not None:
+            yield from gpu_memory.critic_problems(config, stack, model, need, critic[0], run.gpu)
     if not run.given and config.loop == "coordinator":
         kv_cache = gpu_memory.kv_cache_bytes(model, stack, run.gpu)
         yield from gpu_memory.kv_cache_warnings(config, stack, model, run.data.longest_prompt, kv_cache)
@@ -51,10 +53,11 @@ def critic_chapter(run: RunFacts) -> Entries:
     need, host = memory
     clip = "no clip" if critic.value_clip is None else f"values clipped at {critic.value_clip:g}"
     alone = f"; the first {critic.warmup_steps} steps teach it alone" if critic.warmup_steps else ""
+    turns = "; learns after the policy, on the same GPUs" if gang.shares_gpus and run.gpu is not None else ""
     yield Line(
         "critic",
         f"learning rate {critic.optimizer.learning_rate:g}",
-        f"{critic.optimizer.schedule}, {clip}; starts from {_critic_start(run, critic)}{alone}",
+        f"{critic.optimizer.schedule}, {clip}; starts from {_critic_start(run, critic)}{alone}{turns}",
     )
     yield _rank_line("critic", gang, need, f" {shown_bytes(need.activations)}; it has no logits")
     yield from host_lines("critic", host, offload=critic.optimizer.offload)
@@ -97,7 +100,9 @@ def _critic_memory(run: RunFacts) -> tuple[TrainerMemory, HostMemory] | None:
     critic = critic_of(run.config)
     if critic is None or run.critic is None:
         return None
-    return critic_memory(run.critic, run.config, critic, run.stack.critic, run.longest)
+    gang = run.stack.critic
+    compiled = gpu_memory.compiles(gang, run.gpu)
+    return critic_memory(run.critic, run.config, critic, gang, run.longest, compiled=compiled)
 
 
 def _critic_start(run: RunFacts, critic: CriticConfig) -> str:

@@ -5,8 +5,10 @@ where the file names neither ranks nor generators: each gets a rank and a genera
 because then no GPU waits for the work of another. Where the KV cache beside the rank is too small for a usual batch and
 a larger one fits alternately, generators sleep during updates. Else ranks have half of them, or as many as learning
 takes, and generators the rest, each with as many workers as its weights need. Where all weights cannot learn in either
-way, those of the trainer rest in host memory. What cannot fit is refused before anything starts, with the key to
-change. A stack that was placed names everything, so it is placed alike again.
+way, those of the trainer rest in host memory. Critic, reference, teachers and reward models sit on the GPUs of the
+trainer's ranks where all have room there, or where there are no others; then their weights rest in host memory, if need
+be. What cannot fit is refused before anything starts, with the key to change. A stack that was placed names everything,
+so it is placed alike again.
 """
 
 from __future__ import annotations
@@ -17,6 +19,14 @@ from typing import Any
 from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_coordinator.plan import size_limits
 from flotilla_coordinator.plan.chapter import Line, shown_bytes
+from flotilla_coordinator.plan.gangs_beside import (
+    bytes_beside,
+    may_share,
+    rest_on_host,
+    seated,
+    seatings,
+    sections_beside,
+)
 from flotilla_coordinator.plan.gpu_memory import (
     SharedGpu,
     generator_bytes,
@@ -30,7 +40,13 @@ from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import HostMemory, frozen_bytes, offloads, resident_bytes
 from flotilla_core.config import FleetJudgeConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.gangs import gang_of, model_of, named_gangs
+from flotilla_core.gangs import (
+    gang_of,
+    model_of,
+    named_gangs,
+    roles_of,
+    roles_on_shared_gpus,
+)
 from flotilla_core.gpu_shares import RANK_PROCESS
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import LEARNING, NAMED, holds_judge, role_of_process
@@ -40,7 +56,8 @@ from flotilla_launch.placement import Slot, slots_of
 LEARNING_SHARE = 0.8
 """The most of a GPU that a rank may keep through a run; its activations need the rest."""
 LEAST_CACHE_SHARE = 0.05
-"""The least of a GPU that a KV cache has beside a rank whose weights rest on the host; else each has its own GPUs."""
+"""The least of a GPU that a KV cache has beside a rank whose weights rest on the host, or beside other gangs; else each
+has its own GPUs, or more rests on the host."""
 READY_TIMEOUT_S = 480.0
 """The ready timeout on GPUs: the first start of a model compiles it and captures graphs, which takes two minutes, and
 more with several generators."""
@@ -73,14 +90,14 @@ def placed(stack: StackConfig) -> StackConfig:
             next_step="put nvidia-smi on the PATH, or set placement to separate",
         )
     model = ModelFacts.read(model_folder(stack.model))
-    stack = _spread(stack, gpus, model, total)
+    stack = _with_gangs(stack, gpus, model, total)
     gpus.require(stack, stack.generator.replicas)
     if not gpus.colocates(stack):
         stack = _beside_standby(stack, model, total)
         _require_room(stack, model, total)
         return stack.model_copy(update={"placement": "separate"})
     stack = _asleep_in_updates(stack, model, total)
-    return SharedGpu.required(model, stack, total).applied(stack)
+    return SharedGpu.required(model, stack, total).applied(model, stack)
 
 
 def seats(stack: StackConfig) -> tuple[list[Seat], list[str]]:
@@ -117,7 +134,47 @@ def _half(section: Any) -> Any:
     return section.model_copy(update={"dtype": "bfloat16"})
 
 
+def _with_gangs(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> StackConfig:
+    """Seat the gangs whose placement the file leaves open, and spread ranks and generators over the GPUs."""
+    left_open = [role for role in roles_of(stack) if may_share(stack, role)]
+    if not left_open:
+        return _spread(stack, gpus, model, total)
+    tried = [_spread(one, gpus, model, total) for one in seatings(stack, left_open, gpus)]
+    own = next(one for one in tried if left_open[0] not in roles_on_shared_gpus(one))
+    possible = [one for one in tried if _has_seats(one, gpus)]
+    fitting = [
+        one for one in possible if _learns(_decided(one, gpus), model, total) and rest_on_host(one, model)
+    ]
+    # The policy learns in every step, so its weights are the last to rest.
+    fitting.sort(key=lambda one: offloads(one.trainer))
+    return next(iter(fitting), own if own in possible or not possible else possible[-1])
+
+
+def _has_seats(stack: StackConfig, gpus: Gpus) -> bool:
+    """Return whether a host has the GPUs for a stack, and the trainer a rank for each that shares its GPU."""
+    ranks = [gang_of(stack, role).nproc for role in roles_on_shared_gpus(stack)]
+    return needed(_decided(stack, gpus)) <= len(gpus.names) and max(ranks, default=0) <= stack.trainer.nproc
+
+
+def _decided(stack: StackConfig, gpus: Gpus) -> StackConfig:
+    """Return the stack with what `auto` means for trainer and generators."""
+    place = "colocated" if gpus.colocates(stack) else "separate"
+    return stack.model_copy(update={"placement": place})
+
+
 def _spread(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> StackConfig:
+    """Give ranks and generators their GPUs, and gangs on the same GPUs as many ranks."""
+    return _with_ranks_beside(_spread_policy(stack, gpus, model, total))
+
+
+def _with_ranks_beside(stack: StackConfig) -> StackConfig:
+    """Give gangs on the GPUs of the trainer as many ranks as it has, where the file does not say."""
+    sharing = {role: gang_of(stack, role) for role in roles_on_shared_gpus(stack)}
+    open_ = [role for role, gang in sharing.items() if not gang.sets("nproc")]
+    return seated(stack, open_, nproc=stack.trainer.nproc)
+
+
+def _spread_policy(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> StackConfig:
     """Give ranks and generators all GPUs that other gangs leave, where the file names neither."""
     trainer, generator = stack.trainer, stack.generator
     by_hand = trainer.sets("nproc") or trainer.hosts or generator.sets("replicas")
@@ -142,11 +199,12 @@ def _spread(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> St
 def _learns(stack: StackConfig, model: ModelFacts, total: int) -> bool:
     """Return whether all weights can learn on the ranks of a stack, in the memory of their GPUs."""
     if stack.placement != "colocated":
-        return resident_bytes(model, stack.trainer) <= LEARNING_SHARE * total
+        return resident_bytes(model, stack.trainer) + bytes_beside(model, stack) <= LEARNING_SHARE * total
     shared, generator = SharedGpu.of(model, stack, total), stack.generator
     wanted = generator.max_running_samples * shared.least_kv_cache
     useful = generator.kv_cache_gib is not None or shared.kv_cache >= min(wanted, LEAST_CACHE_SHARE * total)
-    return shared.learns and (useful or not offloads(stack.trainer))
+    squeezed = offloads(stack.trainer) or roles_on_shared_gpus(stack)
+    return shared.learns and (useful or not squeezed)
 
 
 def _arranged(stack: StackConfig, free: int, ranks: int, model: ModelFacts, total: int) -> StackConfig:
@@ -215,7 +273,8 @@ def _asleep_in_updates(stack: StackConfig, model: ModelFacts, total: int) -> Sta
 def _counted(stack: StackConfig, ranks: int, generators: int, placement: str) -> StackConfig:
     generator = stack.generator.model_copy(update={"replicas": generators})
     trainer = stack.trainer.model_copy(update={"nproc": ranks})
-    return stack.model_copy(update={"generator": generator, "trainer": trainer, "placement": placement})
+    counted = {"generator": generator, "trainer": trainer, "placement": placement}
+    return _with_ranks_beside(stack.model_copy(update=counted))
 
 
 def _require_room(stack: StackConfig, model: ModelFacts, total: int) -> None:
@@ -232,19 +291,22 @@ def _require_room(stack: StackConfig, model: ModelFacts, total: int) -> None:
             next_step="raise generator.tensor_parallel_size or generator.memory_fraction, or lower "
             "generator.max_model_tokens or generator.max_running_samples",
         )
-    least = frozen_bytes(model, trainer)
+    least = frozen_bytes(model, trainer) + bytes_beside(model, stack)
     if trainer.replicas and trainer.attach is None and trainer.backend != "gloo" and least > total:
         raise FailedPrecondition(
             f"a trainer rank does not fit on a GPU of {shown_bytes(total)}",
             where="trainer",
-            why=f"weights that do not learn take {shown_bytes(least)} of it, two layers gathered",
+            why=f"weights that do not learn take {shown_bytes(least)} of it, two layers gathered"
+            + (f", with what {sections_beside(stack)} keep there" if roles_on_shared_gpus(stack) else ""),
             next_step="raise trainer.nproc, which spreads the weights over more GPUs, or set trainer.cpu_offload",
         )
 
 
 def _warnings(stack: StackConfig, model: ModelFacts, total: int) -> Iterator[str]:
     """Warn of ranks on which no run fits in which all weights learn."""
-    room = SharedGpu.of(model, stack, total).room_beside if stack.placement == "colocated" else total
+    room = total - bytes_beside(model, stack)
+    if stack.placement == "colocated":
+        room = SharedGpu.of(model, stack, total).room_beside
     need = resident_bytes(model, stack.trainer)
     if need > room and stack.trainer.replicas and stack.trainer.backend != "gloo":
         yield (
@@ -269,13 +331,16 @@ def _memory(slot: Slot, stack: StackConfig, model: ModelFacts, total: int) -> st
         asleep = _asleep(stack, model, total) if stack.generator.sleep_while_training else ""
         return f" (up to {shown_bytes(most)}, KV cache {shown_bytes(cache)} of it{asleep})"
     role = role_of_process(slot.name)
-    if slot.kind != ServiceKind.SERVICE_KIND_TRAINER or model_of(stack, role) != stack.model:
+    if slot.kind != ServiceKind.SERVICE_KIND_TRAINER:
         return ""
     gang = gang_of(stack, role)
     if gang.memory_fraction is not None:
+        turn = " in its turn" if roles_on_shared_gpus(stack) else ""
         rests = ", weights rest on the host" if offloads(gang) else ""
         most = round(gang.memory_fraction * total) + RANK_PROCESS
-        return f" (up to {shown_bytes(most)}{rests})"
+        return f" (up to {shown_bytes(most)}{turn}{rests})"
+    if model_of(stack, role) != stack.model:
+        return ""
     kept = resident_bytes if role in LEARNING else frozen_bytes
     return f" ({shown_bytes(kept(model, gang))})"
 

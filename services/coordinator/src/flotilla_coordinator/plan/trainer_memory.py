@@ -144,13 +144,26 @@ class HostMemory:
         pinned = 2 * _pinned(model, trainer, MASTER) + 2 * _visiting(model, trainer)
         return cls(pinned, _share(model, trainer) * MOMENTS, 0)
 
+    @classmethod
+    def at_rest(cls, model: ModelFacts, gang: TrainerConfig, *, learns: bool) -> int:
+        """Return the bytes of a rank beside the policy; nothing where its weights are on the device."""
+        if not offloads(gang):
+            return 0
+        return cls.of_all_weights(model, gang).total if learns else _pinned(model, gang, MASTER)
+
 
 def critic_memory(
-    model: ModelFacts, config: RunConfig, critic: CriticConfig, gang: TrainerConfig, longest: int
+    model: ModelFacts,
+    config: RunConfig,
+    critic: CriticConfig,
+    gang: TrainerConfig,
+    longest: int,
+    *,
+    compiled: bool = False,
 ) -> tuple[TrainerMemory, HostMemory]:
     """Return the memory of such a run's critic: a head of one number has no logits, and no reference is kept."""
     own = config.model_copy(update={"optimizer": critic.optimizer, "lora": None})
-    need = replace(TrainerMemory.of(model, own, gang, longest), logits=0, reference=0)
+    need = replace(TrainerMemory.of(model, own, gang, longest, compiled=compiled), logits=0, reference=0)
     return need, replace(HostMemory.of(model, own, gang), reference=0)
 
 
@@ -187,6 +200,14 @@ def frozen_bytes(model: ModelFacts, trainer: TrainerConfig) -> int:
     gathered = 2 * _layer_parameters(model) + model.outer_parameters
     resting = 0 if offloads(trainer) else _share(model, trainer)
     return (resting + gathered) * BYTES[trainer.dtype]
+
+
+def resting_bytes(model: ModelFacts, gang: TrainerConfig, *, learns: bool) -> int:
+    """Return what a rank keeps while it has nothing to do: float32 weights, and moments where they all learn."""
+    gathered = (2 * _layer_parameters(model) + model.outer_parameters) * BYTES[gang.dtype]
+    if offloads(gang):
+        return gathered
+    return gathered + _share(model, gang) * (MASTER + (MOMENTS if learns else 0))
 
 
 def scoring_bytes(model: ModelFacts, config: RunConfig, gang: TrainerConfig) -> int:

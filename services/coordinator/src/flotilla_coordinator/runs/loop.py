@@ -3,9 +3,9 @@
 Invariants: at policy step t, the batches of all steps up to t + max_staleness are admitted. A batch is trained exactly
 once. The generators serve a version before anything is sampled, evaluated or exported under its name. The live check of
 a version goes on while they generate, and passes before an update begins from that version and before an evaluation of
-it counts. Generators that leave memory to the trainer sleep during the update alone, so whatever needs them finds them
-awake. Changes that a user requests take effect between two steps. Every wait in here is a phase, whose name says what
-the run waits for.
+it counts. Generators that leave memory to the trainer sleep while gangs score a batch and learn from it, so whatever
+needs them finds them awake. Changes that a user requests take effect between two steps. Every wait in here is a phase,
+whose name says what the run waits for.
 
 The collaborators hold the infrastructure, so that this module reads like the algorithm.
 """
@@ -60,11 +60,11 @@ async def _train_one_step(run: RunContext, step: int) -> None:
     run.source.admit(step, version)
     with run.phase("rollout"):
         batch = await run.sync.keep_serving(run.source.batch(step, version))
-    for name, judge in run.learners.judges.items():
-        with run.phase(name):
-            await judge(batch)
     await run.wait_for_canary()
     async with run.generators_asleep():
+        for name, judge in run.learners.judges.items():
+            with run.phase(name):
+                await judge(batch)
         with run.phase("train"):
             updates = await run.learners.train(batch)
 

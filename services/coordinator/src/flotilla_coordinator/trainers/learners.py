@@ -1,10 +1,11 @@
 """The models of a run: its policy, a critic where advantages come from values, and those that only score.
 
 Invariants: a gang with another tokenizer than the coordinator's is refused before a session opens; a reward model has
-its own. Policy and critic learn from a batch at the same time, each once, and a step ends when both are done. One
-checkpoint holds both, and a run continues with both from the same checkpoint or with neither. Readers see such a
-checkpoint whole or not at all, because its parts are inside each other and sealed together before the one rename that
-publishes them. A part that fails costs this checkpoint alone, and leaves nothing behind.
+its own. Policy and critic learn from a batch at the same time, each once, and a step ends when both are done; on the
+same GPUs they learn in turns, because these have memory for the activations of one. One checkpoint holds both, and a
+run continues with both from the same checkpoint or with neither. Readers see such a checkpoint whole or not at all,
+because its parts are inside each other and sealed together before the one rename that publishes them. A part that fails
+costs this checkpoint alone, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class Learners:
         *,
         frozen: Sequence[ScoringSession | RewardModelSession] = (),
         judges: Mapping[str, Judge] | None = None,
+        in_turns: bool = False,
     ) -> None:
         self.policy = policy
         self.critic = critic
@@ -113,6 +115,7 @@ class Learners:
         """The models that score every token of a batch before it is trained, in this order."""
         self._frozen = frozen
         self._critic_steps = critic_steps
+        self._in_turns = in_turns
 
     @property
     def reward_models(self) -> dict[str, RewardModelSession]:
@@ -164,6 +167,8 @@ class Learners:
             return StepUpdates(await self.policy.train(batch))
         if not self.policy_learns(batch.step):
             return StepUpdates(None, await self.critic.train(batch))
+        if self._in_turns:
+            return StepUpdates(await self.policy.train(batch), await self.critic.train(batch))
         policy, critic = await gather_or_cancel([self.policy.train(batch), self.critic.train(batch)])
         return StepUpdates(policy, critic)
 
@@ -262,7 +267,14 @@ class SessionFactory:
             judges[REFERENCE] = partial(policy.score_by_start, temperature=temperature)
         session = await self._critic(config, critic, tokenizer, dumps / CRITIC, place)
         judges[CRITIC] = session.value
-        return Learners(policy, session, critic.warmup_steps, frozen=frozen, judges=judges)
+        return Learners(
+            policy,
+            session,
+            critic.warmup_steps,
+            frozen=frozen,
+            judges=judges,
+            in_turns=self._stack.critic.shares_gpus,
+        )
 
     async def _with_copies(self, config: RunConfig) -> RunConfig:
         """Return the run with copies on this host in place of weights that lie in object storage."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from flotilla_core.addresses import ANY_ADDRESS, dialable, listening
 from flotilla_core.config import StackConfig
 from flotilla_core.config.stack import BindConfig, HostRanks
-from flotilla_core.gangs import gang_of
+from flotilla_core.gangs import gang_of, roles_on_shared_gpus
 from flotilla_core.roles import POLICY, role_of_process
 from flotilla_core.rpc.interface import interface_address
 from flotilla_trainer.wire.settings import GangSettings
@@ -80,7 +80,7 @@ class GangPlan(GangSettings):
             bind=stack.bind,
             hosts=trainer.hosts,
             host=host,
-            returns_memory=role == POLICY and stack.generator.sleep_while_training,
+            returns_memory=_returns_memory(stack, role),
         )
 
     @property
@@ -141,6 +141,14 @@ class GangPlan(GangSettings):
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
+
+
+def _returns_memory(stack: StackConfig, role: str) -> bool:
+    """Return whether a gang takes turns on its GPUs with other processes."""
+    sharing = roles_on_shared_gpus(stack)
+    if role == POLICY:
+        return stack.generator.sleep_while_training or bool(sharing)
+    return role in sharing
 
 
 def _allocator() -> dict[str, str]:

@@ -116,7 +116,7 @@ class RankWorker:
                 context.detach(caller)
 
     def run(self, command: Frame) -> Answer:
-        """Run a command; before its answer, a generator that wakes by it has the memory that torch would keep."""
+        """Run a command; before its answer, who is next on this GPU has the memory that torch would keep."""
         try:
             return self._commands[command.kind](command)
         finally:
@@ -164,7 +164,8 @@ class RankWorker:
             self._distribution = ReferenceDistribution(self._model, self._reference)
         self._objective = rank_objective(settings.objective, self._distribution)
         budget = settings.batching.microbatch_budget
-        # Generators that sleep in updates are awake now, and have the memory that updates get.
+        # Generators that sleep in updates are awake now, and have the memory that updates get; other gangs of this GPU
+        # open their sessions.
         return {"fits": budget if self._setup.returns_memory else self._memory.fitting(budget)}, {}
 
     def _with_moments(self, settings: OptimizerConfig) -> PolicyOptimizer:

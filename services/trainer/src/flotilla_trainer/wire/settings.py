@@ -44,7 +44,8 @@ class GangSettings:
     backend: str
     dtype: str
     returns_memory: bool = False
-    """True where memory of the GPU that no tensor uses is for a generator there, which sleeps during updates."""
+    """True where memory of the GPU that no tensor uses is for others there: a generator that sleeps during updates, or
+    another gang."""
 
 
 @dataclass(frozen=True, kw_only=True)
