@@ -30,7 +30,8 @@ def test_each_file_of_a_recipe_is_a_configuration_with_a_name_of_its_own(file: P
     if stack:
         found = load(StackConfig, [file]).name
     else:
-        below = {"instruct": [LAID_UNDER], "qwen3": [file.parent / "grpo.yaml"]}
+        below = {name: [LAID_UNDER] for name in ("instruct", "judge")}
+        below |= {name: [file.parent / "grpo.yaml"] for name in ("qwen3", "reasoning_gym")}
         found = load(RunConfig, [*below.get(file.parent.name, []), file]).name
     assert [found] == named
     # A run may have the name of its stack; two stacks of one name would share a state directory.
