@@ -1,11 +1,11 @@
-"""Makes what teaches this recipe's reward model and its judge, of what a run of examples/instruct/grpo.yaml has sampled.
+"""Makes what teaches this recipe's reward model and its judge, of what a run of examples/instruct/grpo.yaml sampled.
 
-`python recipes/judge/make_data.py RUN_DIRECTORY` writes four files to `data`. Of the samples of all steps: `pairs.jsonl`,
-a right and a wrong response to one prompt, and `verdicts.jsonl`, questions as a judge reads them with the verdict that
-is right. Of the answers to held-out prompts: `heldout-pairs.jsonl`, and `labelled.jsonl` for the agreement of the judge.
+`python recipes/judge/make_data.py RUN_DIRECTORY` writes four files to `data`. Of the samples of all steps:
+`pairs.jsonl`, a right and a wrong response to one prompt, and `verdicts.jsonl`, questions as a judge reads them with
+the right verdict. Of the answers to held-out prompts: `heldout-pairs.jsonl`, and `labelled.jsonl` for the agreement.
 
-Invariants: whether a response is right says the reward of that run; no prompt is in a file to learn from and in one that
-measures; the same samples always make the same bytes.
+Invariants: whether a response is right says the reward of that run; no prompt is in a file to learn from and in one
+that measures; the same samples always make the same bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flotilla_core.config import RunConfig, load
 from flotilla_data.samples import read_samples
 from flotilla_reward.judges.form import Form
 
-HERE = Path(__file__).resolve().parent
-INSTRUCT = HERE.parents[1] / "examples" / "instruct"
-sys.path.insert(0, str(INSTRUCT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "instruct"))
 
 from rewards import CHECKS, words
 
+HERE = Path(__file__).resolve().parent
+INSTRUCT = HERE.parents[1] / "examples" / "instruct"
 PAIRS_EACH = 12
 """The most pairs of one group."""
 LABELLED = 300
@@ -66,7 +66,7 @@ def reason_of(sample: dict[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')}: {'yes' if so else 'no'}" for name, so in passed.items())
 
 
-def chat_of(sample: dict[str, Any], told: dict[str, str], system: str) -> list[dict[str, str]]:
+def chat_of(sample: dict[str, Any], told: list[str], system: str) -> list[dict[str, str]]:
     """Return the chat that became the prompt of a sample."""
     # The longest instruction in it: one may begin as another one does.
     asked = max((text for text in told if text in sample["prompt"]), key=len)
@@ -107,16 +107,20 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="the directory of a run of examples/instruct/grpo.yaml")
+    parser.add_argument(
+        "--prompts", type=Path, default=INSTRUCT / "data", help="data of that run (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "data", help="folder (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn (%(default)s)")
     asked = parser.parse_args()
     run = load(RunConfig, [INSTRUCT / "grpo.yaml", HERE / "grpo-judge.yaml"], resolve_paths=True)
     form, system = Form.of(run.rewards[0]), run.data.system_prompt
     draw = random.Random(asked.seed)
-    told: dict[str, str] = {}
-    for name in ("train", "heldout"):
-        for line in (INSTRUCT / "data" / f"{name}.jsonl").read_text().splitlines():
-            told[json.loads(line)["prompt"][0]["content"]] = name
+    told = [
+        json.loads(line)["prompt"][0]["content"]
+        for name in ("train", "heldout")
+        for line in (asked.prompts / f"{name}.jsonl").read_text().splitlines()
+    ]
     sampled = groups_of(read_samples(asked.run, "step"))
     answers = (one for one in read_samples(asked.run, "eval") if one["set"] == "heldout")
     held_out = groups_of(answers)

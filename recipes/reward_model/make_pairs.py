@@ -94,7 +94,9 @@ def make_pairs(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sums", type=Path, default=SUMS, help="folder of the example's data (%(default)s)")
-    parser.add_argument("--samples", type=Path, nargs="*", default=[], help="runs whose wrong answers become pairs")
+    parser.add_argument(
+        "--samples", type=Path, nargs="*", default=[], help="runs whose wrong answers become pairs"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "data", help="folder (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the wrong sums (%(default)s)")
     asked = parser.parse_args()
