@@ -1,6 +1,9 @@
 """Makes the pairs of this recipe: each sum of the arithmetic example's training files against several wrong ones.
 
-Invariants: no held-out sum is in a pair to learn from; the same seed always writes the same bytes.
+Each wrong sum is one that a policy may come to: both neighbours of the right one, other sums close to it, sums that are
+off by tens, broken ones, and what a policy wrote itself in the runs of `--samples`.
+
+Invariants: no held-out sum is in a pair to learn from; the same seed and runs always write the same bytes.
 """
 
 from __future__ import annotations
@@ -8,24 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+
+from flotilla_data.samples import read_samples
 
 HERE = Path(__file__).resolve().parent
 SUMS = HERE.parents[1] / "examples" / "arithmetic" / "data"
 FILES = ("sft.jsonl", "rl.jsonl")
-TENS = (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)
-"""How far off most wrong sums of the first lesson are: a digit that was not read, or carried."""
-TENS_EACH, FAR_EACH = 3, 1
-CLOSE_EACH = 5
-"""Wrong sums of the second lesson that look right: another last digit, or off by 1 to 9."""
-
-
-def first_lesson(draw: random.Random, right: int) -> list[str]:
-    """Return wrong sums, most of which are off by tens."""
-    near = [right + by for by in TENS if right + by >= 0]
-    far = [number for number in range(200) if number != right]
-    return [str(wrong) for wrong in draw.sample(near, TENS_EACH) + draw.sample(far, FAR_EACH)]
+TENS = (-100, -20, -11, -10, 10, 11, 20, 100)
+"""How far off a sum is where a digit was not read, or not carried."""
+CLOSE_EACH, OWN_EACH = 2, 4
+"""How many other close sums, and how many of the policy's own, each right one is compared with."""
 
 
 def close_ones(right: int) -> list[str]:
@@ -40,47 +38,68 @@ def broken_ones(draw: random.Random, right: int) -> list[str]:
     text = str(right)
     at = draw.randrange(len(text))
     digit = str(draw.randrange(10))
-    made = {text[:-2] + text[:-3:-1], text[:at] + text[at + 1 :], text + digit, digit + text}
+    made = {text[:-2] + text[:-3:-1], text[:at] + text[at + 1 :], text + digit, digit + text, digit}
     return sorted(made - {text, ""})
 
 
-def second_lesson(draw: random.Random, right: int) -> list[str]:
-    """Return wrong sums as a policy makes them."""
-    tens = [str(right + by) for by in (-10, 10, -100, 100) if right + by >= 0]
-    return [
+def wrong_ones(draw: random.Random, right: int, own: list[str]) -> list[str]:
+    """Return the wrong sums that a right one is compared with."""
+    neighbours = [str(right + by) for by in (-1, 1) if right + by >= 0]
+    tens = [str(right + by) for by in TENS if right + by >= 0]
+    made = [
+        *neighbours,
         *draw.sample(close_ones(right), CLOSE_EACH),
         draw.choice(tens),
         draw.choice(broken_ones(draw, right)),
+        *draw.sample(own, min(len(own), OWN_EACH)),
     ]
+    return list(dict.fromkeys(made))
 
 
-def close_pairs(draw: random.Random, right: int) -> list[str]:
+def one_close(draw: random.Random, right: int, own: list[str]) -> list[str]:
     """Return one wrong sum that looks right."""
     return [draw.choice(close_ones(right))]
 
 
+def own_answers(runs: Iterable[Path]) -> Mapping[str, list[str]]:
+    """Return the wrong answers that runs sampled, by their prompts."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for run in runs:
+        for sample in read_samples(run, "step"):
+            if sample["response"] not in ("", sample["answer"]):
+                found[sample["prompt"]].add(sample["response"])
+    return {prompt: sorted(answers) for prompt, answers in found.items()}
+
+
 def make_pairs(
-    files: list[Path], out: Path, seed: int, wrong_ones: Callable[[random.Random, int], list[str]]
+    files: list[Path],
+    out: Path,
+    seed: int,
+    wrong_of: Callable[[random.Random, int, list[str]], list[str]],
+    own: Mapping[str, list[str]],
 ) -> None:
     """Write the pairs, in a drawn order."""
     draw = random.Random(seed)
     lines = []
     for row in (json.loads(line) for file in files for line in file.read_text().splitlines()):
-        for wrong in wrong_ones(draw, int(row["answer"])):
+        for wrong in wrong_of(draw, int(row["answer"]), own.get(row["prompt"], [])):
             pair = {"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong}
             lines.append(json.dumps(pair) + "\n")
     draw.shuffle(lines)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(lines))
+    print(f"{len(lines)} pairs in {out}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sums", type=Path, default=SUMS, help="folder of the example's data (%(default)s)")
+    parser.add_argument(
+        "--samples", type=Path, nargs="*", default=[], help="runs whose wrong answers become pairs"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "data", help="folder (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the wrong sums (%(default)s)")
     asked = parser.parse_args()
     training = [asked.sums / name for name in FILES]
-    make_pairs(training, asked.out / "tens.jsonl", asked.seed, first_lesson)
-    make_pairs(training, asked.out / "close.jsonl", asked.seed, second_lesson)
-    make_pairs([asked.sums / "heldout.jsonl"], asked.out / "heldout.jsonl", asked.seed, close_pairs)
+    make_pairs(training, asked.out / "pairs.jsonl", asked.seed, wrong_ones, own_answers(asked.samples))
+    make_pairs([asked.sums / "heldout.jsonl"], asked.out / "heldout.jsonl", asked.seed, one_close, {})

@@ -30,7 +30,8 @@ def test_each_file_of_a_recipe_is_a_configuration_with_a_name_of_its_own(file: P
     if stack:
         found = load(StackConfig, [file]).name
     else:
-        below = {"instruct": [LAID_UNDER], "qwen3": [file.parent / "grpo.yaml"]}
+        below = {name: [LAID_UNDER] for name in ("instruct", "judge")}
+        below |= {name: [file.parent / "grpo.yaml"] for name in ("qwen3", "reasoning_gym")}
         found = load(RunConfig, [*below.get(file.parent.name, []), file]).name
     assert [found] == named
     # A run may have the name of its stack; two stacks of one name would share a state directory.
@@ -126,6 +127,35 @@ def test_a_run_that_makes_no_pairs_is_refused_and_no_file_is_written(
         [*script, "--prompts", told, "--out", pairs], capture_output=True, text=True, check=False
     )
     assert (shown.returncode, pairs.exists()) == (1, False) and said in shown.stderr
+
+
+def test_a_judge_learns_what_the_checks_say_of_samples_in_the_form_of_verdicts(tmp_path: Path) -> None:
+    files = {"train": ("step", "Name a tree."), "heldout": ("eval", "Name a bird.")}
+    (tmp_path / "samples").mkdir()
+    for name, (kind, told) in files.items():
+        row = {"prompt": [{"role": "user", "content": told}]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        # The last one is there twice; the one without a reward teaches nothing.
+        said = [("An oak.", 1.0), ("A fir.", 0.0), ("No oak?", None), ("A fir.", 0.0)]
+        about = {"prompt": f"<user>{told}<end>", "info": {"checks": {"mentions": "oak"}}, "set": "heldout"}
+        lines = [json.dumps({**about, "response": text, "reward": reward}) for text, reward in said]
+        packed = zstandard.compress("\n".join([*lines, ""]).encode())
+        (tmp_path / "samples" / f"{kind}-000000.jsonl.zst").write_bytes(packed)
+    script = [sys.executable, RECIPES / "judge" / "make_data.py", tmp_path, "--prompts", tmp_path]
+    subprocess.run([*script, "--out", tmp_path / "made"], check=True, cwd=ROOT)
+    found = {path.stem: lines_of(path) for path in (tmp_path / "made").glob("*.jsonl")}
+    verdicts = {row["answer"]: row["prompt"][1]["content"] for row in found["verdicts"]}
+    for answer, response in (("yes", "An oak."), ("no", "A fir.")):
+        question = verdicts[f'{{"reason": "mentions: {answer}", "verdict": "{answer}"}}']
+        assert "Follow the instruction.\n\nuser: Name a tree.\n<<<end" in question and response in question
+    assert sorted((row["response"], row["label"]) for row in found["labelled"]) == [
+        ("A fir.", "no"),
+        ("An oak.", "yes"),
+    ]
+    for name, told in (("pairs", "Name a tree."), ("heldout-pairs", "Name a bird.")):
+        (pair,) = found[name]
+        assert [pair[key][0]["content"] for key in ("chosen", "rejected")] == ["An oak.", "A fir."]
+        assert pair["prompt"][1]["content"] == told
 
 
 def test_a_run_is_drawn_beside_the_curves_of_its_recipe(tmp_path: Path) -> None:
