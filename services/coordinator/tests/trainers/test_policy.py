@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,11 @@ from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_coordinator.trainers.session import Gang
 from flotilla_coordinator.trainers.spec import session_spec
 from flotilla_core import rpc
+from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.config import RunConfig, StackConfig
-from flotilla_core.errors import FailedPrecondition, FlotillaError, NotFound, Unavailable
+from flotilla_core.config.algorithm import CorrectionConfig
+from flotilla_core.errors import FailedPrecondition, FlotillaError, Mismatch, NotFound, Unavailable
+from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_testing.files import NO_FILES, files_in, to_nobody
 
@@ -179,6 +182,79 @@ async def test_a_run_that_goes_on_takes_its_own_old_session_back() -> None:
     assert trainer.holder == "run" and trainer.lineage == 2
     assert await client.load(Path("/run/checkpoints/step-000003")) == b"{}"
     assert client.version == Version(2, 3)
+
+
+class Rounding16(Trainer):
+    """A trainer whose half precision is `off` away from float32 on the tokens of rollouts, which differ by 0.03."""
+
+    def __init__(self, off: float) -> None:
+        super().__init__()
+        self.off = off
+        self.limits: list[float] = []
+        self.scored = 0
+
+    async def Train(self, requests: AsyncIterable[pb.TrainRequest]) -> pb.TrainResponse:
+        header, *chunks = [request async for request in requests]
+        self.limits.append(header.header.refuse_above)
+        if header.header.refuse_above < 0.03:
+            raise Mismatch("the probabilities of one version differ between generator and trainer")
+
+        async def again() -> AsyncIterator[pb.TrainRequest]:
+            for request in (header, *chunks):
+                yield request
+
+        return await super().Train(again())
+
+    async def ComputeLogprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
+        assert request.temperature == 0.5
+        self.scored += 1
+        response = pb.ComputeLogprobsResponse()
+        for asked in request.sequences:
+            probability = 0.5 + (0.0 if request.in_float32 else self.off)
+            logprobs = np.full(from_tensor(asked.token_ids).size, np.log(probability), dtype=np.float32)
+            response.sequences.add(sequence_id=asked.sequence_id, logprobs=to_tensor(logprobs))
+        return response
+
+
+def limits_of_bfloat16(trainer: Trainer) -> PolicyTrainer:
+    client = policy(trainer)
+    stack, section = StackConfig(model=Path("m")), CorrectionConfig()
+    stack = stack.model_copy(update={"trainer": stack.trainer.model_copy(update={"dtype": "bfloat16"})})
+
+    def measured(rounding: Rounding | None) -> None:
+        client.agreement = agreement_limits(stack, section, rounding)
+
+    measured(None)
+    client.measured, client.temperature = measured, 0.5
+    return client
+
+
+async def test_a_batch_whose_own_tokens_round_as_much_is_trained_after_a_second_look() -> None:
+    trainer = Rounding16(0.02)
+    client = limits_of_bfloat16(trainer)
+    await client.open()
+    await client.train(batch())
+    assert trainer.limits == [0.016, pytest.approx(2 * 2**0.5 * 0.02, rel=1e-3)]
+    assert list(trainer.updates) == ["run/0.1"]
+
+
+async def test_a_batch_that_rounding_does_not_explain_is_refused_for_good() -> None:
+    trainer = Rounding16(0.005)
+    client = limits_of_bfloat16(trainer)
+    await client.open()
+    with pytest.raises(Mismatch, match="differ between generator and trainer"):
+        await client.train(batch())
+    assert trainer.scored == 2 and trainer.limits == [0.016] and not trainer.updates
+
+
+async def test_a_limit_that_the_run_sets_is_not_looked_at_twice() -> None:
+    trainer = Rounding16(0.02)
+    client = limits_of_bfloat16(trainer)
+    client.measured = None
+    await client.open()
+    with pytest.raises(Mismatch, match="differ between generator and trainer"):
+        await client.train(batch())
+    assert not trainer.scored
 
 
 async def test_a_session_is_lost_when_the_trainer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,9 @@ class RunWiring:
                 policy.agreement = agreement_limits(stack, algorithm.correction, rounding)
 
         measured(None)
+        if isinstance(algorithm, PolicyConfig) and algorithm.correction.fail_at == "auto":
+            policy.temperature = self._config.rollout.sampling.temperature
+            policy.measured = measured if stack.trainer.dtype != "float32" else None
         backend = weights.backend
         if backend == "auto":
             ends = [end.registration for end in self._fleet.trainers.replicas()]

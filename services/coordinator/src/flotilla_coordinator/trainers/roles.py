@@ -31,9 +31,9 @@ from flotilla_coordinator.trainers.session import (
     LearningSession,
 )
 from flotilla_core import ids, rpc
-from flotilla_core.agreement import AgreementLimits
+from flotilla_core.agreement import DECIDING_TOKENS, SECOND_LOOK, AgreementLimits, Rounding
 from flotilla_core.config.training import TOP_BYTES, AskedTeachers
-from flotilla_core.errors import FailedPrecondition
+from flotilla_core.errors import FailedPrecondition, Mismatch
 from flotilla_core.roles import TEACHER, kind_of_role, name_of_role
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.tensors import from_tensor, to_tensor
@@ -52,6 +52,47 @@ class PolicyTrainer(LearningSession):
 
     agreement = AgreementLimits(None, None)
     """The limits for rollouts that differ from it; off for an objective that learns from no rollouts."""
+    measured: Callable[[Rounding], None] | None = None
+    """Sets the limits by what rounding was measured to explain; None where no limit goes by that."""
+    temperature = 1.0
+    """The temperature of the rollouts."""
+
+    async def train(self, batch: Batch) -> pb.UpdateResult:
+        """Make one optimizer update on the whole batch.
+
+        A batch that differs too much is tried again where rounding explains more on its own tokens than it did on those
+        of the last check: other tokens round by several times as much.
+        """
+        try:
+            return await super().train(batch)
+        except Mismatch:
+            before = self.agreement.fail_at
+            if before is None or self.measured is None:
+                raise
+            self.measured(await self._rounding_of(batch))
+            if self.agreement.fail_at is None or self.agreement.fail_at <= before:
+                raise
+        return await super().train(batch)
+
+    async def _rounding_of(self, batch: Batch) -> Rounding:
+        """Measure what rounding does to the first groups of a batch that have the tokens to decide."""
+        groups: list[RolloutGroup] = []
+        tokens = 0
+        for group in batch.groups:
+            if tokens >= SECOND_LOOK * DECIDING_TOKENS:
+                break
+            groups.append(group)
+            tokens += sum(sample.token_ids.size for sample in group.samples)
+        part = replace(batch, groups=groups)
+        ours, exact = [
+            await batch_logprobs(self.stub, self._run_id, part, self.temperature, in_float32=in_float32)
+            for in_float32 in (False, True)
+        ]
+        of_samples = [sample.sample_id for sample in part.samples]
+        return Rounding.of(
+            np.concatenate([ours[each] for each in of_samples]),
+            np.concatenate([exact[each] for each in of_samples]),
+        )
 
     def _header(self, update_id: str, batch: Batch) -> pb.TrainHeader:
         header = super()._header(update_id, batch)
@@ -250,13 +291,23 @@ class LikeliestTokens(NamedTuple):
 
 
 async def batch_logprobs(
-    stub: TrainerServiceAsyncStub, run_id: str, batch: Batch, temperature: float, *, of_start: bool = False
+    stub: TrainerServiceAsyncStub,
+    run_id: str,
+    batch: Batch,
+    temperature: float,
+    *,
+    of_start: bool = False,
+    in_float32: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return the log-probabilities of the samples' tokens, under the session's weights or its starting weights."""
 
     async def ask(sequences: list[pb.ScoredSequence]) -> dict[str, np.ndarray]:
         request = pb.ComputeLogprobsRequest(
-            run_id=run_id, temperature=temperature, reference=of_start, sequences=sequences
+            run_id=run_id,
+            temperature=temperature,
+            reference=of_start,
+            in_float32=in_float32,
+            sequences=sequences,
         )
         reply = await rpc.unary(stub.ComputeLogprobs, request, timeout_s=TRAIN_TIMEOUT_S)
         return {item.sequence_id: from_tensor(item.logprobs) for item in reply.sequences}
