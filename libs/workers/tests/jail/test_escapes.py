@@ -53,7 +53,10 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     (shown / ".keys").mkdir()
     (shown / ".keys" / "key").write_text(SECRET)
     tcp = socket.create_server(("127.0.0.1", 0))
-    tcp_6 = socket.create_server(("::1", 0), family=socket.AF_INET6) if socket.has_ipv6 else tcp
+    try:
+        tcp_6 = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        tcp_6 = tcp  # The kernel has no IPv6, or no address of it.
     udp = socket.socket(type=socket.SOCK_DGRAM)
     udp.bind(("127.0.0.1", 0))
     udp.setblocking(False)
