@@ -68,17 +68,23 @@ class Unreadable(Unverifiable):
 
 
 class Judged(float):
-    """A score, with the numbers that it is made of and the answer that was read in the response."""
+    """A score, with the numbers that it is made of, the answer that was read in the response, and why it is no more."""
 
     parts: dict[str, float]
     extracted: str | None
+    why: str
 
     def __new__(
-        cls, value: float, *, parts: dict[str, float] | None = None, extracted: str | None = None
+        cls,
+        value: float,
+        *,
+        parts: dict[str, float] | None = None,
+        extracted: str | None = None,
+        why: str = "",
     ) -> Self:
         """Return the score."""
         made = super().__new__(cls, value)
-        made.parts, made.extracted = parts or {}, extracted
+        made.parts, made.extracted, made.why = parts or {}, extracted, why
         return made
 
 
