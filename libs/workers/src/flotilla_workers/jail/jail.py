@@ -235,8 +235,8 @@ class Cell:
 class Folder:
     """A folder that a jail may write in.
 
-    Its owner holds a lock on it, by which others know that it lives. They may be in another container, with the same /tmp
-    and another table of processes.
+    Its owner holds a lock on it, by which others know that it lives. They may be in another container, with the same
+    /tmp and another table of processes.
     """
 
     def __init__(self) -> None:
