@@ -22,7 +22,7 @@ from flotilla.common.v1.chat_pb2 import Message
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.config import AgreementConfig, RewardTermConfig
-from flotilla_core.config.judges import judge_of
+from flotilla_core.config.rewards import judge_of
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_data.rows import open_rows, parts
 
