@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -78,9 +79,10 @@ def test_a_folder_is_left_alone_while_its_owner_holds_it_whatever_the_table_of_p
     made.rename(folder)
     if not holds:
         assert cell._folder is not None
-        os.close(cell._folder._held)
+        fcntl.flock(cell._folder._held, fcntl.LOCK_UN)
     Cell(NO_JAIL).close()
     assert folder.exists() is holds
+    cell.close()
 
 
 def test_what_a_killed_worker_left_of_its_own_jails_goes_with_it_and_that_of_others_stays(
