@@ -118,6 +118,27 @@ def test_plans_and_trials_measure_the_judge_through_the_fleet(
     assert refused.code != 0 and "the judge of reward minus agrees by 0.500" in refused.out + refused.err
 
 
+def test_an_evaluation_starts_the_judge_that_it_asks(
+    stack: Stack, run_file: Callable[[str, float], Path], arithmetic: Path
+) -> None:
+    rows = (arithmetic / "data" / "heldout.jsonl").read_text().splitlines(keepends=True)
+    held_out = stack.directory / "held-out.jsonl"
+    held_out.write_text("".join(rows[:12]))
+    found = stack.flotilla(
+        *("eval", str(arithmetic / "model"), str(run_file("held", 1.0)), f"evaluation.data={held_out}"),
+        *("--json", "-o", str(stack.directory / "answers.jsonl")),
+        timeout_s=RESTARTED_WITHIN_S,
+    )
+    assert found.code == 0, found.err
+    answers = [json.loads(line) for line in (stack.directory / "answers.jsonl").read_text().splitlines()]
+    assert found.json["answers"] == len(answers) == 12
+    assert {one["response"]: one["reward"] for one in answers} == {
+        one["response"]: VERDICTS[truth(one["response"])] for one in answers
+    }
+    scaled = stack.flotilla("scale", "judge-careful", "2")
+    assert scaled.code != 0 and "set judges.careful.replicas in stack.yaml" in scaled.err
+
+
 def test_a_run_whose_judge_agrees_too_little_draws_no_sample(
     stack: Stack, run_file: Callable[[str, float], Path]
 ) -> None:

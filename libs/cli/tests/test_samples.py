@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_cli.samples import _told_apart
+from flotilla_cli.samples import _made, _told_apart
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.evaluation.evaluate import HeldOutAnswer
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -23,6 +23,7 @@ from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_core.config import RunConfig, load_text
 from flotilla_core.version import Version
 
 Command = Callable[..., tuple[int, str, str]]
@@ -161,6 +162,51 @@ def test_whole_sample_has_answer_columns_and_parts(flotilla: Command, run_dir: P
         "--- answer\n12",
     ):
         assert text in out
+
+
+TERMS = "[{reward: exact, weight: 0.5%s}, {reward: /work/mine.py:shape%s}]"
+
+
+@pytest.mark.parametrize(
+    ("mode", "terms", "reward", "made"),
+    [
+        ("weighted", TERMS % ("", ""), 1.0, "0.5 x 1 (exact) + 1 x 0.5 (mine.py:shape) = 1"),
+        ("weighted", TERMS % ("", ", weight: 0"), 0.5, "0.5 x 1 (exact) = 0.5"),
+        (
+            "gated",
+            TERMS % ("", ", gate_at: 0.75"),
+            0.0,
+            "gated: mine.py:shape 0.5 is below its gate_at 0.75, so 0",
+        ),
+        (
+            "gated",
+            TERMS % (", gate_at: 1", ""),
+            1.0,
+            "gated: every gate is open, 0.5 x 1 (exact) + 1 x 0.5 (mine.py:shape) = 1",
+        ),
+        ("max", TERMS % ("", ""), 0.5, "max: 0.5 x 1 (exact), 1 x 0.5 (mine.py:shape) = 0.5"),
+        ("product", TERMS % ("", ""), 0.25, "product: 0.5 x 1 (exact) times 1 x 0.5 (mine.py:shape) = 0.25"),
+        (
+            "first",
+            TERMS % ("", ""),
+            0.5,
+            "first: the first that is not 0 of 0.5 x 1 (exact), 1 x 0.5 (mine.py:shape) = 0.5",
+        ),
+        ("weighted", TERMS % ("", ""), 0.9, ""),  # The run had other weights then.
+        ("weighted", "[{reward: exact}]", 1.0, ""),
+    ],
+)
+def test_how_terms_made_a_reward_is_said(mode: str, terms: str, reward: float, made: str) -> None:
+    text = f"name: r\nsteps: 1\ndata: {{train: a.jsonl}}\nreward_mode: {mode}\nrewards: {terms}\n"
+    verdicts = [{"reward": "exact", "outcome": "scored", "value": 1.0}]
+    verdicts.append({"reward": "/work/mine.py:shape", "outcome": "scored", "value": 0.5})
+    config = load_text(RunConfig, text, source="test")
+    assert _made({"reward": reward, "verdicts": verdicts}, config) == made
+    verdicts[0] |= {"outcome": "unverifiable"}
+    assert _made({"reward": reward, "verdicts": verdicts}, config) == made.replace(
+        "(exact)", "(exact by on_unverifiable)"
+    )
+    assert _made({"reward": None, "verdicts": verdicts}, config) == ""
 
 
 def test_a_sample_without_a_reward_says_why_and_where(flotilla: Command, run_dir: Path) -> None:

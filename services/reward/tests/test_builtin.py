@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_reward.builtin import CannotScore, Math, Sample
+from flotilla_reward.builtin import CannotScore, Math, Sample, Unverifiable
 from flotilla_reward.table import BUILTIN
 
 
@@ -114,6 +114,21 @@ def test_math_judges_a_table_of_answers_and_responses() -> None:
         if judge.score(Sample("", response, answer, {})) != float(expected)
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("wraps", [r"\boxed{\{%s\}}", r"so $\{%s\}$", r"it is \[ (%s) \]", r"\boxed{%s"])
+def test_math_reads_no_list_that_is_far_longer_than_the_answer(wraps: str) -> None:
+    collide = ", ".join(str(number * (2**61 - 1)) for number in range(5_000))
+    started = time.monotonic()
+    with pytest.raises(Unverifiable, match="it lists 4999 items, and the answer 3"):
+        score("math", wraps % collide, r"\{1, 2, 3\}")
+    assert time.monotonic() - started < 1
+
+
+def test_math_reads_lists_as_long_as_the_answer_and_prose_with_many_commas() -> None:
+    items = ", ".join(map(str, range(80)))
+    assert score("math", rf"\boxed{{\{{{items}\}}}}", rf"\{{{items}\}}") == 1
+    assert score("math", f"well, {'so, ' * 500} it is $4$", "4") == 1
 
 
 @pytest.mark.parametrize("name", ["exact", "numeric", "math"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.checkpoint import chosen, saved_of
 from flotilla_cli.completion import complete_setting
-from flotilla_cli.judge_trial import asks_fleet
+from flotilla_cli.judge_trial import asks_fleet, fleet_judges
 from flotilla_cli.options import Json, Stack, make_folder_of, wait
 from flotilla_cli.output import print_json, print_table, say
 from flotilla_cli.processes import boot_progress
@@ -113,9 +114,7 @@ def evaluate(
     make_example(stack_file(stack))
     subject = _subject(target, checkpoint, stack)
     config, of_stack = _config(subject, arguments or [], data or [], reward or []), load_stack(stack)
-    if judges := asks_fleet(config.all_rewards, of_stack):
-        raise _nothing_to_evaluate_with(f"judge {', '.join(judges)} is held by the fleet: runs alone ask it")
-    fleet = fleet_for(of_stack, subject)
+    fleet = fleet_for(of_stack, subject, asks_fleet(_scored_by(config), of_stack))
     found = wait(_evaluated(subject, config, fleet), interrupted="interrupted: the fleet is stopped again")
     lines = [answer.record(subject.version.step, subject.version) for answer in found.answers]
     if output is not None:
@@ -223,8 +222,14 @@ def _nothing_to_evaluate_with(why: str) -> FlotillaError:
     )
 
 
-def fleet_for(stack: StackConfig, subject: Subject) -> StackConfig:
-    """Return the stack of the evaluation: generators and rewards as in the user's, and none of its trainers."""
+def _scored_by(config: RunConfig) -> tuple[RewardTermConfig, ...]:
+    """Return the terms by which held-out answers are scored."""
+    sets = () if config.evaluation is None else config.evaluation.sets_of_data
+    return tuple(term for one in sets for term in one.rewards or config.rewards)
+
+
+def fleet_for(stack: StackConfig, subject: Subject, judges: Collection[str] = ()) -> StackConfig:
+    """Return the stack of the evaluation: generators, rewards and these judges of the user's, and no trainer."""
     name = f"{stack.name[:_NAME_LENGTH]}-eval"
     if find(StackPaths.of(stack.state_dir, name)) is not None:
         raise FailedPrecondition(
@@ -250,7 +255,9 @@ def fleet_for(stack: StackConfig, subject: Subject) -> StackConfig:
         "placement": "separate",
         "teachers": {},
         "reward_models": {},
-        "judges": {name: one for name, one in stack.judges.items() if isinstance(one, JudgeConfig)},
+        "judges": {
+            name: one for name, one in stack.judges.items() if isinstance(one, JudgeConfig) or name in judges
+        },
         "autoscale": None,
     }
     changes |= dict.fromkeys(("critic", "reference", "teacher"), GangConfig())
@@ -281,7 +288,10 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
 
             def scorer_of(terms: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
                 pool, steps = pools.rewards, config.steps
-                service = RewardServiceScorer(subject.run_id, terms, pool, limit_s, total_steps=steps)
+                judges = fleet_judges(asks_fleet(terms, fleet), pools.services)
+                service = RewardServiceScorer(
+                    subject.run_id, terms, pool, limit_s, total_steps=steps, judges=judges
+                )
                 return Scorer(service, mode)
 
             sets = held_out_prompts(config, held_out, scorer_of)
@@ -301,10 +311,11 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
 class _Pools(NamedTuple):
     generators: Any
     rewards: Any
+    services: dict[str, reg.Registration]
 
 
 async def _pools(fleet: StackConfig) -> _Pools:
-    """Return the generators and the rewards of the fleet."""
+    """Return the generators and the rewards of the fleet, and all that it has."""
     directory = StackPaths.of(fleet.state_dir, fleet.name).directory
     credential = credential_of_caller(fleet.bind, directory)
     announced = json.loads((directory / "instances" / "coordinator.json").read_text("utf-8"))
@@ -318,7 +329,8 @@ async def _pools(fleet: StackConfig) -> _Pools:
     pools = _Pools(
         rpc.ReplicaPool(reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, connect),
         rpc.ReplicaPool(reg.SERVICE_KIND_REWARD, RewardServiceStub, connect),
+        known,
     )
-    for pool in pools:
+    for pool in (pools.generators, pools.rewards):
         await pool.update(known)
     return pools

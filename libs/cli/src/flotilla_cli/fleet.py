@@ -40,12 +40,13 @@ from flotilla_cli.stack import (
 )
 from flotilla_client.discovery import credential_of_caller
 from flotilla_core import rpc
-from flotilla_core.config import StackConfig
+from flotilla_core.config import FleetJudgeConfig, StackConfig
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FlotillaError, InvalidRequest
 from flotilla_core.gangs import model_of, model_roles, started, with_model
 from flotilla_core.kinds import KINDS, Kind
 from flotilla_core.model_folder import model_folder
+from flotilla_core.roles import holds_judge, name_of_role, role_of_process
 from flotilla_launch.kubernetes.engine import KubernetesEngine
 from flotilla_launch.launcher import (
     KUBERNETES,
@@ -175,9 +176,14 @@ def scale(
 ) -> None:
     """Change the number of replicas of a running stack; waits until new ones are ready."""
     kinds = {one.name: one for one in KINDS if one.scales}
-    if kind not in kinds:
-        raise InvalidRequest(f"{kind!r} cannot be scaled", next_step=f"use one of: {', '.join(kinds)}")
     paths, config = stack_paths(stack), load_stack(stack)
+    if kind not in kinds:
+        judge = name_of_role(role_of_process(kind)) if holds_judge(kind) else kind
+        held = isinstance(config.judges.get(judge), FleetJudgeConfig)
+        way = f"set judges.{judge}.replicas in stack.yaml, then flotilla down and flotilla up"
+        raise InvalidRequest(
+            f"{kind!r} cannot be scaled", next_step=way if held else f"use one of: {', '.join(kinds)}"
+        )
     launcher = _launcher(config, paths)
     timeout_s = config.ready_timeout_s + 60
 

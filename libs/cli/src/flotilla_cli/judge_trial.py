@@ -5,7 +5,7 @@ Invariant: it is the call that runs make, by the same terms, so a figure that it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from flotilla_core.errors import FailedPrecondition, FlotillaError, Unavailable
 from flotilla_core.roles import JUDGE, named_role
 
 if TYPE_CHECKING:
+    from flotilla_coordinator.rollouts.judges import FleetJudges
     from flotilla_core.trust import Credential
 
 _ANSWER_S = 10.0
@@ -37,24 +38,29 @@ async def scored_by_fleet(
     terms: tuple[RewardTermConfig, ...], items: list[pb.ScoreItem], steps: int | None, stack: StackConfig
 ) -> list[pb.ScoreOutcome]:
     """Return one outcome for each item, in their order."""
-    from flotilla_coordinator.rollouts.judges import FleetJudges
     from flotilla_coordinator.rollouts.scoring import RewardServiceScorer
 
     judges = asks_fleet(terms, stack)
     services, credential = await _services(judges, stack)
-    generators = {name: partial(_generators, name, services) for name in judges}
     pool: rpc.ReplicaPool[Any] = rpc.ReplicaPool(
         reg.SERVICE_KIND_REWARD, RewardServiceStub, partial(rpc.connect, credential=credential)
     )
     try:
         await pool.update({**services})
         scorer = RewardServiceScorer(
-            "", terms, pool, _WAIT_S, total_steps=steps, judges=FleetJudges(generators)
+            "", terms, pool, _WAIT_S, total_steps=steps, judges=fleet_judges(judges, services)
         )
         found = await scorer.outcomes(items)
     finally:
         await pool.close()
     return [found[item.sample_id] for item in items]
+
+
+def fleet_judges(judges: Iterable[str], services: Mapping[str, reg.Registration]) -> FleetJudges:
+    """Return who holds these judges, of services by their ids."""
+    from flotilla_coordinator.rollouts.judges import FleetJudges
+
+    return FleetJudges({name: partial(_generators, name, services) for name in judges})
 
 
 async def _services(

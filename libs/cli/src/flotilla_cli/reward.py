@@ -44,7 +44,7 @@ from flotilla_cli.stack import (
 )
 from flotilla_core import rpc
 from flotilla_core.config import JudgeConfig, RewardTermConfig, RunConfig, StackConfig, load, load_text
-from flotilla_core.config.judges import judge_of
+from flotilla_core.config.rewards import judge_of
 from flotilla_core.errors import (
     FailedPrecondition,
     FlotillaError,

@@ -7,6 +7,7 @@ be read. Without a running fleet samples are read from disk too.
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -151,20 +152,18 @@ def samples(
         step, state, reward_above, reward_below, contains, sort, reverse, None if parquet else limit
     )
     where = (stack, coordinator)
-    none = ""
-    if evaluation:
-        run_id, shown = _evaluated(run, wanted, held_out, *where)
-    else:
-        run_id, shown, none = _sampled(run, wanted, *where)
+    of_run, shown = _evaluated(run, wanted, held_out, *where) if evaluation else _sampled(run, wanted, *where)
+    run_id = of_run.run.run_id
     if parquet is not None:
         _write_parquet(parquet, run_id, shown, as_json=as_json)
     elif as_json:
         print_json({"run_id": run_id, "samples": shown})
     elif not shown:
-        say(none or f"run {run_id} has no such sample")
+        say(_why_none(of_run) or f"run {run_id} has no such sample")
     elif full:
+        config = _config_of(of_run)
         for sample in shown:
-            _print_whole(sample)
+            _print_whole(sample, config)
     elif evaluation:
         print_table(EVALUATION_COLUMNS, map(_evaluation_row, _told_apart(shown)))
     else:
@@ -173,8 +172,8 @@ def samples(
 
 def _sampled(
     run: str, wanted: Filter, stack: str | None, coordinator: str | None
-) -> tuple[str, list[dict[str, Any]], str]:
-    """Return the run's id and its samples, and why it can have none."""
+) -> tuple[GetRunResponse, list[dict[str, Any]]]:
+    """Return the run and its samples."""
 
     async def read(client: Answers) -> tuple[GetRunResponse, list[dict[str, Any]]]:
         of_run = await client.get_run_and_config(run)
@@ -193,17 +192,21 @@ def _sampled(
                 return of_run, found
 
     of_run, found = ask(read, stack, coordinator)
-    run_id, chosen = of_run.run.run_id, wanted.chosen(found)
-    return run_id, chosen, "" if chosen else _why_none(run_id, of_run.config_yaml)
+    return of_run, wanted.chosen(found)
 
 
-def _why_none(run_id: str, config_yaml: str) -> str:
-    """Say of a run that learns from the answers of its data what to look at; nothing of one that draws samples."""
+def _config_of(of_run: GetRunResponse) -> RunConfig | None:
+    """Return the configuration of a run; None where another release wrote it, with other keys."""
     try:
-        config = load_text(RunConfig, config_yaml, source=f"run {run_id}")
+        return load_text(RunConfig, of_run.config_yaml, source=f"run {of_run.run.run_id}")
     except FlotillaError:
-        return ""  # Another release wrote it.
-    if not (config.learns_from_pairs or config.algorithm.type == "sft"):
+        return None
+
+
+def _why_none(of_run: GetRunResponse) -> str:
+    """Say of a run that learns from the answers of its data what to look at; nothing of one that draws samples."""
+    run_id, config = of_run.run.run_id, _config_of(of_run)
+    if config is None or not (config.learns_from_pairs or config.algorithm.type == "sft"):
         return ""
     answers = f", and flotilla samples {run_id} --evaluation its answers to held-out prompts"
     return (
@@ -215,10 +218,10 @@ def _why_none(run_id: str, config_yaml: str) -> str:
 
 def _evaluated(
     run: str, wanted: Filter, held_out: str | None, stack: str | None, coordinator: str | None
-) -> tuple[str, list[dict[str, Any]]]:
-    """Return the run's id and the answers of its evaluations, which the run directory alone holds."""
-    of_run = ask(lambda client: client.get_run(run), stack, coordinator)
-    run_id, directory = of_run.run_id, of_run.directory
+) -> tuple[GetRunResponse, list[dict[str, Any]]]:
+    """Return the run and the answers of its evaluations, which the run directory alone holds."""
+    of_run = ask(lambda client: client.get_run_and_config(run), stack, coordinator)
+    run_id, directory = of_run.run.run_id, of_run.run.directory
     found = list(read_samples(Path(directory), "eval", None if wanted.step is None else {wanted.step}))
     if not found:
         raise NotFound(
@@ -227,7 +230,7 @@ def _evaluated(
             where=f"{directory}/samples",
             next_step="evaluations keep their answers since this release; see evaluation.data of the run",
         )
-    return run_id, wanted.chosen(one for one in found if held_out in (None, one.get("set")))
+    return of_run, wanted.chosen(one for one in found if held_out in (None, one.get("set")))
 
 
 def _wire_state(state: State | None) -> Any:
@@ -323,7 +326,7 @@ def _short(text: str) -> str:
     return textwrap.shorten(text, _LONGEST_TEXT, placeholder="...")
 
 
-def _print_whole(sample: dict[str, Any]) -> None:
+def _print_whole(sample: dict[str, Any], config: RunConfig | None) -> None:
     versions = " ".join(sample.get("policy_versions") or [sample.get("policy_version") or "none"])
     if "state" in sample:
         print_line(f"=== {sample['sample_id']}  step {sample['step']}  {_outcome(sample)}")
@@ -336,6 +339,8 @@ def _print_whole(sample: dict[str, Any]) -> None:
         print_line("parts  " + ", ".join(_part(part) for part in sample["reward_parts"]))
     for verdict in sample.get("verdicts") or ():
         print_line(f"judged {_verdict(verdict)}")
+    if config is not None and (made := _made(sample, config)):
+        print_line(f"made   {made}")
     if sample.get("info"):
         print_line(f"info   {visible_json(sample['info'])}")
     for name in ("prompt", "response", "answer"):
@@ -368,6 +373,41 @@ def _verdict(verdict: dict[str, Any]) -> str:
     if verdict.get("message"):
         told.append(verdict["message"])
     return ", ".join(told)
+
+
+def _made(sample: dict[str, Any], config: RunConfig) -> str:
+    """Say how the terms made the reward of a sample; nothing where it has none, or the run has other terms now."""
+    from flotilla_coordinator.rollouts.scoring import combined
+
+    terms, mode = config.rewards, config.reward_mode
+    sets = config.evaluation.sets_of_data if config.evaluation is not None else ()
+    if own := next((one for one in sets if one.rewards and one.name == sample.get("set")), None):
+        terms, mode = own.rewards, own.reward_mode
+    verdicts, reward = sample.get("verdicts") or (), sample["reward"]
+    names, values = [one["reward"] for one in verdicts], [one.get("value") for one in verdicts]
+    if not terms or reward is None or None in values or names != [term.shown for term in terms]:
+        return ""
+    if not math.isclose(combined(mode, terms, values), reward, rel_tol=1e-6, abs_tol=1e-6):
+        return ""
+    unverifiable = [" by on_unverifiable" * (one["outcome"] == "unverifiable") for one in verdicts]
+    parts = [
+        f"{term.weight:g} x {value:.4g} ({short_reward(term.shown)}{why})"
+        for term, value, why in zip(terms, values, unverifiable, strict=True)
+        if term.weight
+    ]
+    summed, total = " + ".join(parts), f"= {reward:.4g}"
+    if mode == "weighted":
+        return f"{summed} {total}"
+    if mode == "gated":
+        pairs = [(one, value) for one, value in zip(terms, values, strict=True) if one.gate_at is not None]
+        for one, value in pairs:
+            if value < one.gate_at:
+                return (
+                    f"gated: {short_reward(one.shown)} {value:.4g} is below its gate_at {one.gate_at:g}, so 0"
+                )
+        return f"gated: every gate is open, {summed} {total}"
+    told = {"product": " times ".join(parts), "first": f"the first that is not 0 of {', '.join(parts)}"}
+    return f"{mode}: {told.get(mode, ', '.join(parts))} {total}"
 
 
 def _outcome(sample: dict[str, Any]) -> str:

@@ -3,7 +3,8 @@
 Invariants: a replica is drained only when the others of its run, among them a spare of the new release, have caught up
 with the weights; so no run has fewer replicas than before, and a release that does not come up has cost nothing. Each
 replica keeps its name. What a drained one still has is waited for, at most `grace_s`; what is cut then begins anew
-elsewhere. The spares go last. However it ends, every replica of the stack is one of the old release or of the new one.
+elsewhere. The spares go last. Generators of judges are in no run, so they are started anew, one by one. However it
+ends, every replica of the stack is one of the old release or of the new one.
 """
 
 from __future__ import annotations
@@ -57,11 +58,28 @@ class Upgrade:
         try:
             for name in [*spares, *names]:
                 await self._replace(name)
+            judges = await self._judges()
+            for name in judges:
+                await self._replace_judge(name)
         finally:
             if spares:
                 self.say(f"removing {', '.join(spares)}")
                 await self.launcher.scale(self.kind, len(names), timeout_s=self.ready_timeout_s)
-        return [one for one in (await self.launcher.state()).processes if one.name in names]
+        replaced = {*names, *judges}
+        return [one for one in (await self.launcher.state()).processes if one.name in replaced]
+
+    async def _judges(self) -> list[str]:
+        """Return the generators of judges, which go with those of the policy."""
+        if self.kind != ServiceKind.SERVICE_KIND_GENERATOR:
+            return []
+        processes = (await self.launcher.state()).processes
+        return [one.name for one in processes if one.kind == self.kind and holds_judge(one.name)]
+
+    async def _replace_judge(self, name: str) -> None:
+        """Start the new process of a judge: what the old one had is asked again, and runs wait by its name."""
+        self.say(f"starting {name} from {self.executables}")
+        await self.launcher.restart(name, self.executables, timeout_s=2 * self.ready_timeout_s)
+        self.say(f"{name} is replaced")
 
     async def _replace(self, name: str) -> None:
         """Start the new process of one slot, after the old one, if any, has finished what it had."""

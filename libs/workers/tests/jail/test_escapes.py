@@ -53,7 +53,10 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     (shown / ".keys").mkdir()
     (shown / ".keys" / "key").write_text(SECRET)
     tcp = socket.create_server(("127.0.0.1", 0))
-    tcp_6 = socket.create_server(("::1", 0), family=socket.AF_INET6) if socket.has_ipv6 else tcp
+    try:
+        tcp_6 = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        tcp_6 = tcp  # The kernel has no IPv6, or no address of it.
     udp = socket.socket(type=socket.SOCK_DGRAM)
     udp.bind(("127.0.0.1", 0))
     udp.setblocking(False)
@@ -76,6 +79,7 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
         group.close()
     yield {
         "groups": group is not None,
+        "ends_whole": group is not None and len(group.folders) == 1,
         "secret": SECRET,
         "secret_file": str(folder / "secret"),
         "shown": str(shown),
@@ -152,7 +156,10 @@ def test_no_attack_reaches_anything(
     done = run(jail, f"{ATTACKS[attack]}\nprint('OVER')", host)
     assert "REACHED" not in done.stderr, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.endswith("OVER\n"), f"the attack did not come to its end: {done}"
+    if host["ends_whole"] and attack == "memory of many processes":
+        assert done.stderr == "", "a group of version 2 ends as a whole"
+    else:
+        assert done.stderr.endswith("OVER\n"), f"the attack did not come to its end: {done}"
     with pytest.raises(BlockingIOError):
         host["heard"].recv(100)
     well = run(jail, "print(open(host['shown'] + '/reward.py').read() == '')", host)

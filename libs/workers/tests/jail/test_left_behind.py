@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -63,6 +64,25 @@ async def test_a_jail_whose_command_cannot_start_leaves_nothing(
     with pytest.raises(FileNotFoundError):
         check.problems("nobody:loads", "[]", 1.0, Cell(Jail(Level.LANDLOCK)))
     assert not left(temporary, os.getpid())
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_folder_is_left_alone_while_its_owner_holds_it_whatever_the_table_of_processes_says(
+    temporary: Path, holds: bool
+) -> None:
+    cell = Cell(Jail(Level.LANDLOCK))
+    with cell.start(["true"]):
+        pass
+    (made,) = temporary.iterdir()
+    none = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    folder = temporary / f"{groups.PREFIX}-{none}-x"  # of a container whose processes we do not see
+    made.rename(folder)
+    if not holds:
+        assert cell._folder is not None
+        fcntl.flock(cell._folder._held, fcntl.LOCK_UN)
+    Cell(NO_JAIL).close()
+    assert folder.exists() is holds
+    cell.close()
 
 
 def test_what_a_killed_worker_left_of_its_own_jails_goes_with_it_and_that_of_others_stays(

@@ -10,7 +10,8 @@ import pytest
 
 from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.checks import config_errors, fleet_warnings, role_errors
-from flotilla_coordinator.plan.reward_lines import reward_model_chapter
+from flotilla_coordinator.plan.functions import jail_of
+from flotilla_coordinator.plan.reward_lines import reward_model_chapter, rewards_chapter
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_testing.model_folders import write_header, write_tokenizer
 
@@ -126,6 +127,56 @@ def test_terms_of_a_held_out_set_with_one_name_are_refused_and_its_functions_nee
     ]
     stack = StackConfig.model_validate({"reward": {"replicas": 0}})
     assert any("reward.replicas is 0" in told for told in Chapter.of(fleet_warnings(config, stack)).warnings)
+
+
+def test_a_plan_says_of_each_reward_who_gives_it_where_and_in_which_jail(tmp_path: Path) -> None:
+    examples = tmp_path / "labelled.jsonl"
+    asks = {"scale": [1, 10], "rubric": "How clear?", "agreement": {"examples": examples, "at_least": 0.7}}
+    config = run_with(
+        {"reward": "exact", "weight": 0.5},
+        {"reward": "mine.py:score", "trusted": True},
+        {"reward": "mine.py:shape"},
+        {"reward": {"model": "helpful"}},
+        {"reward": {"judge": "far"}, **asks},
+        {"reward": {"judge": "held"}, **asks},
+    )
+    judges = {"far": {"url": "https://api.example.com/v1", "model": "big"}, "held": {"model": "/m/judge"}}
+    models = {"helpful": {"model": "/m/helpful", "nproc": 2}}
+    stack = StackConfig.model_validate({"judges": judges, "reward_models": models})
+    level = jail_of(stack.reward.isolation).isolation
+    agrees = f"agrees with {examples}, by 0.7 at least"
+    assert Chapter.of(rewards_chapter(config, stack)).lines == [
+        (
+            "rewards[0] exact",
+            "built in, or an entry point",
+            "weight 0.5; in the reward service; in its jail where it runs code of others",
+        ),
+        (
+            "rewards[1] mine.py:score",
+            "a function",
+            "weight 1; OUTSIDE OF THE JAIL, as the reward service itself",
+        ),
+        (
+            "rewards[2] mine.py:shape",
+            "a function",
+            f"weight 1; in the jail, of level landlock at least; the host of this plan has {level}",
+        ),
+        (
+            "rewards[3] helpful",
+            "reward model helpful",
+            "weight 1; /m/helpful, scored by a gang of its own (1 x 2 ranks)",
+        ),
+        (
+            "rewards[4] judge:far",
+            "judge far",
+            f"weight 1; big at https://api.example.com/v1; {agrees}",
+        ),
+        (
+            "rewards[5] judge:held",
+            "judge held",
+            f"weight 1; /m/judge, on 1 generators of the fleet; {agrees}",
+        ),
+    ]
 
 
 def test_a_folder_that_is_no_model_is_said_so(tmp_path: Path) -> None:

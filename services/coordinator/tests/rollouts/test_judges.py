@@ -15,15 +15,18 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.ledger.verdicts import named_parts
 from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.functions import functions_of, judge_errors
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.judges import (
+    Example,
     FleetJudges,
     JudgeTally,
     agreement_of,
     examples_of,
+    measured,
     spearman,
 )
 from flotilla_coordinator.rollouts.scoring import Needs, Scorer, reward_spec
-from flotilla_core.config import RewardTermConfig, RunConfig, StackConfig
+from flotilla_core.config import AgreementConfig, RewardTermConfig, RunConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.structs import to_json
 
@@ -195,6 +198,46 @@ def test_a_judge_without_generators_refuses_the_run() -> None:
     judges = {"j": {"model": "models/judge", "replicas": 0}}
     (error,) = Chapter.of(judge_errors(config, StackConfig.model_validate({"judges": judges}))).errors
     assert error.startswith("rewards[0].reward: judges.j.replicas is 0, so nothing holds this judge")
+
+
+async def test_a_judge_is_asked_again_only_where_something_changed(tmp_path: Path) -> None:
+    labels = [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    asked: list[int] = []
+
+    async def ask(items: list[pb.ScoreItem]) -> dict[str, pb.ScoreOutcome]:
+        asked.append(len(items))
+        values = [pb.RewardValue(components=[pb.RewardComponent(value=value)]) for value in labels]
+        return {
+            item.sample_id: pb.ScoreOutcome(value=value) for item, value in zip(items, values, strict=True)
+        }
+
+    one = term(written(tmp_path, labelled(labels)), **SCALE)
+    other = term(written(tmp_path, labelled(labels)), **SCALE | {"rubric": "another"})
+    examples = examples_of(one)
+    changed = [*examples[:-1], Example(examples[-1].item, 11.0)]
+    directory = RunDirectory.create(tmp_path / "run")
+    tried = [
+        (one, examples, ["w1"], True),
+        (one, examples, ["w1"], False),
+        (one.model_copy(update={"weight": 2.0}), examples, ["w1"], False),
+        (one, examples, ["w2"], True),
+        (other, examples, ["w1"], True),
+        (one, changed, ["w1"], True),
+        (one, changed, ["w1"], False),
+        (one, examples, [], True),
+        (one, examples, [], True),
+    ]
+    for of, having, held, asks in tried:
+        before = len(asked)
+        agreement, known = await measured(of, having, held, RunDirectory(directory.path), ask)
+        assert (len(asked) > before, known, agreement.figure) == (asks, not asks, 1.0), held
+    strict = one.model_copy(update={"agreement": AgreementConfig(examples=tmp_path, at_least=1)})
+    await measured(strict, examples, ["w1"], directory, ask)
+    labels.reverse()
+    for _ in range(2):
+        with pytest.raises(FailedPrecondition, match=r"agrees with its examples by -1\.000"):
+            await measured(one, examples, ["w3"], directory, ask)
+    assert len(asked) == before + 3, "one that agreed too little is asked again"
 
 
 async def test_a_term_names_the_generators_that_hold_its_judge_now_and_no_other_term_does() -> None:

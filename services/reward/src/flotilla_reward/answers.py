@@ -31,12 +31,15 @@ class Value:
     """The answer that the verifier read in the response."""
     unverifiable: str | None = None
     """The way in which the response made the verifier fail; the value is 0 then."""
+    why: str = ""
+    """The reason why the value is no higher, where the verifier says so."""
 
     @classmethod
     def of(cls, score: float) -> Value:
         """Return what a verifier of this process said."""
         extracted: str | None = getattr(score, "extracted", None)
-        return cls(float(score), getattr(score, "parts", {}), extracted and extracted[:LONGEST_WHY])
+        why = getattr(score, "why", "")[:LONGEST_WHY]
+        return cls(float(score), getattr(score, "parts", {}), extracted and extracted[:LONGEST_WHY], why=why)
 
 
 Outcome = Value | Failure | Timeout
@@ -79,6 +82,7 @@ def _answer(_: Target, said: Any) -> Answer:
 def _value(said: Any) -> Value | Failure:
     parts: Any = {}
     extracted: str | None = None
+    reason = ""
     match said:
         case {"unverifiable": str(why)}:
             return Value(0.0, unverifiable=unicode_text(why))
@@ -86,6 +90,8 @@ def _value(said: Any) -> Value | Failure:
             return Failure(unicode_text(why))
         case [value, parts, str(read)]:
             extracted = unicode_text(read)
+        case [value, parts, (str() | None) as read, str(why)]:
+            extracted, reason = read and unicode_text(read), unicode_text(why[:LONGEST_WHY])
         case [value, parts]:
             pass
         case value:
@@ -95,7 +101,7 @@ def _value(said: Any) -> Value | Failure:
     if not isinstance(parts, dict) or len(parts) > MOST_PARTS or not all(map(_is_finite, parts.values())):
         raise NoAnswer("its parts are no finite numbers with names")
     named = {unicode_text(name[:LONGEST_NAME]): part for name, part in parts.items()}
-    return Value(value, named, extracted)
+    return Value(value, named, extracted, why=reason)
 
 
 def _is_finite(said: object) -> bool:

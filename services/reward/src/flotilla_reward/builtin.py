@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal, InvalidOperation, localcontext
 from functools import lru_cache
 from importlib import metadata
+from itertools import permutations
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -38,6 +39,8 @@ LAST_POWER_OF_TEN = re.compile(
     r"(?<!\S)(?<![-+*/^(] )([-+]?[0-9]+(?:\.[0-9]+)?[eE][+-]?[0-9]{1,4})(?![\w+*/^-])(?! [-+*/^])(?=[^0-9]*+\Z)"
 )
 SPACE_OF_THOUSANDS = re.compile(r"(?<=[0-9])\\[,;:!](?=[0-9]{3}(?![0-9]))")
+MOST_ITEMS = 64
+"""The most commas of an expression, beside twice those of the answer."""
 MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix)\}.*?\\end\{\1\}", re.DOTALL)
 
 WHOLE = re.compile(r"[0-9]{1,300}", re.ASCII)
@@ -68,17 +71,23 @@ class Unreadable(Unverifiable):
 
 
 class Judged(float):
-    """A score, with the numbers that it is made of and the answer that was read in the response."""
+    """A score, with the numbers that it is made of, the answer that was read in the response, and why it is no more."""
 
     parts: dict[str, float]
     extracted: str | None
+    why: str
 
     def __new__(
-        cls, value: float, *, parts: dict[str, float] | None = None, extracted: str | None = None
+        cls,
+        value: float,
+        *,
+        parts: dict[str, float] | None = None,
+        extracted: str | None = None,
+        why: str = "",
     ) -> Self:
         """Return the score."""
         made = super().__new__(cls, value)
-        made.parts, made.extracted = parts or {}, extracted
+        made.parts, made.extracted, made.why = parts or {}, extracted, why
         return made
 
 
@@ -264,7 +273,7 @@ class Math(BuiltinReward):
     bounded: ClassVar[bool] = False
     blames_response: ClassVar[bool] = True
     judges_by: ClassVar[tuple[str, ...]] = ("math-verify", "sympy")
-    rules: ClassVar[int] = 2
+    rules: ClassVar[int] = 3
 
     significant_digits: int = Field(
         default=15, ge=1, le=50, description="Precision of comparisons that have to be done numerically."
@@ -292,6 +301,7 @@ class Math(BuiltinReward):
             raise CannotScore(f"the answer {answer!r:.200} is not an expression that can be read")
         try:
             told = None
+            _refuse_long_lists(sample.response, answer)
             for text in _readings(sample.response):
                 read = _expressions(text)
                 if self._equal(expected, read):
@@ -308,15 +318,11 @@ class Math(BuiltinReward):
 
         if (whole := _whole(expected)) is not None and (told := _whole(response)) is not None:
             return whole == told
-        equal: bool = verify(
-            [*expected],
-            response,
-            float_rounding=self.decimals,
-            numeric_precision=self.significant_digits,
-            timeout_seconds=None,
-            raise_on_error=True,
+        rules = {"float_rounding": self.decimals, "numeric_precision": self.significant_digits}
+        return any(
+            verify(right, told, **rules, timeout_seconds=None, raise_on_error=True)
+            for right, told in (([*expected], response), *_as_meant(expected, response))
         )
-        return equal
 
 
 def _expressions(text: str) -> list[Any]:
@@ -359,6 +365,38 @@ def _whole(read: Sequence[Any]) -> int | None:
         case [value, str(text)] if WHOLE.fullmatch(text) and getattr(value, "is_Integer", False):
             return int(value) if int(value) == int(text) else None
     return None
+
+
+def _as_meant(
+    expected: Sequence[Any], response: Sequence[Any]
+) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
+    """Give both as one is written: an inequality as an interval, and a lonely i as the imaginary unit."""
+    from sympy import And, Expr, I, Set
+    from sympy.core.relational import Relational
+
+    if not expected or not response:
+        return
+    right, told = expected[0], response[0]
+    if isinstance(right, Set) and isinstance(told, Relational | And) and len(told.free_symbols) == 1:
+        atoms = told.args if isinstance(told, And) else (told,)
+        if all(
+            isinstance(atom, Relational)
+            and any(a.is_Symbol and b.is_number for a, b in permutations(atom.args))
+            for atom in atoms
+        ):
+            yield [right], [told.as_set()]
+    both = isinstance(right, Expr) and isinstance(told, Expr)
+    symbols = [*right.free_symbols, *told.free_symbols] if both else []
+    if len(symbols) == 1 and symbols[0].name == "i":
+        yield [right.subs(symbols[0], I)], [told.subs(symbols[0], I)]
+
+
+def _refuse_long_lists(response: str, answer: str) -> None:
+    """Refuse an expression with many items: to compare numbers that collide takes the square of their count."""
+    most = MOST_ITEMS + 2 * answer.count(",")
+    for marked in (*MARKED.findall(response), response[max(0, response.rfind(BOX)) :] * (BOX in response)):
+        if (items := marked.count(",")) > most:
+            raise Unreadable(f"it lists {items} items, and the answer {answer.count(',') + 1}")
 
 
 def _boxed(answer: str) -> str:

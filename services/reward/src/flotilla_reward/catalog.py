@@ -15,7 +15,7 @@ from google.protobuf import struct_pb2
 from pydantic import ValidationError
 
 from flotilla.reward.v1 import reward_pb2 as pb
-from flotilla_core.config.judges import judge_of
+from flotilla_core.config.rewards import judge_of
 from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BuiltinReward

@@ -190,7 +190,7 @@ class _Response:
                 reward=term.name,
                 value=outcome.value,
                 unreadable=outcome.unverifiable is not None,
-                why=outcome.unverifiable or "",
+                why=outcome.unverifiable or outcome.why,
                 parts=[pb.NamedPart(name=name, value=part) for name, part in outcome.parts.items()],
                 extracted=outcome.extracted,
                 version=version,

@@ -5,8 +5,8 @@ Invariants: the signature decides once, when a function is loaded, how it is cal
 with all of a group. A score and each part of it are finite, or there is none. A response is blamed only by an exception
 of the name `Unverifiable`. Workers that run a function of the user's import nothing heavy of ours.
 
-A score is told as a number, or as a list of it, its parts and the answer that was read in the response. A response
-that cannot be verified is told as an object, and so are the scores of a group.
+A score is told as a number, or as a list of it, its parts, the answer that was read in the response, and why it is no
+higher. A response that cannot be verified is told as an object, and so are the scores of a group.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def load(target: Target) -> Score:
             if not blames_response(error):
                 raise
             return unverifiable(error)
-        return _said(float(value), getattr(value, "parts", {}), getattr(value, "extracted", None))
+        told = (getattr(value, "parts", {}), getattr(value, "extracted", None), getattr(value, "why", ""))
+        return _said(float(value), *told)
 
     return score
 
@@ -445,8 +446,10 @@ def score_of(returned: Any) -> float | list[Any]:
     return _said(value, parts, str(extracted) if isinstance(extracted, str | int | float) else None)
 
 
-def _said(value: float, parts: dict[str, float], extracted: str | None) -> float | list[Any]:
+def _said(value: float, parts: dict[str, float], extracted: str | None, why: str = "") -> float | list[Any]:
     """Return how a score is told, the shortest way."""
+    if why:
+        return [value, parts, extracted and extracted[:LONGEST_WHY], why[:LONGEST_WHY]]
     if extracted is not None:
         return [value, parts, extracted[:LONGEST_WHY]]
     return [value, parts] if parts else value

@@ -99,6 +99,101 @@ async def test_a_program_without_time_for_all_its_tests_is_worth_0_and_no_error(
     assert parts_of(outcome) == {"passed": 1, "total": 3, "first_failed": 2, "timed_out": 1}
 
 
+WHY = {
+    "an output": (
+        "print(5)",
+        SUM[:1],
+        {},
+        "test 1: input '1 2': printed '5\\n', expected '3'",
+    ),
+    "an exception of a command": (
+        "x = 1\n1 / 0",
+        SUM[:1],
+        {},
+        "test 1: input '1 2': ended with status 1, line 2: ZeroDivisionError: division by zero",
+    ),
+    "a limit of a command": (
+        "import time\nwhile True:\n    time.sleep(1)",
+        SUM[:1],
+        {"test_timeout_s": 0.5},
+        "test 1: input '1 2': took longer than 0.5 s, at solution.py line 3",
+    ),
+    "what a terminal obeys": (
+        "raise ValueError('\\x1b[2J\\n\\u202ea')",
+        SUM[:1],
+        {},
+        "test 1: input '1 2': ended with status 1, line 1: \\u202ea",
+    ),
+    "a value": (
+        "def f(x):\n    return x + 1",
+        [{"function": "f", "arguments": [1], "expected": 3}],
+        {},
+        "test 1: f(1): returned 2, expected 3",
+    ),
+    "an exception of a function": (
+        "def f(x):\n    return x[0]",
+        [{"function": "f", "arguments": [1], "expected": 3}],
+        {},
+        "test 1: f(1): raised TypeError: 'int' object is not subscriptable (solution.py line 2)",
+    ),
+    "a limit of a function": (
+        "def f(x):\n    while x:\n        pass",
+        [{"function": "f", "arguments": [1], "expected": 3}],
+        {"test_timeout_s": 0.5},
+        "test 1: f(1): took longer than 0.5 s, at solution.py line 2",
+    ),
+    "all that failed": (
+        "def f(x):\n    return 1 // (x - 3)",
+        ["assert f(4) == 1", "assert f(1) == 2", "assert f(3) == 1"],
+        {"all": False},
+        "test 2: line 2: assert f(1) == 2: the sides are -1 and 2; "
+        "test 3: line 3: assert f(3) == 1: ZeroDivisionError: integer division or modulo by zero (solution.py line 2)",
+    ),
+    "a function check": (
+        "def f(x):\n    return [x]",
+        "def check(candidate):\n    assert candidate(1) == [1]\n    assert candidate(2) == [3], 'no'",
+        {},
+        "test 1: line 3: assert candidate(2) == [3], 'no': the sides are [2] and [3]",
+    ),
+    "an object of the program": (
+        "class A:\n    def __repr__(self):\n        return 'sides are 1 and 1'\ndef f(x):\n    return [A()]",
+        ["assert f(1) == [1]"],
+        {},
+        "test 1: line 1: assert f(1) == [1]: the sides are an object and [1]",
+    ),
+    "a program that does not load": (
+        "def f(x)\n    return 1",
+        ["assert f(1) == 1"],
+        {},
+        "test 1: the program does not load: line 1: assert f(1) == 1: SyntaxError: expected ':' (solution.py, line 1)",
+    ),
+    "a test of pytest": (
+        "def f(x):\n    return x",
+        "from solution import f\n\ndef test_f():\n    assert f(1) == 2\n",
+        {},
+        "test 1: test_f: line 4: assert 1 == 2 + where 1 = f(1)",
+    ),
+    "no program": ("", SUM, {}, "test 1: no program"),
+}
+
+
+@pytest.mark.parametrize("name", WHY)
+async def test_the_reason_names_each_failed_test_with_what_it_got_or_where_it_was(
+    pool: Workers, name: str
+) -> None:
+    code, tests, parameters, why = WHY[name]
+    options = {"test_timeout_s": 60} | parameters
+    outcome = await judged(pool, block(code), tests, info={"entry_point": "f"}, **options)
+    assert outcome.value.components[0].why == why and not outcome.value.components[0].unreadable
+
+
+async def test_the_reason_is_short_whatever_is_printed_and_empty_where_all_is_right(pool: Workers) -> None:
+    tests = [{"input": "", "output": "x" * 100_000}] * 20
+    long = await judged(pool, block("print('y' * 300_000)"), tests, all=False)
+    assert len(long.value.components[0].why) <= 2_000
+    assert (await judged(pool, GOOD, SUM)).value.components[0].why == ""
+
+
 async def test_a_jail_that_does_not_start_is_an_error_and_no_score(
     pool: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

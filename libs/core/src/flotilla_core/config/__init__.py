@@ -9,8 +9,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flotilla_core.config.generators import EngineConfig, GeneratorConfig, SimConfig
-from flotilla_core.config.judges import AgreementConfig, FleetJudgeConfig, JudgeConfig
+from flotilla_core.config.generators import (
+    EngineConfig,
+    FleetJudgeConfig,
+    GeneratorConfig,
+    JudgeConfig,
+    SimConfig,
+)
 from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
 from flotilla_core.config.model import ConfigModel, IsolationConfig, SecretReference
 from flotilla_core.config.stack import (
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
     )
     from flotilla_core.config.rewards import (
         LARGEST_REWARD,
+        AgreementConfig,
         RewardMode,
         RewardModelChoice,
         RewardTermConfig,

@@ -1,16 +1,32 @@
-"""`generator` in `stack.yaml`, and what it shares with other processes that hold an engine."""
+"""`generator` and `judges` in `stack.yaml`: models that draw samples, and language models that score them.
+
+Invariant: no configuration holds the key of a server, only its place, and no message shows what is written there.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, model_validator
 
-from flotilla_core.config.model import ConfigModel, Environment
+from flotilla_core.config.model import ConfigModel, Environment, ModelName, Parameters
+from flotilla_core.roles import GANG_NAME
 
 MOST_REPLICAS = 256
 """Limit for one kind on one host."""
 DType = Literal["float32", "bfloat16"]
+MOST_JUDGES = 64
+RESERVED = ("model", "messages", "response_format", "stream", "n")
+"""Fields of a request to a judge that Flotilla sets."""
+
+_KEY_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,127}")
+_URL = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+(/[A-Za-z0-9._~/\-]*)?")
+
+JudgeName = Annotated[str, StringConstraints(pattern=GANG_NAME)]
+"""Lower-case letters, digits and `_`, starting with a letter."""
 
 
 class LatencyConfig(ConfigModel):
@@ -96,3 +112,77 @@ class GeneratorConfig(EngineConfig):
     it without a sync. `flotilla eval` sets it. Empty: the model is no version, and runs send theirs."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that were started outside this stack."""
+
+
+def _key_variable(name: str) -> str:
+    if not _KEY_VARIABLE.fullmatch(name):
+        # Not shown: it may be the key itself, in the wrong place.
+        raise ValueError("expected the name of a variable, in capitals")
+    return name
+
+
+def _without_secrets(url: str) -> str:
+    if not _URL.fullmatch(url):
+        # Not shown: a login or a key may be in it.
+        raise ValueError("expected an address such as https://host/v1, without login and query")
+    return url.rstrip("/")
+
+
+def _free_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    if taken := [name for name in RESERVED if name in fields]:
+        raise ValueError(f"{taken[0]} is set by Flotilla: leave it out")
+    return fields
+
+
+class JudgeConfig(ConfigModel):
+    """One judge: a model behind an endpoint that takes OpenAI's chat completions."""
+
+    url: Annotated[str, AfterValidator(_without_secrets)]
+    """Address before `/chat/completions`, such as https://api.example.com/v1."""
+    model: str = Field(min_length=1, max_length=256)
+    """Name of the model there."""
+    api_key_env: Annotated[str, AfterValidator(_key_variable)] | None = None
+    """Variable of the reward service that holds the key of the endpoint."""
+    api_key_file: Path | None = None
+    """File with the key, for its owner alone (mode 0600), on the hosts of the reward replicas."""
+    concurrency: int = Field(default=16, ge=1, le=4096)
+    """Requests that one reward replica has under way at the same time; those of one `url` share the smallest."""
+    timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """Limit of one request."""
+    retries: int = Field(default=4, ge=0, le=20)
+    """Repetitions of a request that was refused for load (429), failed in the server (5xx) or found no connection."""
+    request: Annotated[Parameters, AfterValidator(_free_fields)] = Field(
+        default={"temperature": 0, "max_tokens": 1024}, max_length=64
+    )
+    """Further fields of each request. Models that take others need their own, such as `max_completion_tokens`."""
+
+    @model_validator(mode="after")
+    def _has_one_key(self) -> JudgeConfig:
+        if self.api_key_env is not None and self.api_key_file is not None:
+            raise ValueError("name one of api_key_env and api_key_file")
+        return self
+
+
+class FleetJudgeConfig(EngineConfig):
+    """A judge that the fleet holds: a model on generators of its own, which no run trains or leases."""
+
+    model: ModelName
+    """Hugging Face folder (or hub name) of a chat model, with its own tokenizer and chat template."""
+    concurrency: int = Field(default=64, ge=1, le=4096)
+    """Requests that one reward replica has under way at the same time."""
+    timeout_s: float = Field(default=300.0, gt=0, le=86_400)
+    """Limit of one request, with its wait for a place in the engine."""
+    max_tokens: int = Field(default=1024, ge=1, le=1_000_000)
+    """Longest answer of the judge."""
+
+
+def _kind_of_judge(judge: Any) -> str:
+    by_url = "url" in judge if isinstance(judge, Mapping) else isinstance(judge, JudgeConfig)
+    return "endpoint" if by_url else "fleet"
+
+
+Judge = Annotated[
+    Annotated[JudgeConfig, Tag("endpoint")] | Annotated[FleetJudgeConfig, Tag("fleet")],
+    Discriminator(_kind_of_judge),
+]
+"""A judge behind an endpoint where it has a `url`, else one that the fleet holds."""

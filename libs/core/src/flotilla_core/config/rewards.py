@@ -1,35 +1,138 @@
 """The rewards of a run: its terms, by whom each is given, and how they make one number.
 
 Invariants: a term has one name, in the configuration, on the wire and in what is recorded. It has the keys of who gives
-it, and of nobody else: a function, a reward model, or a judge.
+it, and of nobody else: a function, a reward model, or a judge. A term of a judge is named `judge:NAME` wherever a
+reward has a name. The text of its rubric is part of the configuration, so a run keeps the rubric that it began with.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
-
-from flotilla_core.config.judges import (
-    LONGEST_RUBRIC,
-    AgreementConfig,
-    Bound,
-    RewardName,
-    VerdictName,
-    judge_of,
-    rubric_text,
-    what_is_wrong,
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    WithJsonSchema,
+    model_validator,
 )
-from flotilla_core.config.model import ConfigModel, GangName, Parameters, function_path
+
+from flotilla_core.config.document import read_text_file
+from flotilla_core.config.model import (
+    ConfigModel,
+    GangName,
+    Parameters,
+    expanded,
+    function_path,
+    possible_function,
+)
+from flotilla_core.errors import InvalidConfig
+from flotilla_core.roles import GANG_NAME
 
 LARGEST_REWARD = 1e38
 """Largest absolute value: sums and squares of such rewards stay finite. The trainer's contract has the same bound."""
 PROMPT, RESPONSE = "{prompt}", "{response}"
 """The places in the template of a reward model."""
 
+JUDGE = "judge:"
+"""Begins the name of a reward that a judge gives."""
+LONGEST_RUBRIC = 65_536
+RUBRIC_FILES = (".md", ".txt")
+
+VerdictName = Annotated[str, StringConstraints(pattern=r"^[\w][\w .+-]{0,63}$")]
+Bound = Annotated[float, Field(ge=-1e6, le=1e6)]
 RewardMode = Literal["weighted", "gated", "min", "max", "product", "first"]
+
+
+class AgreementConfig(ConfigModel):
+    """Examples with labels of humans, of which the judge is asked before a run starts."""
+
+    examples: Path
+    """JSONL, JSON or Parquet file. Each row has `prompt`, `response` and `label`: a verdict, or a number of the scale;
+    `answer` where the judge sees one. With `pairs` it has `prompt`, `chosen` and `rejected`."""
+    at_least: float = Field(default=0.8, ge=0, le=1)
+    """Least agreement: the share of equal verdicts, or Spearman's rank correlation of a scale. Below it the run is
+    refused."""
+
+
+def _judge_or_name(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    if [*value] != ["judge"] or not isinstance(value["judge"], str):
+        raise ValueError("expected a name, path.py:function, or {judge: NAME}")
+    return f"{JUDGE}{value['judge']}"
+
+
+RewardName = Annotated[
+    str,
+    BeforeValidator(_judge_or_name),
+    AfterValidator(possible_function),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "properties": {"judge": {"type": "string"}},
+                    "required": ["judge"],
+                    "additionalProperties": False,
+                },
+            ]
+        }
+    ),
+]
+"""The name of a reward; `{judge: NAME}` is `judge:NAME`."""
+
+
+def judge_of(reward: str) -> str:
+    """Return the name of the judge that gives a reward; empty for any other reward."""
+    return reward.removeprefix(JUDGE) if reward.startswith(JUDGE) else ""
+
+
+def rubric_file(rubric: str) -> Path | None:
+    """Return the file that a rubric names: one line that ends as files of text do."""
+    return Path(rubric) if rubric.endswith(RUBRIC_FILES) and "\n" not in rubric else None
+
+
+def rubric_text(rubric: str, directory: Path) -> str:
+    """Return the text of a rubric; that of its file, where it names one."""
+    file = rubric_file(rubric)
+    if file is None:
+        return rubric
+    text = read_text_file(directory / expanded(file)).strip()
+    if not text or len(text) > LONGEST_RUBRIC or rubric_file(text):
+        why = f"it has {len(text)} characters, and between 1 and {LONGEST_RUBRIC} are taken"
+        raise InvalidConfig("the file holds no rubric", where=str(file), why=why)
+    return text
+
+
+def what_is_wrong(
+    judge: str,
+    rubric: str,
+    scale: tuple[float, float] | None,
+    verdicts: Mapping[str, float],
+    pairs: bool,
+) -> str:
+    """Return what is wrong with what a term says to its judge; empty where nothing is."""
+    if not re.fullmatch(GANG_NAME, judge):
+        return "names no judge: names have lower-case letters, digits and _"
+    if not rubric.strip():
+        return "needs a rubric: what the judge looks at, as text or as a file"
+    if sum(map(bool, (scale, verdicts, pairs))) != 1:
+        return "needs one of scale, verdicts and pairs: what the judge may say"
+    if scale and not scale[0] < scale[1]:
+        return (
+            f"has the scale {scale[0]:g} to {scale[1]:g}: the first number is the worst, the other the best"
+        )
+    if verdicts and len({name.casefold() for name in verdicts}) < max(2, len(verdicts)):
+        return "needs two verdicts or more, which differ by more than case"
+    return ""
 
 
 class RewardModelChoice(ConfigModel):

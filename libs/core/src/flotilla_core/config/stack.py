@@ -12,8 +12,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from flotilla_core.addresses import loopback
-from flotilla_core.config.generators import MOST_REPLICAS, DType, GeneratorConfig
-from flotilla_core.config.judges import MOST_JUDGES, Judge, JudgeName
+from flotilla_core.config.generators import (
+    MOST_JUDGES,
+    MOST_REPLICAS,
+    DType,
+    GeneratorConfig,
+    Judge,
+    JudgeName,
+)
 from flotilla_core.config.model import (
     ConfigModel,
     Environment,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from pathlib import Path
 MOUNTS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 PREFIX = "flotilla-jail"
+ENDS_S = 2.0
+"""The time that killed processes have to be gone."""
 
 _numbers = itertools.count()
 
@@ -37,8 +41,23 @@ class Group:
         for folder in self.folders:
             with suppress(OSError):
                 (folder / "cgroup.kill").write_text("1")
+                _wait_until_empty(folder)
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _wait_until_empty(folder: Path) -> None:
+    """Wait until the kernel has ended the processes of a group of version 2, which takes it a moment after `kill`."""
+    deadline = time.monotonic() + ENDS_S
+    with (folder / "cgroup.events").open() as events:
+        changes = select.poll()
+        changes.register(events, select.POLLPRI)
+        while "populated 0" not in events.read():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            changes.poll(1000 * left_s)
+            events.seek(0)
 
 
 def make(memory_bytes: int, processes: int) -> Group | None:

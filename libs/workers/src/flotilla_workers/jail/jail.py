@@ -10,6 +10,7 @@ shows, whatever its mode says, because functions and Python may lie where root a
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -173,7 +174,7 @@ class Cell:
         self._jail = jail
         self._functions = functions
         self._slot = slot
-        self._folder: Path | None = None
+        self._folder: Folder | None = None
         self._group: Group | None = None
 
     @property
@@ -187,12 +188,13 @@ class Cell:
         with ExitStack() as where_it_raises:
             where_it_raises.callback(self.close)
             if self.level is Level.LANDLOCK:
-                self._folder = _make_folder()
+                self._folder = Folder()
             if self.level:
                 bounds = self._jail.bounds
                 self._group = groups.make(bounds.memory_bytes, bounds.processes)
+            folder = self._folder and self._folder.path
             with self._jail.start(
-                command, functions=self._functions, slot=self._slot, folder=self._folder
+                command, functions=self._functions, slot=self._slot, folder=folder
             ) as start:
                 yield start
             where_it_raises.pop_all()
@@ -226,14 +228,47 @@ class Cell:
         if self._group is not None:
             self._group.close()
         if self._folder is not None:
-            _remove(self._folder)
+            self._folder.close()
+            self._folder = None
         if not self.level:
             # One outside of a jail may have been killed with cells of its own, as those of `code` are at their limit.
             _remove_left()
 
 
-def _make_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"{groups.PREFIX}-{os.getpid()}-"))
+class Folder:
+    """A folder that a jail may write in.
+
+    Its owner holds a lock on it, by which others know that it lives. They may be in another container, with the same
+    /tmp and another table of processes.
+    """
+
+    def __init__(self) -> None:
+        held = None
+        while held is None:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{groups.PREFIX}-{os.getpid()}-"))
+            held = _locked(self.path)  # Whoever saw it before it was locked has removed it.
+        self._held = held
+
+    def close(self) -> None:
+        """Remove it."""
+        _remove(self.path)
+        os.close(self._held)
+
+
+def _locked(folder: Path) -> int | None:
+    """Lock a folder; None where it has an owner, is gone, or is not ours to enter."""
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(held), os.stat(folder, follow_symlinks=False)):
+            return held
+    except OSError:
+        pass
+    os.close(held)
+    return None
 
 
 def _remove(folder: Path) -> None:
@@ -245,12 +280,12 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_left() -> None:
-    """Remove the groups and the folders of processes that are gone."""
+    """Remove the groups of processes that are gone, and the folders that nobody holds."""
     groups.remove_left()
     for folder in Path(tempfile.gettempdir()).glob(f"{groups.PREFIX}-*-*"):
-        pid = folder.name.split("-")[2]
-        if not Path(f"/proc/{pid}").exists() and not folder.is_symlink():
+        if (held := _locked(folder)) is not None:
             _remove(folder)
+            os.close(held)
 
 
 NO_JAIL = Jail(Level.NONE)
@@ -334,9 +369,9 @@ def why_not(jail: Jail) -> str:
     for tool in (PRLIMIT, SETPRIV):
         if not os.path.exists(tool):
             return f"there is no {tool} (util-linux)"
-    folder = _make_folder()
+    folder = Folder()
     try:
-        with jail.start([sys.executable, "-I", "-c", PROBE], folder=folder) as start:
+        with jail.start([sys.executable, "-I", "-c", PROBE], folder=folder.path) as start:
             probe = subprocess.run(
                 start.command,
                 env=start.environment,
@@ -350,7 +385,7 @@ def why_not(jail: Jail) -> str:
     except (OSError, LookupError, subprocess.TimeoutExpired) as error:
         return str(error)
     finally:
-        _remove(folder)
+        folder.close()
     return (
         "" if probe.stdout == "in jail\n" else (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
     )

@@ -43,7 +43,7 @@ class TermVerdict:
     """The release and the number of the rules of a built-in reward, or the digest of a function's file."""
     seconds: float = 0.0
     message: str = ""
-    """The reason why there is no score."""
+    """The reason why there is no score, or none that is higher."""
     file: str = ""
     line: int = 0
     """The line of the user's code that raised; 0 where there is none."""

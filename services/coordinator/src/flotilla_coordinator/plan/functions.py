@@ -145,7 +145,7 @@ def loading_problems(config: RunConfig, isolation: IsolationConfig) -> Entries:
         )
         jail, files = NO_JAIL, [function.file for function in functions if function.file]
         if functions is jailed:
-            jail = _jail_of(isolation)
+            jail = jail_of(isolation)
         stamps = tuple(_stamp(function) for function in functions)
         answer = jail.refusal or _ask(module, asked, stamps, jail, tuple({*map(shown_for, files)}))
         if isinstance(answer, str):
@@ -157,7 +157,8 @@ def loading_problems(config: RunConfig, isolation: IsolationConfig) -> Entries:
                 yield refusal(f"{function.key}: {problem}")
 
 
-_jail_of = lru_cache(maxsize=4)(find)
+jail_of = lru_cache(maxsize=4)(find)
+"""Returns the jail that this host has for a stack."""
 
 
 @lru_cache(maxsize=100)

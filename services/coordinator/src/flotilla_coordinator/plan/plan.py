@@ -121,6 +121,7 @@ def _chapters(run: RunFacts, asked: BatchingConfig) -> Iterator[Entries]:
     if run.gpu is not None:
         yield iter([batching_line(asked, run.config.batching, run.gpu)])
     yield memory_lines.critic_chapter(run)
+    yield reward_lines.rewards_chapter(run.config, run.stack)
     yield reward_lines.reward_model_chapter(run.config, run.stack)
     if trackers := ", ".join(one.type for one in run.config.trackers):
         yield iter([Line("trackers", trackers, "each in a process of its own")])

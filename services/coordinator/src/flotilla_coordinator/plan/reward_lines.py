@@ -1,4 +1,4 @@
-"""Describes the reward models that a run asks, and refuses what they cannot score, by the files of their folders.
+"""Describes the rewards of a run: who gives each, where, and in which jail; and what its reward models cannot score.
 
 Invariant: no weight is read; the labels of a model are the rows of its head of scores.
 """
@@ -6,17 +6,71 @@ Invariant: no weight is read; the labels of a model are the rows of its head of 
 from __future__ import annotations
 
 from flotilla_coordinator.plan.chapter import Entries, Line, refusal, shown_bytes
-from flotilla_coordinator.plan.functions import terms_of
+from flotilla_coordinator.plan.functions import jail_of, terms_of
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import scoring_bytes
-from flotilla_core.config import RewardTermConfig, RunConfig, StackConfig
+from flotilla_core.config import FleetJudgeConfig, RewardTermConfig, RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.gangs import gang_of, model_of, started
 from flotilla_core.model_folder import SCORE_HEADS, model_folder, score_head
 from flotilla_core.roles import REWARD_MODEL, named_role, section_of
 from flotilla_data.tokenizer import Tokenizer
 
+_OF_OTHERS = "as the stack of the replicas says, which others started"
 _TRIED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def rewards_chapter(config: RunConfig, stack: StackConfig) -> Entries:
+    """Describe each reward: its kind, who gives it, and how far what it runs is kept from the host."""
+    for key, term in terms_of(config):
+        gate = "" if term.gate_at is None else f", gate at {term.gate_at:g}"
+        if term.model is not None:
+            who, where = f"reward model {term.model.model}", _place_of_model(stack, term.model.model)
+        elif term.judge:
+            who, where = f"judge {term.judge}", _place_of_judge(stack, term.judge)
+        else:
+            who, where = _function(term, stack)
+        asked = term.agreement
+        agreed = (
+            f"; agrees with {asked.examples}, by {asked.at_least:g} at least" if asked is not None else ""
+        )
+        yield Line(f"{key} {term.shown}", who, f"weight {term.weight:g}{gate}; {where}{agreed}")
+
+
+def _place_of_model(stack: StackConfig, name: str) -> str:
+    role = named_role(REWARD_MODEL, name)
+    if not started(stack, role):
+        return "the stack does not start it"
+    gang = gang_of(stack, role)
+    return f"{model_of(stack, role)}, scored by a gang of its own ({gang.replicas or 1} x {gang.nproc} ranks)"
+
+
+def _place_of_judge(stack: StackConfig, name: str) -> str:
+    judge = stack.judges.get(name)
+    if judge is None:
+        return _OF_OTHERS
+    if isinstance(judge, FleetJudgeConfig):
+        return f"{judge.model}, on {judge.replicas} generators of the fleet"
+    return f"{judge.model} at {judge.url}"
+
+
+def _function(term: RewardTermConfig, stack: StackConfig) -> tuple[str, str]:
+    """Say of a function what it is and where it runs."""
+    asked = stack.reward.isolation
+    if ".py:" not in str(term.reward):
+        return (
+            "built in, or an entry point",
+            "in the reward service; in its jail where it runs code of others",
+        )
+    if term.trusted or asked.unsafe:
+        return "a function", "OUTSIDE OF THE JAIL, as the reward service itself"
+    if stack.reward.attach:
+        return "a function", f"in the jail, {_OF_OTHERS}"
+    jail = jail_of(asked)
+    return (
+        "a function",
+        f"in the jail, of level {asked.at_least} at least; the host of this plan has {jail.isolation}",
+    )
 
 
 def reward_model_chapter(config: RunConfig, stack: StackConfig) -> Entries:

@@ -108,6 +108,15 @@ class RunDirectory:
         """Write one line for an event."""
         self._append("events.jsonl", json_format.MessageToDict(event, preserving_proto_field_name=True))
 
+    def write_agreement(self, key: str, agreement: Mapping[str, Any]) -> None:
+        """Write one line for the agreement of a judge, under what it depends on."""
+        self._append("agreements.jsonl", {"key": key, "time": round(time.time(), 3), **agreement})
+
+    def read_agreement(self, key: str) -> dict[str, Any] | None:
+        """Return the last agreement under this key."""
+        found = [line for line in _read_lines(self.path / "agreements.jsonl") if line.get("key") == key]
+        return {name: found[-1][name] for name in found[-1] if name not in ("key", "time")} if found else None
+
     def write_evaluation(
         self, step: int, version: str, accuracy: float, metrics: Mapping[str, float] | None = None
     ) -> None:

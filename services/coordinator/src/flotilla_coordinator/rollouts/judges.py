@@ -6,12 +6,15 @@ without a verdict never raises the agreement. A run whose judge agrees less than
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any, Protocol
 
 from google.protobuf.struct_pb2 import Struct
 
@@ -19,7 +22,7 @@ from flotilla.common.v1.chat_pb2 import Message
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.config import AgreementConfig, RewardTermConfig
-from flotilla_core.config.judges import judge_of
+from flotilla_core.config.rewards import judge_of
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_data.rows import open_rows, parts
 
@@ -129,6 +132,52 @@ def _unfit(where: str, why: str) -> InvalidConfig:
     return InvalidConfig("the row is no example for the judge", where=where, why=why)
 
 
+class Agreements(Protocol):
+    """The agreements that a run keeps, by what they depend on."""
+
+    def read_agreement(self, key: str) -> dict[str, Any] | None: ...
+
+    def write_agreement(self, key: str, agreement: Mapping[str, Any]) -> None: ...
+
+
+async def measured(
+    term: RewardTermConfig,
+    examples: Sequence[Example],
+    held: Sequence[str],
+    agreements: Agreements,
+    ask: Callable[[list[pb.ScoreItem]], Awaitable[Mapping[str, pb.ScoreOutcome]]],
+) -> tuple[Agreement, bool]:
+    """Return how far a judge agrees, and whether that was known; raise where it agrees too little.
+
+    A judge of which nothing is known (`held` is empty) is always asked, and so is one that agreed too little.
+    """
+    assert term.agreement is not None, "it has labelled examples"
+    key = agreement_key(term, examples, held)
+    known = await asyncio.to_thread(agreements.read_agreement, key) if held else None
+    if known is not None:
+        agreement = Agreement(**known | {"at_least": term.agreement.at_least})
+    else:
+        agreement = agreement_of(term, examples, await ask([one.item for one in examples]))
+    agreement.require()
+    if known is None:
+        await asyncio.to_thread(agreements.write_agreement, key, asdict(agreement))
+    return agreement, known is not None
+
+
+def agreement_key(term: RewardTermConfig, examples: Sequence[Example], held: Sequence[str]) -> str:
+    """Return the digest of what an agreement depends on: the judge, what it is told, the examples, and our form.
+
+    `held` says which judge it is: of the fleet its weights, of an endpoint its address, model and request.
+    """
+    told = term.model_dump(mode="json", exclude={"agreement", "weight", "gate_at", "on_unverifiable"})
+    of_examples = [
+        (hashlib.sha256(one.item.SerializeToString(deterministic=True)).hexdigest(), one.label)
+        for one in examples
+    ]
+    whole = [metadata.version("flotilla-coordinator"), told, [*held], of_examples]
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
 def agreement_of(
     term: RewardTermConfig, examples: Sequence[Example], outcomes: Mapping[str, pb.ScoreOutcome]
 ) -> Agreement:
@@ -214,6 +263,13 @@ class FleetJudges:
                     tokenizer_digest=held[0].tokenizer_digest,
                 )
             )
+
+    async def weights(self, judge: str) -> list[str]:
+        """Return which weights a judge has now; empty where the fleet does not hold it."""
+        if judge not in self._generators:
+            return []
+        held = await self._generators[judge]()
+        return sorted({f"{one.weights_stamp} {one.tokenizer_digest}" for one in held})
 
     def doubt(self, specs: Sequence[pb.RewardSpec], why: str) -> None:
         """Have the generators of all judges in these terms show that they serve."""

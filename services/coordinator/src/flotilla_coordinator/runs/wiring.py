@@ -7,6 +7,7 @@ here runs the loop.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -27,7 +28,12 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation, Sampler
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.judges import FleetJudges, JudgeTally, agreement_of, examples_of
+from flotilla_coordinator.rollouts.judges import (
+    FleetJudges,
+    JudgeTally,
+    examples_of,
+    measured,
+)
 from flotilla_coordinator.rollouts.reward_models import RewardModel, RewardModelScorer, TermsInOrder
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
@@ -44,7 +50,7 @@ from flotilla_coordinator.weights.members import Candidates, GeneratorReplica
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.config import PolicyConfig, RewardMode, RewardTermConfig, dump_yaml
+from flotilla_core.config import JudgeConfig, PolicyConfig, RewardMode, RewardTermConfig, dump_yaml
 from flotilla_core.errors import FlotillaError, Unavailable
 from flotilla_core.findings import info, warning
 from flotilla_core.gangs import model_of
@@ -88,7 +94,7 @@ class RunWiring:
             PromptSource, config.data, tokenizer, config.seed, training_data(config, copies)
         )
         held_out = await asyncio.to_thread(read_held_out, config, tokenizer, copies)
-        await self._measure_judges()
+        await self._measure_judges(directory)
         sessions = SessionFactory(
             self._run_id,
             stack=self._host.stack,
@@ -296,18 +302,26 @@ class RunWiring:
             for name, session in sessions.items()
         }
 
-    async def _measure_judges(self) -> None:
-        """Ask the judges of their labelled examples; raise where one agrees too little."""
+    async def _measure_judges(self, directory: RunDirectory) -> None:
+        """Ask the judges of their labelled examples, once for the run; raise where one agrees too little."""
         for term in self._config.judged_terms:
             examples = await asyncio.to_thread(examples_of, term)
-            scorer = self._service_scorer((term,))
-            outcomes = await scorer.outcomes([one.item for one in examples])
-            agreement = agreement_of(term, examples, outcomes)
-            agreement.require()
+            held = await self._fleet_judges().weights(term.judge) or self._endpoint(term.judge)
+            ask = self._service_scorer((term,)).outcomes
+            agreement, kept = await measured(term, examples, held, directory, ask)
+            found = "agreed, when this run asked it," if kept else "agrees"
             text = (
-                f"the judge of reward {agreement.term} agrees by {agreement.figure:.3f} ({agreement.shown})"
+                f"the judge of reward {agreement.term} {found} by {agreement.figure:.3f} ({agreement.shown})"
             )
             self._status.notice(info(text))
+
+    def _endpoint(self, judge: str) -> list[str]:
+        """Return which judge an endpoint has, as far as the stack knows: attached replicas have stacks of their own."""
+        stack = self._host.stack
+        found = stack.judges.get(judge)
+        if not isinstance(found, JudgeConfig) or stack.reward.attach:
+            return []
+        return [found.url, found.model, json.dumps(found.request, sort_keys=True)]
 
     def _service_scorer(self, rewards: tuple[RewardTermConfig, ...]) -> RewardServiceScorer:
         offer, pool, steps = self._host.files.offer, self._fleet.rewards, self._config.steps

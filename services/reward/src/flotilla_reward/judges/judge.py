@@ -24,7 +24,7 @@ from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core import rpc
 from flotilla_core.config import FleetJudgeConfig, JudgeConfig, RewardTermConfig
-from flotilla_core.config.judges import JUDGE, judge_of, rubric_file
+from flotilla_core.config.rewards import JUDGE, judge_of, rubric_file
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig
 from flotilla_core.findings import passed, warned
 from flotilla_core.tasks import gather_or_cancel

@@ -12,7 +12,9 @@ import ast
 import builtins
 import importlib.util
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,12 +23,15 @@ from base64 import b64encode
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from flotilla_reward.verifiers.remote import ROOT, Peer
+from flotilla_reward.verifiers.remote import ROOT, Peer, text_of
 from flotilla_workers.functions import Target
 
+MOST_ERRORS_BYTES = 4096
+LAST_ERRORS_S = 0.2
+LONGEST_LINE = 120
 MOST_OUTPUT_BYTES = 700 * 1024
 """The longest output of a program in one test; an answer of a worker has room for it."""
 COLLECTED = ("test", "Test", "pytest", "setup", "teardown")
@@ -81,34 +86,76 @@ class Program:
         self._folder = _folder()
         _write(self._folder, {file: source})
         self._module = ModuleOfProgram(source, self._folder / file)
-        self._serves = False
+        self._serves: threading.Thread | None = None
 
     def __call__(self, question: dict[str, Any]) -> dict[str, Any]:
         if "find" in question:
             return {"missing": [first for one in question["find"] if (first := _not_there(one))]}
         if "command" in question:
             _write(self._folder, question["files"])
-            return self._run(question["command"] or [sys.executable, self._file], question["input"])
-        if not self._serves:
-            self._serves = True
-            threading.Thread(target=self._module.serve, daemon=True).start()
-        return self._module.answer(question)
+            command = question["command"]
+            shell = command if isinstance(command, str) else shlex.join(command or ())
+            # Python itself gets the signal that has it say where it is.
+            by_default = [sys.executable, "-X", "faulthandler", self._file]
+            started = ["/bin/sh", "-c", shell] if command else by_default
+            return self._run(started, question["input"], question["limit_s"])
+        if self._serves is None:
+            self._serves = threading.Thread(target=self._module.serve, daemon=True)
+            self._serves.start()
+        limit_s = question.pop("limit_s")
+        said = self._module.answer(question, limit_s)
+        if said is None:
+            frame = sys._current_frames().get(self._serves.ident or 0)
+            return {"late": _place_in(frame, str(self._folder / self._file))}
+        return said
 
-    def _run(self, command: str | list[str], text: str) -> dict[str, Any]:
-        """Return the status and the output of a command."""
-        shell = command if isinstance(command, str) else shlex.join(command)
+    def _run(self, command: list[str], text: str, limit_s: float) -> dict[str, Any]:
+        """Return the status and the output of a command, or where it is when its time is over."""
         # Files, because a process that the program leaves behind may hold a pipe open.
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
             given.write(text.encode(errors="surrogatepass"))
             given.seek(0)
-            done = subprocess.run(
-                ["/bin/sh", "-c", shell], stdin=given, stdout=printed, stderr=subprocess.DEVNULL, check=False
-            )
+            run = subprocess.Popen(command, stdin=given, stdout=printed, stderr=subprocess.PIPE)
+            errors = Errors(run.stderr)
+            try:
+                run.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                run.send_signal(signal.SIGABRT)  # Python says then where it is.
+                lines = re.findall(
+                    rf'{re.escape(self._file)}", line ([0-9]+)', errors.told().decode("latin-1")
+                )
+                return {"late": f"{self._file} line {lines[0]}" if lines else ""}
             printed.seek(0)
             output = printed.read(MOST_OUTPUT_BYTES + 1)
+        said: dict[str, Any] = {"status": run.returncode, "errors": b64encode(errors.told()).decode()}
         if len(output) > MOST_OUTPUT_BYTES:
-            return {"status": done.returncode, "output": None}
-        return {"status": done.returncode, "output": b64encode(output).decode()}
+            return said | {"output": None}
+        return said | {"output": b64encode(output).decode()}
+
+
+class Errors:
+    """The end of what a command prints as its errors."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._end = stream, b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while read := os.read(self._stream.fileno(), 1 << 16):
+            self._end = (self._end + read)[-MOST_ERRORS_BYTES:]
+
+    def told(self) -> bytes:
+        """Return it when the command has ended, also where a process that it left behind keeps the pipe."""
+        self._reader.join(LAST_ERRORS_S)
+        return self._end
+
+
+def _place_in(frame: FrameType | None, file: str) -> str:
+    """Return the line of a file that runs in these frames; nothing where none does."""
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(file).name} line {frame.f_lineno}"
 
 
 def _not_there(command: str | list[str]) -> str:
@@ -189,6 +236,8 @@ class Checks(Peer):
         self._program = ProgramForTests(module, self, lambda name: name in own or name.startswith(order))
         needed = {name for node in ast.walk(self._tree) for name in _imported(node)} - {module}
         needed |= {"pytest"} if kind == "pytest" else set()
+        self._unloaded = ""
+        """Why the program does not load."""
         self._missing = [name for name in sorted(needed) if importlib.util.find_spec(name) is None]
         sys.modules[module] = self._program
         self._started = False
@@ -200,7 +249,9 @@ class Checks(Peer):
             self._started = True
             threading.Thread(target=self._run, daemon=True).start()
             return self._outbox.get()
-        return self.answer(question)
+        said = self.answer(question)
+        assert said is not None, "it waits for ever"
+        return said
 
     def _run(self) -> None:
         forms: dict[str, Callable[[], dict[str, Any] | None]]
@@ -211,17 +262,36 @@ class Checks(Peer):
             said = {"over": f"{type(error).__name__}: {error}"}
         self._outbox.put(said or {"over": ""})
 
-    def _test(self, code: CodeType, namespace: dict[str, Any]) -> bool:
+    def _test(self, code: CodeType, namespace: dict[str, Any]) -> str:
+        """Run code of the tests; return how it failed, and nothing where it did not."""
         try:
             exec(code, namespace)
-        except BaseException:  # noqa: BLE001 - an assertion, or whatever the program raised
-            return False
-        return True
+        except BaseException as error:  # noqa: BLE001 - an assertion, or whatever the program raised
+            return self._how(error)
+        return ""
+
+    def _how(self, error: BaseException) -> str:
+        """Say in which line of the tests an exception came up, and of a comparison what was compared."""
+        trace, frame, line = error.__traceback__, None, 0
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == OF_CODE:
+                frame, line = trace.tb_frame, trace.tb_lineno
+            trace = trace.tb_next
+        lines = self._source.split("\n")
+        source = lines[line - 1].strip()[:LONGEST_LINE] if 0 < line <= len(lines) else ""
+        told = f"line {line}: {source}" if source else ""
+        found = {} if frame is None else frame.f_locals
+        if isinstance(error, AssertionError) and found.get(LINE) == line and found[RIGHT] is not ...:
+            return f"{told}: the sides are {_brief(found[LEFT])} and {_brief(found[RIGHT])}"
+        text = "" if isinstance(error, AssertionError) and not error.args else f": {text_of(error)}"
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        return f"{told}: {type(error).__name__}{text[:LONGEST_LINE]}{notes}".removeprefix(": ")
 
     def _namespace(self) -> dict[str, Any]:
         """Return what the program has, by its names; nothing of a program that does not load."""
         namespace: dict[str, Any] = {"__name__": OF_SCRIPT}
-        self._test(compile(f"from {self._program.__name__} import *", "tests", "exec"), namespace)
+        failed = self._test(compile(f"from {self._program.__name__} import *", "tests", "exec"), namespace)
+        self._unloaded = failed and f"the program does not load: {failed}"
         return namespace
 
     def _asserts(self) -> None:
@@ -230,22 +300,25 @@ class Checks(Peer):
         self.tell({"total": len(tests)})
         namespace, prepared = self._namespace(), True
         for place, statements in enumerate(tests):
-            passed = prepared
+            passed, how = prepared, "" if prepared else "what prepares the tests failed"
             for node in statements:
                 if not prepared or (place < self._first and _asserts(node)):
                     continue
-                ran = self._test(compile(ast.Module([node], []), "tests", "exec"), namespace)
-                passed &= ran
-                prepared &= ran or _asserts(node)
+                module = ast.fix_missing_locations(Compared().visit(ast.Module([node], [])))
+                failed = self._test(compile(module, "tests", "exec"), namespace)
+                passed, how = passed and not failed, how or self._unloaded or failed
+                prepared &= not failed or _asserts(node)
             if place >= self._first:
-                self.tell({"passed": passed})
+                self.tell({"passed": passed, "how": how})
 
     def _check(self) -> None:
         """Call `check` with the function that the row names, and nothing else of the program."""
         self.tell({"total": 1})
         namespace = {"__name__": OF_CODE}
         called = f"\nfrom {self._program.__name__} import {self._entry_point}\ncheck({self._entry_point})"
-        self.tell({"passed": self._test(compile(self._source + called, "tests", "exec"), namespace)})
+        module = ast.fix_missing_locations(Compared().visit(ast.parse(self._source + called)))
+        failed = self._test(compile(module, "tests", "exec"), namespace)
+        self.tell({"passed": not failed, "how": failed})
 
     def _pytest(self) -> dict[str, Any] | None:
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -260,11 +333,52 @@ class Checks(Peer):
         return None
 
 
+LEFT, RIGHT, LINE = "@left", "@right", "@line"
+"""Names that no code can have: what an assertion compares, and in which line that is."""
+
+
+class Compared(ast.NodeTransformer):
+    """Keeps what an assertion compares, so that a failed one can be told; what is done, and in which order, stays."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST | list[ast.stmt]:
+        test = node.test
+        if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+            return node
+        test.left = _kept(LEFT, test.left)
+        test.comparators = [_kept(RIGHT, test.comparators[0])]
+        before = [
+            ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], ast.Constant(value)), node)
+            for name, value in ((LINE, node.lineno), (RIGHT, ...))
+        ]
+        return [*before, node]  # a list takes the place of the statement
+
+
+def _kept(name: str, value: ast.expr) -> ast.NamedExpr:
+    return ast.NamedExpr(ast.Name(name, ast.Store()), value)
+
+
+def _brief(value: Any) -> str:
+    """Return a value as Python writes it; an object of the program, which would be asked how, is only named."""
+    try:
+        written = "an object" if _refers(Peer().pack(value)) else repr(value)
+    except Exception:  # noqa: BLE001 - the value is of anybody
+        return "an object"
+    return written if len(written) <= LONGEST_LINE else f"{written[:LONGEST_LINE]}..."
+
+
+def _refers(packed: Any) -> bool:
+    """Return whether there is an object in a packed value."""
+    if isinstance(packed, dict):
+        return not {"mine", "yours", "exception"}.isdisjoint(packed) or any(map(_refers, packed.values()))
+    return isinstance(packed, list) and any(map(_refers, packed))
+
+
 class Seen:
     """A plugin of pytest's that says of each test whether it passed."""
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
+        self._how = ""
         self.total = 0
         self.failed = False
         """A file of tests could not be loaded, or a test failed."""
@@ -282,10 +396,14 @@ class Seen:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         # A test that skips itself did not run.
-        self.failed |= report.outcome != "passed"
+        if report.outcome != "passed" and not self.failed:
+            self.failed = True
+            crash = getattr(report.longrepr, "reprcrash", None)
+            what = f"line {crash.lineno}: {crash.message}" if crash else f"it was {report.outcome}"
+            self._how = f"{report.nodeid.partition('::')[2]}: {what}"[: 2 * LONGEST_LINE]
 
     def pytest_runtest_logfinish(self) -> None:
-        self._checks.tell({"passed": not self.failed})
+        self._checks.tell({"passed": not self.failed, "how": self._how if self.failed else ""})
 
 
 def _tests(statements: list[ast.stmt]) -> list[list[ast.stmt]]:

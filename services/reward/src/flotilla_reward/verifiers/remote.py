@@ -17,10 +17,12 @@ from collections.abc import Callable, Collection
 from datetime import date, datetime
 from decimal import Decimal
 from fractions import Fraction
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from types import TracebackType
 from typing import Any, cast
 
 DEEPEST = 100
+LONGEST_PLACE = 200
 LARGEST_PLAIN = 1 << 53
 LONGEST_NUMBER = 1 << 16
 """The most digits of a Decimal and bits of each part of a Fraction: to make a longer one takes long."""
@@ -72,10 +74,13 @@ class Peer:
         self._inbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._outbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
-    def answer(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Pass on what the other side said, and return what this one says next."""
+    def answer(self, said: dict[str, Any], limit_s: float | None = None) -> dict[str, Any] | None:
+        """Pass on what the other side said, and return what this one says next; None where the limit passes."""
         self._inbox.put(said)
-        return self._outbox.get()
+        try:
+            return self._outbox.get(timeout=limit_s)
+        except Empty:
+            return None
 
     def tell(self, message: dict[str, Any]) -> None:
         """Say something that needs no answer, and wait until it was taken."""
@@ -101,7 +106,10 @@ class Peer:
         for at, changed in said.get("changed", ()):
             _become(arguments[at], self.unpack(changed))
         if "raised" in said:
-            raise self._exception(operation, said["raised"], said["text"])
+            error = self._exception(operation, said["raised"], said["text"])
+            if isinstance(at := said.get("at"), str) and at:
+                error.add_note(at[:LONGEST_PLACE])
+            raise error
         return self.unpack(said["says"])
 
     def _done(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +119,8 @@ class Peer:
             result = self._do(asked["operation"], asked["of"], arguments, self.unpack(asked["keywords"]))
             said: dict[str, Any] = {"says": self.pack(result)}
         except BaseException as error:  # noqa: BLE001 - whatever a program raises is told to its tests
-            said = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": _text_of(error)}
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            said = {"raised": kinds, "text": text_of(error), "at": place_of(error.__traceback__)}
         try:
             packed = [(at, self.pack(one)) for at, one in enumerate(arguments) if isinstance(one, MUTABLE)]
         except ValueError:
@@ -298,7 +307,18 @@ def _become(old: Any, new: Any) -> None:
         old.update(new)
 
 
-def _text_of(error: BaseException) -> str:
+def place_of(trace: TracebackType | None) -> str:
+    """Return the last line of code beyond this package that an exception came by."""
+    place = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if os.path.dirname(file) != os.path.dirname(__file__):
+            place = f"{os.path.basename(file)} line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def text_of(error: BaseException) -> str:
     try:
         return str(error)[:2000]
     except Exception:  # noqa: BLE001 - the text of an exception is code of the program's too

@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import secrets
 from base64 import b64decode
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from flotilla_core.errors import Unavailable
+from flotilla_core.terminal import visible
 from flotilla_reward.builtin import CannotScore, Judged
 from flotilla_reward.verifiers.code_tests import Call, Run, Script, Tests
 from flotilla_reward.verifiers.remote import ROOT, Peer, unpacked
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import USERS, Cell, Jail
-from flotilla_workers.process import LOAD_LIMIT_S, Timeout, WorkerProcess
+from flotilla_workers.process import LOAD_LIMIT_S, Failure, Timeout, WorkerProcess
 
 JAIL = TypeAdapter(Jail)
 OF_JAIL = {"level", "bwrap", "bounds", "readable", "environment"}
@@ -33,6 +35,14 @@ OF_JAIL = {"level", "bwrap", "bounds", "readable", "environment"}
 STARTS_S = 60.0
 """The time that the jails of a sample have to start and to end, beside that of its tests."""
 IN_JAIL = "flotilla_reward.verifiers.jailed"
+
+MOST_TOLD = 6
+"""Failed tests of which is told why."""
+LONGEST_TOLD = 300
+LONGEST_BRIEF = 80
+LATE_S = 0.5
+"""The time that a process has to say where it is, when its limit has passed."""
+PLACE = re.compile(r'File "[^"]*", line ([0-9]+)')
 
 Command = str | list[str] | tuple[str, ...]
 Reason = Literal["", "no_program", "wrong_answer", "failed", "timed_out", "too_much_output"]
@@ -63,14 +73,19 @@ class Tally:
     first_failed: int = 0
     reason: Reason = ""
     """The reason of the first failure; empty while there is none."""
+    told: list[str] = field(default_factory=list)
+    """How the first tests failed."""
 
-    def take(self, reason: Reason) -> None:
-        """Take the result of the next test: why it failed, or nothing."""
+    def take(self, reason: Reason, how: str = "") -> None:
+        """Take the result of the next test: why it failed, or nothing; `how` is text of anybody's."""
         self.seen += 1
         if not reason:
             self.passed += 1
-        elif not self.first_failed:
+            return
+        if not self.first_failed:
             self.first_failed, self.reason = self.seen, reason
+        if len(self.told) < MOST_TOLD:
+            self.told.append(f"test {self.seen}: {shown(how) or reason.replace('_', ' ')}")
 
     @property
     def goes_on(self) -> bool:
@@ -89,7 +104,7 @@ class Tally:
         counts = {"passed": self.passed, "total": self.total, "first_failed": self.first_failed}
         reason = {self.reason: 1} if self.reason else {}
         parts = {name: float(count) for name, count in (counts | reason).items()}
-        return Judged(value, parts=parts)
+        return Judged(value, parts=parts, why="; ".join(self.told))
 
 
 class Verification:
@@ -175,9 +190,9 @@ class Verification:
             return True
         question = {"command": self._rules.build, "files": {}, "input": ""}
         said = await program.ask(question, self._tally.left_s)
-        reason = said if isinstance(said, str) else _of_command(said)
+        reason, how = (said, program.why) if isinstance(said, str) else _of_command(said)
         if reason:
-            self._tally.take(reason)
+            self._tally.take(reason, f"the build: {how}")
         return not reason
 
     def _limit(self) -> float:
@@ -195,27 +210,37 @@ class Verification:
             command = test.command or self._rules.command
             question: dict[str, Any] = {"command": command, "files": test.files, "input": test.text}
             said = await program.ask(question, self._limit())
-            reason = said if isinstance(said, str) else self._of_run(said, test.output)
+            reason, how = (said, "") if isinstance(said, str) else self._of_run(said, test.output)
+            what = f"input {brief(test.text)}"
         else:
             said = await program.ask({"asks": _called(test)}, self._limit())
-            reason = said if isinstance(said, str) else self._of_call(said, test.results)
-        self._tally.take(reason)
+            reason, how = (said, "") if isinstance(said, str) else self._of_call(said, test.results)
+            given = [*map(brief, test.arguments), *(f"{k}={brief(v)}" for k, v in test.keywords.items())]
+            what = f"{test.function}({', '.join(given):.{LONGEST_BRIEF}})"
+        self._tally.take(reason, f"{what}: {how or program.why}" if reason else "")
         return not isinstance(said, str)
 
-    def _of_run(self, said: dict[str, Any], expected: str) -> Reason:
-        if reason := _of_command(said):
-            return reason
-        return "" if self._rules.same_output(_printed(said), expected) else "wrong_answer"
+    def _of_run(self, said: dict[str, Any], expected: str) -> tuple[Reason, str]:
+        failed = _of_command(said)
+        if failed[0]:
+            return failed
+        printed = _text(said, "output")
+        if printed is not None and self._rules.same_output(printed, expected):
+            return "", ""
+        return "wrong_answer", f"printed {brief(printed)}, expected {brief(expected)}"
 
-    def _of_call(self, said: dict[str, Any], results: tuple[Any, ...]) -> Reason:
+    def _of_call(self, said: dict[str, Any], results: tuple[Any, ...]) -> tuple[Reason, str]:
         if "says" not in said:
-            return "failed"
+            return "failed", raised(said)
+        returned = "an object of its own"
         try:
             got = plain(said["says"])
-            same = any(self._rules.same_value(got, expected) for expected in results)
+            returned = brief(got)
+            if any(self._rules.same_value(got, expected) for expected in results):
+                return "", ""
         except (NotPlain, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-            same = False
-        return "" if same else "wrong_answer"
+            pass
+        return "wrong_answer", f"returned {returned}, expected {' or '.join(map(brief, results))}"
 
     async def _script(self, program: Jailed, checks: Jailed, first: dict[str, Any]) -> bool:
         """Run tests that are code, from the first that they said; return whether they came to their end."""
@@ -235,7 +260,7 @@ class Verification:
             said = await turn.ask(
                 question, min(self._rules.test_timeout_s - (now() - began), self._tally.left_s)
             )
-        self._tally.take(said)
+        self._tally.take(said, f"the {'program' if turn is program else 'test'} {turn.why}")
         return False
 
     def _takes(self, said: dict[str, Any]) -> bool:
@@ -246,9 +271,9 @@ class Verification:
             case {"total": int(total)}:
                 self._tally.total = total
             case {"passed": bool(passed)}:
-                self._tally.take("" if passed else "failed")
+                self._tally.take("" if passed else "failed", str(said.get("how") or ""))
             case _:  # They are over, and those that are missing did not run.
-                self._tally.take("failed")
+                self._tally.take("failed", f"the tests ended. {said.get('over') or ''}")
                 return False
         return True
 
@@ -258,12 +283,19 @@ class Jailed:
 
     def __init__(self, worker: WorkerProcess, target: Target) -> None:
         self._worker, self._target = worker, target
+        self.why = ""
+        """How it ended."""
 
     async def ask(self, question: dict[str, Any], limit_s: float) -> dict[str, Any] | Reason:
         """Return what it says, or why it says nothing more."""
-        said = await self._worker.ask(self._target, question, max(limit_s, 0.001), lambda value: value)
-        if isinstance(said, Timeout):
+        limit_s = max(limit_s, 0.001)
+        asked = question | {"limit_s": limit_s}
+        said = await self._worker.ask(self._target, asked, limit_s + LATE_S, lambda value: value)
+        if isinstance(said, Timeout) or (isinstance(said, dict) and "late" in said):
+            place = said.get("late") if isinstance(said, dict) else ""
+            self.why = f"took longer than {limit_s:.3g} s" + (f", at {place}" if place else "")
             return "timed_out"
+        self.why = said.message if isinstance(said, Failure) else "said something else"
         return said if isinstance(said, dict) else "failed"
 
 
@@ -273,18 +305,47 @@ def _called(test: Call) -> dict[str, Any]:
     return {"operation": "named", "of": ROOT, "arguments": arguments, "keywords": pack(test.keywords)}
 
 
-def _of_command(said: dict[str, Any]) -> Reason:
+def _of_command(said: dict[str, Any]) -> tuple[Reason, str]:
     """Return why a command failed, whatever it printed."""
     if said.get("output", "") is None:
-        return "too_much_output"
-    return "failed" if said.get("status") != 0 else ""
+        return "too_much_output", ""
+    if said.get("status") == 0:
+        return "", ""
+    lines = (_text(said, "errors") or "").split("\n")
+    places = PLACE.findall("\n".join(lines))
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    at = f", line {places[-1]}" if places else ""
+    return "failed", f"ended with status {said.get('status')}{at}" + (f": {last}" if last else "")
 
 
-def _printed(said: dict[str, Any]) -> str:
+def _text(said: dict[str, Any], name: str) -> str | None:
+    """Return what a command printed; None where the process says something else."""
     try:
-        return b64decode(said["output"]).decode(errors="replace")
+        return b64decode(said[name]).decode(errors="replace")
     except (KeyError, ValueError, TypeError):
-        return "\0"
+        return None
+
+
+def raised(said: dict[str, Any]) -> str:
+    """Say which exception a program raised, and where."""
+    names, at = said.get("raised"), said.get("at")
+    kind = names[0] if isinstance(names, list) and names else "something"
+    return f"raised {kind}: {said.get('text') or ''}" + (f" ({at})" if at else "")
+
+
+def shown(text: str) -> str:
+    """Return a text of others in one line that is not long, without what a terminal obeys."""
+    return visible(" ".join(text[: 4 * LONGEST_TOLD].split())[:LONGEST_TOLD])
+
+
+def brief(value: Any) -> str:
+    """Return a value as Python writes it, cut where it is long."""
+    try:
+        written = repr(value[:LONGEST_BRIEF] if isinstance(value, str) else value)
+    except (ValueError, RecursionError):  # digits without end
+        return f"a long {type(value).__name__}"
+    cut = len(written) > LONGEST_BRIEF or (isinstance(value, str) and len(value) > LONGEST_BRIEF)
+    return f"{written[:LONGEST_BRIEF]}..." if cut else written
 
 
 class NotPlain(Exception):

@@ -416,7 +416,7 @@ class RewardComponent(_message.Message):
     version: _builtins.str
     """Of a built-in reward the release and the number of its rules, of a function the digest of its file."""
     why: _builtins.str
-    """How the response broke the verifier."""
+    """How the response broke the verifier, or why the value is no higher."""
     extracted: _builtins.str
     """The answer that the verifier read in the response; absent where it says nothing of it."""
     @_builtins.property
