@@ -21,6 +21,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_LIMIT_S = 5.0
@@ -40,6 +41,19 @@ LOG = 2
 def main() -> None:
     channel, groups, command = int(sys.argv[1]), sys.argv[2].split(":"), sys.argv[3:]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def run() -> None:
+        for entry in filter(None, groups):
+            with open(entry, "w") as file:
+                file.write("0")
+        # The argument that follows the command's own is the process that it must not outlive.
+        os.execv(command[0], [*command, str(channel), str(os.getppid())])
+
+    _end_as(keep(channel, run))
+
+
+def keep(channel: int, run: Callable[[], None]) -> int:
+    """Have a child run, and whatever it starts, until it ends or the channel closes; return its status."""
     wakes, awake = os.pipe()
     for end in (wakes, awake):
         os.set_blocking(end, False)
@@ -49,14 +63,7 @@ def main() -> None:
     os.set_blocking(printed, False)
     worker = os.fork()
     if worker == 0:
-        os.setsid()
-        for standard in (1, 2):
-            os.dup2(prints, standard)
-        for entry in filter(None, groups):
-            with open(entry, "w") as file:
-                file.write("0")
-        # The argument that follows the command's own is the process that it must not outlive.
-        os.execv(command[0], [*command, str(channel), str(os.getppid())])
+        _run(run, prints)
     os.close(prints)
     log = Log(printed)
     # A command that signals its parent must not keep it from its work.
@@ -65,7 +72,22 @@ def main() -> None:
     status = _watch(worker, channel, wakes, log)
     ended = _end_all()
     log.finish()
-    _end_as(status if status is not None else ended.get(worker, signal.SIGKILL))
+    return status if status is not None else ended.get(worker, signal.SIGKILL)
+
+
+def _run(run: Callable[[], None], prints: int) -> None:
+    """Run in a session of its own, with what it prints in a pipe."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for standard in (1, 2):
+            os.dup2(prints, standard)
+        run()
+    except BaseException:  # noqa: BLE001 - it must not go on as its keeper
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    os._exit(0)
 
 
 class Log:
@@ -133,14 +155,14 @@ def _watch(worker: int, channel: int, wakes: int, log: Log) -> int | None:
             poll.unregister(log.printed)
         if wakes in happened:
             os.read(wakes, 4096)
-        ended = _reap()
+        ended = reap()
         if worker in ended:
             return ended[worker]
         if channel in happened:
             return None
 
 
-def _reap() -> dict[int, int]:
+def reap() -> dict[int, int]:
     """Return the statuses of the children that have ended, of orphans too."""
     ended: dict[int, int] = {}
     while True:
@@ -163,9 +185,9 @@ def _end_all() -> dict[int, int]:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
                 pass  # It ended by itself, or runs with rights that are not ours.
-        ended |= _reap()
+        ended |= reap()
         time.sleep(0.001)
-    return ended | _reap()
+    return ended | reap()
 
 
 def _children() -> list[int]:

@@ -23,7 +23,9 @@ from typing import Any, Generic, TypeVar
 from flotilla_core.logger import get_logger
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, no_jail, shown_for
+from flotilla_workers.jail.level import Level
 from flotilla_workers.process import AnswerT, Failure, Timeout, WorkerProcess
+from flotilla_workers.zygotes import Zygotes, fork_here
 
 MOST_OWNERS = 4
 """Workers that a place keeps; of those of users the one that was idle for longest ends for another owner's."""
@@ -95,6 +97,7 @@ class WorkerPool(Generic[AnswerT]):
         self.jail = NO_JAIL
         """The jail of code of users, once the pool has started."""
         self._slots = itertools.count(64 * os.getpid())  # Other services of this host have others.
+        self._zygotes = Zygotes()
         self._places = [_Place(index) for index in range(workers)]
         self._loader = loader
         self._read = read
@@ -107,6 +110,8 @@ class WorkerPool(Generic[AnswerT]):
     async def start(self) -> None:
         """Start a worker for every place, and look what jail this host has."""
         self.jail = await asyncio.to_thread(self._find_jail)
+        if self.jail.level is Level.NAMESPACES:
+            self.jail = replace(self.jail, forks=await fork_here(self.jail))
         async with asyncio.TaskGroup() as group:
             for place in self._places:
                 group.create_task(self._start(place, None))
@@ -119,6 +124,7 @@ class WorkerPool(Generic[AnswerT]):
             while place.workers:
                 _, worker = place.workers.popitem()
                 await worker.kill()
+        await self._zygotes.stop()
 
     @property
     def pids(self) -> dict[str, int]:
@@ -186,11 +192,12 @@ class WorkerPool(Generic[AnswerT]):
         return await self._start(place, owner)
 
     async def _start(self, place: _Place, owner: Owner | None) -> WorkerProcess:
-        cell = Cell(NO_JAIL)
-        if owner is not None and owner.jailed and self.jail.level:
+        if owner is None or not owner.jailed or not self.jail.level:
+            worker = await WorkerProcess.start(self._loader, Cell(NO_JAIL))
+        else:
             file = Path(owner.source)
-            cell = Cell(self.jail, [shown_for(file)] if file.is_absolute() else (), next(self._slots))
-        worker = await WorkerProcess.start(self._loader, cell)
+            functions = [shown_for(file)] if file.is_absolute() else []
+            worker = await self._zygotes.worker(self.jail, self._loader, functions, self._slots)
         place.workers[owner] = worker
         return worker
 

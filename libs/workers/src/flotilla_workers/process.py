@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from secrets import token_bytes
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from flotilla_core.errors import Unavailable, unicode_text
 from flotilla_core.process_identity import ProcessIdentity
@@ -52,11 +52,46 @@ class Timeout:
     limit_s: float
 
 
+class Keeper(Protocol):
+    """The process that ends a worker and all that it started."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def signal(self, number: signal.Signals) -> None: ...
+
+
+class OwnKeeper:
+    """A keeper that this process started."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        signal_child(self._process, number)
+
+
 class WorkerProcess:
     """One running worker with its keeper."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket, cell: Cell) -> None:
-        self._keeper = process
+    def __init__(self, keeper: Keeper, channel: socket.socket, cell: Cell) -> None:
+        self._keeper = keeper
         self._channel = channel
         self._cell = cell
         self.loaded: dict[str, str] = {}
@@ -73,7 +108,7 @@ class WorkerProcess:
         cell = cell or Cell(NO_JAIL)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        log = _log()
+        log = log_of_service()
         with ExitStack() as theirs_alone, ExitStack() as where_it_fails:
             theirs_alone.callback(theirs.close)
             if log >= 0:
@@ -107,20 +142,24 @@ class WorkerProcess:
                     start_new_session=True,
                 )
             where_it_fails.pop_all()
-        worker = cls(process, ours, cell)
-        begun = await worker._ask({"do": "begin"}, START_LIMIT_S, "started", lambda said: int(said["pid"]))
+        worker = cls(OwnKeeper(process), ours, cell)
+        await worker.begin()
+        return worker
+
+    async def begin(self) -> None:
+        """Wait for its first sign of life."""
+        begun = await self._ask({"do": "begin"}, START_LIMIT_S, "started", lambda said: int(said["pid"]))
         if not isinstance(begun, int):
             raise Unavailable(
                 "a worker did not start",
-                where=f"pid {process.pid}",
+                where=f"pid {self._keeper.pid}",
                 why=begun.message
                 if isinstance(begun, Failure)
                 else f"no sign of life within {START_LIMIT_S:g} s",
                 next_step="Read the log of its service.",
             )
-        worker.pid = process.pid if cell.level is Level.NAMESPACES else begun
-        worker._identity = ProcessIdentity.of(worker.pid)
-        return worker
+        self.pid = self._keeper.pid if self._cell.level is Level.NAMESPACES else begun
+        self._identity = ProcessIdentity.of(self.pid)
 
     @property
     def alive(self) -> bool:
@@ -218,18 +257,21 @@ class WorkerProcess:
         # too, and before the descriptor is free for another socket.
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
-        signal_child(self._keeper, signal.SIGCONT)
+        self._keeper.signal(signal.SIGCONT)
         try:
             async with asyncio.timeout(EXIT_LIMIT_S):
                 code = await self._keeper.wait()
         except TimeoutError:
-            signal_child(self._keeper, signal.SIGKILL)
+            self._keeper.signal(signal.SIGKILL)
             code = await self._keeper.wait()
         finally:
             self._channel.close()
             self._end_group()
-            # Its folder may have a million files.
-            await asyncio.to_thread(self._cell.close)
+            if self._cell.level is Level.NAMESPACES:
+                self._cell.close()
+            else:
+                # Its folder may have a million files.
+                await asyncio.to_thread(self._cell.close)
         return f"was ended by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
 
     def _failure(self, said: dict[str, Any]) -> Failure:
@@ -256,7 +298,7 @@ def _text(said: object) -> str:
     return unicode_text(said)
 
 
-def _log() -> int:
+def log_of_service() -> int:
     """Return a descriptor for what workers print, into the log of the service.
 
     It is opened anew where that is possible, for user code can change the modes of a descriptor for all who share it.
