@@ -72,6 +72,8 @@ class _Place:
     index: int
     workers: dict[Owner | None, WorkerProcess] = field(default_factory=dict)
     """The worker of each owner, the last used one last; the one of nobody has served nothing yet."""
+    ending: asyncio.Task[str] | None = None
+    """The end of a worker that gave way."""
 
     def suits(self, owner: Owner) -> int:
         """Rate the place for this owner: nothing is to be started, an unused worker is taken, or one must start."""
@@ -124,6 +126,8 @@ class WorkerPool(Generic[AnswerT]):
             while place.workers:
                 _, worker = place.workers.popitem()
                 await worker.kill()
+            if place.ending is not None:
+                await place.ending
         await self._zygotes.stop()
 
     @property
@@ -169,7 +173,7 @@ class WorkerPool(Generic[AnswerT]):
             outcome = await worker.ask(target, question, limit_s, partial(self._read, target))
             spent_s = asyncio.get_running_loop().time() - started
             if worker.spent:
-                await place.workers.pop(owner).kill()
+                await self._give_way(place, owner)
             return outcome, spent_s
 
     async def _worker_of(self, place: _Place, owner: Owner) -> WorkerProcess:
@@ -185,11 +189,17 @@ class WorkerPool(Generic[AnswerT]):
                 ended = spoke + await worker.kill()
                 log.warning("worker replaced", worker=place.index, of=str(key or "nobody"), ended=ended)
         for former in [of for of in place.workers if of and replace(of, stamp=owner.stamp) == owner]:
-            await place.workers.pop(former).kill()
+            await self._give_way(place, former)
         while len(place.workers) >= MOST_OWNERS:
-            idle = next(of for of in place.workers if of != BUILT_IN)
-            await place.workers.pop(idle).kill()
+            await self._give_way(place, next(of for of in place.workers if of != BUILT_IN))
         return await self._start(place, owner)
+
+    async def _give_way(self, place: _Place, of: Owner | None) -> None:
+        """End a worker while another one starts; of each place one at a time."""
+        worker = place.workers.pop(of)
+        if place.ending is not None:
+            await place.ending
+        place.ending = asyncio.create_task(worker.kill())
 
     async def _start(self, place: _Place, owner: Owner | None) -> WorkerProcess:
         if owner is None or not owner.jailed or not self.jail.level:

@@ -159,7 +159,8 @@ class WorkerProcess:
                 next_step="Read the log of its service.",
             )
         self.pid = self._keeper.pid if self._cell.level is Level.NAMESPACES else begun
-        self._identity = ProcessIdentity.of(self.pid)
+        if isinstance(self._keeper, OwnKeeper):
+            self._identity = ProcessIdentity.of(self.pid)
 
     @property
     def alive(self) -> bool:
@@ -286,8 +287,12 @@ class WorkerProcess:
 
     def _end_group(self) -> None:
         """Kill what the worker started in its group: user code can kill the keeper, which does this otherwise."""
-        # Long after its end the number may be another process's.
-        if self.pid and ProcessIdentity.of(self.pid) in (None, self._identity):
+        # Long after its end the number may be another process's. Nobody in its jail ends a keeper that was forked.
+        if (
+            isinstance(self._keeper, OwnKeeper)
+            and self.pid
+            and ProcessIdentity.of(self.pid) in (None, self._identity)
+        ):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 

@@ -3,8 +3,8 @@
 A worker of a zygote costs a fork and new namespaces, where another one costs two new interpreters. A verdict in it is
 as cold: no code of a user ran in the zygote, nor in the worker before it was given.
 
-Invariants: a worker is given once. What is kept here belongs to no event loop. A zygote lives for as long as its
-workers, because their jails are within its own.
+Invariants: a worker is given once. It sees the files that are there when it is asked for, as one that starts does. What
+is kept here belongs to no event loop. A zygote lives for as long as its workers, because their jails are within its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from flotilla_core.errors import Unavailable
 from flotilla_workers.jail import zygote
+from flotilla_workers.jail.groups import Groups
 from flotilla_workers.jail.jail import Cell, Jail, user_of
 from flotilla_workers.process import WorkerProcess, log_of_service
 
@@ -96,6 +97,7 @@ class Zygote:
 
     def __init__(self, jail: Jail, loader: str, functions: Sequence[Path]) -> None:
         self._jail, self._functions = jail, functions
+        self._groups = Groups(jail.bounds.memory_bytes, jail.bounds.processes)
         self._asked = 0
         self.reserve: deque[WorkerProcess] = deque()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,7 +132,7 @@ class Zygote:
         return given
 
     def _fork(self, slot: int) -> WorkerProcess:
-        cell = Cell(self._jail, self._functions, slot)
+        cell = Cell(self._jail, self._functions, slot, self._groups)
         bounds = self._jail.bounds
         order = zygote.Order(
             user_of(slot), bounds.processes, bounds.memory_bytes, bounds.tmp_bytes, self._jail.preload
@@ -157,13 +159,14 @@ class Zygote:
         self._control.close()
         while self.reserve:
             await self.reserve.popleft().kill()
+        self._groups.close()
 
 
 class Zygotes:
     """The zygotes of one process, by what their workers see and load."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Jail, str, tuple[Path, ...]], Zygote] = {}
+        self._kept: dict[Hashable, Zygote] = {}
         self._ending: list[subprocess.Popen[bytes]] = []
 
     async def worker(
@@ -172,7 +175,7 @@ class Zygotes:
         """Return a worker that has begun, in a jail; where none can be forked, it is started."""
         if not jail.forks:
             return await WorkerProcess.start(loader, Cell(jail, functions, next(slots)))
-        key = jail, loader, (*functions,)
+        key = jail, loader, (*functions,), jail.state_of_shown(functions)
         kept = self._kept.pop(key, None)
         if kept is not None and not kept.alive:
             await self._end(kept)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -134,23 +134,40 @@ def _bind(path: Path) -> Iterator[str]:
     yield from ("--ro-bind-try", str(path), str(path))
 
 
-def _without_hidden(folder: Path, shown: Iterable[Path]) -> Iterator[str]:
-    """Cover sockets, pipes, and what begins with a dot, but for what is shown by its own name, as an environment."""
-    if not folder.is_dir():
-        return
-    for entry in os.scandir(folder):
-        path = Path(entry.path)
-        special = not (entry.is_dir() or entry.is_file())
-        if not (entry.name.startswith(".") or special) or entry.is_symlink() or path in shown:
-            continue
+def _without_hidden(folder: Path, shown: Sequence[Path]) -> Iterator[str]:
+    for entry in _hidden(folder, shown):
         if not entry.is_dir():
             yield from _closed(entry.path)
             continue
         yield from ("--perms", "0755", "--tmpfs", entry.path)
         for one in shown:
-            if one.is_relative_to(path):
+            if one.is_relative_to(entry.path):
                 yield from _bind(one)
         yield from ("--remount-ro", entry.path)
+
+
+def _hidden(folder: Path, shown: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
+    """Give sockets, pipes, and what begins with a dot, but for what is shown by its own name, as an environment."""
+    if not folder.is_dir():
+        return
+    for entry in os.scandir(folder):
+        special = not (entry.is_dir() or entry.is_file())
+        if (entry.name.startswith(".") or special) and not (entry.is_symlink() or Path(entry.path) in shown):
+            yield entry
+
+
+def state_of_shown(readable: Iterable[Path], functions: Sequence[Path]) -> Hashable:
+    """Return what changes when a jail that starts now sees other files than one that started before."""
+    shown = [*readable, *functions]
+    files = [(path, state.st_dev, state.st_ino) for path in shown if (state := _state_of(path))]
+    hidden = [(entry.path, entry.inode()) for folder in functions for entry in _hidden(folder, shown)]
+    return (*files, *sorted(hidden))
+
+
+def _state_of(path: Path) -> os.stat_result | None:
+    with suppress(OSError):
+        return path.stat()
+    return None
 
 
 def _closed(file: str) -> tuple[str, ...]:

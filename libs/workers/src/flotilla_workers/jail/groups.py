@@ -32,6 +32,11 @@ class Group:
         """The files that a process joins by."""
         return tuple(str(folder / "cgroup.procs") for folder in self.folders)
 
+    @property
+    def processes(self) -> bool:
+        """Whether any is left in the group."""
+        return any(Path(entry).read_text() for entry in self.entries)
+
     def close(self) -> None:
         """End what is left in the group, and remove it."""
         for folder in self.folders:
@@ -39,6 +44,30 @@ class Group:
                 (folder / "cgroup.kill").write_text("1")
             with suppress(OSError):
                 folder.rmdir()
+
+
+class Groups:
+    """Groups of one size, which jails have one after the other: one that no process is in is like a new one."""
+
+    def __init__(self, memory_bytes: int, processes: int) -> None:
+        self._size = memory_bytes, processes
+        self._idle: list[Group] = []
+        self._keeps = True
+
+    def take(self) -> Group | None:
+        return self._idle.pop() if self._idle else make(*self._size)
+
+    def give_back(self, group: Group) -> None:
+        if self._keeps and not group.processes:
+            self._idle.append(group)
+        else:
+            group.close()
+
+    def close(self) -> None:
+        """Remove those that nobody has, and the others when they come back."""
+        self._keeps = False
+        while self._idle:
+            self._idle.pop().close()
 
 
 def make(memory_bytes: int, processes: int) -> Group | None:

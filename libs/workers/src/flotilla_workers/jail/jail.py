@@ -16,9 +16,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_core.config import IsolationConfig
 from flotilla_core.findings import failed, passed, warned
 from flotilla_workers.jail import bubblewrap, groups, landlock, system_calls
-from flotilla_workers.jail.groups import Group
+from flotilla_workers.jail.groups import Group, Groups
 from flotilla_workers.jail.level import REFUSED, Level, told
 
 PROBE_LIMIT_S = 20.0
@@ -171,6 +172,10 @@ class Jail:
         )
         return Start(inside, {"PATH": variables["PATH"]}, ())
 
+    def state_of_shown(self, functions: Sequence[Path]) -> Hashable:
+        """Return what changes when a zygote that starts now shows other files than one that started before."""
+        return bubblewrap.state_of_shown(self.readable, functions)
+
     def sight(self, functions: Sequence[Path]) -> dict[str, Any]:
         """Return what the jails of a zygote see beside what it sees."""
         another = user_of(0) is not None
@@ -195,13 +200,18 @@ class Jail:
 class Cell:
     """A jail for one worker, and the folder that it may need; `close` when the worker has ended."""
 
-    def __init__(self, jail: Jail, functions: Sequence[Path] = (), slot: int = 0) -> None:
+    def __init__(
+        self, jail: Jail, functions: Sequence[Path] = (), slot: int = 0, kept: Groups | None = None
+    ) -> None:
         self.level = jail.level
         self.preload = jail.preload
         self._jail = jail
         self._functions = functions
         self._slot = slot
         self._folder: Path | None = None
+        self._groups = kept or Groups(jail.bounds.memory_bytes, jail.bounds.processes)
+        if kept is None:
+            self._groups.close()  # It goes with the cell.
         self._group: Group | None = None
 
     @property
@@ -226,8 +236,7 @@ class Cell:
         with ExitStack() as where_it_raises:
             where_it_raises.callback(self.close)
             if self.level:
-                bounds = self._jail.bounds
-                self._group = groups.make(bounds.memory_bytes, bounds.processes)
+                self._group = self._groups.take()
             yield
             where_it_raises.pop_all()
 
@@ -258,7 +267,8 @@ class Cell:
     def close(self) -> None:
         """Remove what the worker wrote, and its group."""
         if self._group is not None:
-            self._group.close()
+            self._groups.give_back(self._group)
+            self._group = None
         if self._folder is not None:
             _remove(self._folder)
         if not self.level:
@@ -308,6 +318,7 @@ def user_of(slot: int) -> int | None:
     return FIRST_USER + slot % USERS if _rights() & BECOMES_ANOTHER == BECOMES_ANOTHER else None
 
 
+@cache
 def _rights() -> int:
     """Return the rights of root that this process has."""
     status = Path("/proc/self/status").read_text()
