@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +30,9 @@ from flotilla_workers.zygotes import Zygotes, fork_here
 
 MOST_OWNERS = 4
 """Workers that a place keeps; of those of users the one that was idle for longest ends for another owner's."""
+
+TOGETHER_S, MOST_ASKED_TOGETHER = 0.02, 16
+"""The time that questions of one run may take which a worker of ours is asked together, and their greatest number."""
 
 log = get_logger(__name__)
 
@@ -80,6 +84,51 @@ class _Place:
         return 2 if owner in self.workers else 1 if None in self.workers else 0
 
 
+@dataclass(eq=False)
+class _Asked(Generic[AnswerT]):
+    """A question to our own code, and whoever waits for its outcome."""
+
+    question: Any
+    outcome: asyncio.Future[tuple[AnswerT | Failure | Timeout, float]]
+
+    def tell(self, outcome: tuple[AnswerT | Failure | Timeout, float]) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+class _Queue(Generic[AnswerT]):
+    """The questions of one run to one target of our own code."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.waiting: deque[_Asked[AnswerT]] = deque()
+        self.places = 0
+        """The places that serve it."""
+        self.slowest_s = math.inf
+        """The longest time of a question among those that were asked together last."""
+
+    def drop_gone(self) -> bool:
+        """Forget those for whom nobody waits; return whether any is left."""
+        while self.waiting and self.waiting[0].outcome.done():
+            self.waiting.popleft()
+        return bool(self.waiting)
+
+    def take(self, places: int) -> list[_Asked[AnswerT]]:
+        """Return the questions that a worker is asked together: several where they are short and all answered soon."""
+        fast = int(TOGETHER_S / max(self.slowest_s, TOGETHER_S / MOST_ASKED_TOGETHER))
+        most = max(1, min(fast, len(self.waiting) // places))
+        taken: list[_Asked[AnswerT]] = []
+        while self.drop_gone() and len(taken) < most:
+            taken.append(self.waiting.popleft())
+        return taken
+
+    def fail(self, error: Exception) -> None:
+        for one in self.waiting:
+            if not one.outcome.done():
+                one.outcome.set_exception(error)
+        self.waiting.clear()
+
+
 class WorkerPool(Generic[AnswerT]):
     """A fixed number of places for workers.
 
@@ -101,6 +150,8 @@ class WorkerPool(Generic[AnswerT]):
         self._slots = itertools.count(64 * os.getpid())  # Other services of this host have others.
         self._zygotes = Zygotes()
         self._places = [_Place(index) for index in range(workers)]
+        self._queues: dict[tuple[str, int, float], _Queue[AnswerT]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
         self._loader = loader
         self._read = read
         self._share: FairShare[_Place] = FairShare()
@@ -164,6 +215,8 @@ class WorkerPool(Generic[AnswerT]):
     ) -> tuple[AnswerT | Failure | Timeout, float]:
         """Return the outcome of a question, a JSON value, and the seconds that it took, waiting and loading aside."""
         owner = Owner.of(target, run_id)
+        if owner == BUILT_IN:
+            return await self._ask_with_others(target, question, limit_s, run_id)
         async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
             worker = await self._worker_of(place, owner)
             failure = await worker.load(target)
@@ -175,6 +228,69 @@ class WorkerPool(Generic[AnswerT]):
             if worker.spent:
                 await self._give_way(place, owner)
             return outcome, spent_s
+
+    async def _ask_with_others(
+        self, target: Target, question: Any, limit_s: float, run_id: str
+    ) -> tuple[AnswerT | Failure | Timeout, float]:
+        """Ask our own code, together with what else the run asks it now."""
+        key = run_id, id(target), limit_s
+        queue = self._queues.setdefault(key, _Queue(target))
+        asked = _Asked(question, asyncio.get_running_loop().create_future())
+        queue.waiting.append(asked)
+        if queue.places < len(self._places):
+            queue.places += 1
+            serving = asyncio.create_task(self._serve(key, queue))
+            self._serving.add(serving)
+            serving.add_done_callback(self._serving.discard)
+        return await asked.outcome
+
+    async def _serve(self, key: tuple[str, int, float], queue: _Queue[AnswerT]) -> None:
+        """Have one place after the other answer what waits in a queue."""
+        run_id, _, limit_s = key
+        try:
+            while queue.drop_gone():
+                async with self._share.place(run_id, lambda place: place.suits(BUILT_IN)) as place:
+                    worker = await self._worker_of(place, BUILT_IN)
+                    failure = await worker.load(queue.target)
+                    asked = queue.take(len(self._places))
+                    if failure is not None:
+                        for one in asked:
+                            one.tell((failure, 0.0))
+                    elif asked:
+                        await self._ask_all(worker, queue, asked, limit_s)
+        except Exception as error:  # noqa: BLE001 - those who wait for an outcome get it
+            queue.fail(error)
+        finally:
+            queue.places -= 1
+            if not queue.places:
+                self._queues.pop(key, None)
+
+    async def _ask_all(
+        self, worker: WorkerProcess, queue: _Queue[AnswerT], asked: Sequence[_Asked[AnswerT]], limit_s: float
+    ) -> None:
+        left = deque(asked)
+        slowest_s = 0.0
+
+        def take(outcome: AnswerT | Failure | Timeout, spent_s: float) -> None:
+            nonlocal slowest_s
+            slowest_s = max(slowest_s, spent_s)
+            left.popleft().tell((outcome, spent_s))
+
+        questions = [one.question for one in asked]
+        read = partial(self._read, queue.target)
+        asking = asyncio.ensure_future(worker.ask_all(queue.target, questions, limit_s, read, take))
+
+        def stop_for_nobody(_: object) -> None:
+            if left and all(one.outcome.cancelled() for one in left):
+                asking.cancel()
+
+        for one in asked:
+            one.outcome.add_done_callback(stop_for_nobody)
+        await asyncio.wait([asking])
+        queue.slowest_s = slowest_s
+        queue.waiting.extendleft(reversed(left))
+        if not asking.cancelled():
+            asking.result()
 
     async def _worker_of(self, place: _Place, owner: Owner) -> WorkerProcess:
         # A worker that nobody owns yet is not in a jail.

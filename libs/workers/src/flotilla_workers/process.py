@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from secrets import token_bytes
@@ -32,6 +32,8 @@ START_LIMIT_S = 60.0
 LOAD_LIMIT_S = 60.0
 """The time for imports of a user's module, or of a large library; not counted as an answer's."""
 EXIT_LIMIT_S = keeper.KILL_LIMIT_S + 5.0
+MOST_SENT_BYTES = 32 << 10
+"""What a channel takes whole of several questions, while the worker still answers the first one."""
 LOG = "/proc/self/fd/2"
 
 AnswerT = TypeVar("AnswerT")
@@ -94,6 +96,8 @@ class WorkerProcess:
         self._keeper = keeper
         self._channel = channel
         self._cell = cell
+        self._heard = bytearray()
+        """The bytes that came by the channel and are not taken yet."""
         self.loaded: dict[str, str] = {}
         """The texts that the worker told of the targets that it loaded, by their keys."""
         self.pid = 0
@@ -204,21 +208,68 @@ class WorkerProcess:
 
         `read` raises `NoAnswer` where no honest worker says that.
         """
-        return await self._ask(
-            {"do": "answer", "key": target.key, "question": question},
-            limit_s,
-            "answered",
-            lambda said: read(said["value"]) if "value" in said else self._failure(said),
-        )
+        outcomes: list[AnswerT | Failure | Timeout] = []
+        await self.ask_all(target, [question], limit_s, read, lambda outcome, _: outcomes.append(outcome))
+        return outcomes[0]
+
+    async def ask_all(
+        self,
+        target: Target,
+        questions: Sequence[Any],
+        limit_s: float,
+        read: Callable[[Any], AnswerT],
+        take: Callable[[AnswerT | Failure | Timeout, float], None],
+    ) -> None:
+        """Ask one question after the other; `take` gets what comes of each, and the seconds since the one before it.
+
+        They are sent together, as many as a channel takes, and the limit is that of each. The first one without an
+        answer is the last that is taken.
+        """
+        key, now = target.key, asyncio.get_running_loop().time
+        asked, secrets = b"", list[bytes]()
+        for question in questions:
+            secret = token_bytes(frames.SECRET_BYTES)
+            frame = frames.encode(secret, {"do": "answer", "key": key, "question": question})
+            if secrets and len(asked) + len(frame) > MOST_SENT_BYTES:
+                break
+            secrets.append(secret)
+            asked += frame
+        for secret in secrets:
+            began = now()
+            outcome = await self._exchange(
+                asked,
+                secret,
+                limit_s,
+                "answered",
+                lambda said: read(said["value"]) if "value" in said else self._failure(said),
+                secret is secrets[-1],
+            )
+            take(outcome, now() - began)
+            if self._keeper.returncode is not None:
+                return
+            asked = b""
 
     async def _ask(
         self, question: dict[str, Any], limit_s: float, did: str, read: Callable[[dict[str, Any]], AnswerT]
     ) -> AnswerT | Failure | Timeout:
         secret = token_bytes(frames.SECRET_BYTES)
+        return await self._exchange(frames.encode(secret, question), secret, limit_s, did, read, True)
+
+    async def _exchange(
+        self,
+        asked: bytes,
+        secret: bytes,
+        limit_s: float,
+        did: str,
+        read: Callable[[dict[str, Any]], AnswerT],
+        is_last: bool,
+    ) -> AnswerT | Failure | Timeout:
+        """Send what is asked, and return what `read` makes of the answer with this secret."""
         try:
-            async with asyncio.timeout(limit_s):
-                await asyncio.get_running_loop().sock_sendall(self._channel, frames.encode(secret, question))
-                body = await self._answer_to(secret)
+            body = self._answer_to(secret, is_last) if not asked else None
+            if body is None:
+                async with asyncio.timeout(limit_s):
+                    body = await self._told(asked, secret, is_last)
             said = frames.decode_answer(body)
             self.spent |= "spent" in said
             return read(said)
@@ -237,20 +288,29 @@ class WorkerProcess:
             await self.kill()
             raise
 
-    async def _answer_to(self, secret: bytes) -> bytes:
-        """Return the object of the answer to the question with this secret."""
+    async def _told(self, asked: bytes, secret: bytes, is_last: bool) -> bytes:
         loop = asyncio.get_running_loop()
-        told, wanted = bytearray(), frames.HEAD.size
-        while len(told) < wanted:
+        if asked:
+            await loop.sock_sendall(self._channel, asked)
+        while (body := self._answer_to(secret, is_last)) is None:
             part = await loop.sock_recv(self._channel, frames.AT_ONCE)
             if not part:
                 raise EOFError("the worker closed its channel")
-            told += part
-            if len(told) >= frames.HEAD.size:
-                wanted = frames.HEAD.size + frames.length_of_answer(bytes(told[: frames.HEAD.size]), secret)
-        if len(told) > wanted or self._said():
+            self._heard += part
+        return body
+
+    def _answer_to(self, secret: bytes, is_last: bool) -> bytes | None:
+        """Return the object of the answer to the question with this secret, where all of it is there."""
+        if len(self._heard) < frames.HEAD.size:
+            return None
+        ends = frames.HEAD.size + frames.length_of_answer(self._heard[: frames.HEAD.size], secret)
+        if len(self._heard) < ends:
+            return None
+        body = bytes(self._heard[frames.HEAD.size : ends])
+        del self._heard[:ends]
+        if is_last and (self._heard or self._said()):
             raise frames.NoAnswer("more bytes follow it")
-        return bytes(told[frames.HEAD.size :])
+        return body
 
     async def kill(self) -> str:
         """End the worker and all that it started; says how it ended."""

@@ -58,8 +58,9 @@ def serve(connection: socket.socket, load: Loader, forks: Forks | None) -> None:
     process_id, leave = os.getpid, os._exit
     started_as = process_id()
     loaded: dict[str, Answers] = {}
+    questions = frames.Questions(connection)
     while True:
-        secret, request = frames.receive_question(connection)
+        secret, request = questions.next()
         if forks is not None and request["do"] == "answer":
             reply = forks.answered(partial(answer, request, load, loaded))
         else:

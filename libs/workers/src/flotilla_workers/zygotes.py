@@ -4,7 +4,7 @@ A worker of a zygote costs a fork and new namespaces, where another one costs tw
 as cold: no code of a user ran in the zygote, nor in the worker before it was given.
 
 Invariants: a worker is given once. It sees the files that are there when it is asked for, as one that starts does. What
-is kept here belongs to no event loop. A zygote lives for as long as its workers, because their jails are within its own.
+is kept here belongs to no event loop. A zygote lives for as long as its workers: their jails are within its own.
 """
 
 from __future__ import annotations

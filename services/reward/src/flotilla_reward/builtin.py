@@ -40,6 +40,11 @@ LAST_POWER_OF_TEN = re.compile(
 SPACE_OF_THOUSANDS = re.compile(r"(?<=[0-9])\\[,;:!](?=[0-9]{3}(?![0-9]))")
 MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix)\}.*?\\end\{\1\}", re.DOTALL)
 
+# A whole number at the end, before which nothing can be part of a larger expression; math-verify takes what ends last,
+# unless the text says "answer", or has a box.
+LAST_WHOLE = re.compile(r"[^\s\d.+\-*\xd7/^()\xf7]\s+([1-9][0-9]{0,299})\s*\Z")
+LONGEST_END = 400
+
 WHOLE = re.compile(r"[0-9]{1,300}", re.ASCII)
 """Digits that sympy reads as one whole number; Python refuses to convert very long ones."""
 
@@ -290,6 +295,9 @@ class Math(BuiltinReward):
             raise CannotScore(f"the answer {answer!r:.200} cannot be read: {error!r:.200}") from error
         if not expected:
             raise CannotScore(f"the answer {answer!r:.200} is not an expression that can be read")
+        right = _whole(expected)
+        if right is not None and (told := _last_whole(sample.response)) is not None:
+            return Judged(float(int(told) == right), extracted=answer if int(told) == right else told)
         try:
             told = None
             for text in _readings(sample.response):
@@ -359,6 +367,14 @@ def _whole(read: Sequence[Any]) -> int | None:
         case [value, str(text)] if WHOLE.fullmatch(text) and getattr(value, "is_Integer", False):
             return int(value) if int(value) == int(text) else None
     return None
+
+
+def _last_whole(response: str) -> str | None:
+    """Return the whole number that math-verify reads in a response, where that is plain without a search for others."""
+    found = LAST_WHOLE.search(response, max(0, len(response) - LONGEST_END))
+    if found is None or BOX in response or "answer" in response.casefold():
+        return None
+    return found[1]
 
 
 def _boxed(answer: str) -> str:
