@@ -65,7 +65,7 @@ class Questions:
 
     def next(self) -> tuple[bytes, dict[str, Any]]:
         """Return the next question with its secret; blocks until it is there."""
-        told, wanted = self._told, HEAD.size
+        told, secret, wanted = self._told, b"", HEAD.size
         while True:
             if len(told) >= HEAD.size:
                 secret, length = HEAD.unpack_from(told)

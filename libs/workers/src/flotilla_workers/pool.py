@@ -67,6 +67,7 @@ class Owner:
 
 
 BUILT_IN = Owner()
+STOPPED = Failure("its workers are being ended")
 
 
 @dataclass(eq=False)
@@ -152,6 +153,7 @@ class WorkerPool(Generic[AnswerT]):
         self._places = [_Place(index) for index in range(workers)]
         self._queues: dict[tuple[str, int, float], _Queue[AnswerT]] = {}
         self._serving: set[asyncio.Task[None]] = set()
+        self._stopped = False
         self._loader = loader
         self._read = read
         self._share: FairShare[_Place] = FairShare()
@@ -172,7 +174,8 @@ class WorkerPool(Generic[AnswerT]):
             self._share.add(place)
 
     async def stop(self) -> None:
-        """Kill every worker; jobs that still run fail."""
+        """Kill every worker; jobs that still run or wait fail."""
+        self._stopped = True
         for place in self._places:
             while place.workers:
                 _, worker = place.workers.popitem()
@@ -204,11 +207,11 @@ class WorkerPool(Generic[AnswerT]):
         if owner.jailed and self.jail.refusal:
             return Failure(self.jail.refusal)
         async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
-            worker = await self._worker_of(place, owner)
-            failure = await worker.load(target)
-        if failure is None:
-            self.told[target.key] = worker.loaded[target.key]
-        return failure
+            worker = await self._loaded(place, owner, target)
+        if isinstance(worker, Failure):
+            return worker
+        self.told[target.key] = worker.loaded[target.key]
+        return None
 
     async def ask(
         self, target: Target, question: Any, limit_s: float, run_id: str = ""
@@ -218,10 +221,9 @@ class WorkerPool(Generic[AnswerT]):
         if owner == BUILT_IN:
             return await self._ask_with_others(target, question, limit_s, run_id)
         async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
-            worker = await self._worker_of(place, owner)
-            failure = await worker.load(target)
-            if failure is not None:
-                return failure, 0.0
+            worker = await self._loaded(place, owner, target)
+            if isinstance(worker, Failure):
+                return worker, 0.0
             started = asyncio.get_running_loop().time()
             outcome = await worker.ask(target, question, limit_s, partial(self._read, target))
             spent_s = asyncio.get_running_loop().time() - started
@@ -250,12 +252,11 @@ class WorkerPool(Generic[AnswerT]):
         try:
             while queue.drop_gone():
                 async with self._share.place(run_id, lambda place: place.suits(BUILT_IN)) as place:
-                    worker = await self._worker_of(place, BUILT_IN)
-                    failure = await worker.load(queue.target)
+                    worker = await self._loaded(place, BUILT_IN, queue.target)
                     asked = queue.take(len(self._places))
-                    if failure is not None:
+                    if isinstance(worker, Failure):
                         for one in asked:
-                            one.tell((failure, 0.0))
+                            one.tell((worker, 0.0))
                     elif asked:
                         await self._ask_all(worker, queue, asked, limit_s)
         except Exception as error:  # noqa: BLE001 - those who wait for an outcome get it
@@ -291,6 +292,13 @@ class WorkerPool(Generic[AnswerT]):
         queue.waiting.extendleft(reversed(left))
         if not asking.cancelled():
             asking.result()
+
+    async def _loaded(self, place: _Place, owner: Owner, target: Target) -> WorkerProcess | Failure:
+        """Return the worker of an owner with the target, or why there is none."""
+        if self._stopped:
+            return STOPPED
+        worker = await self._worker_of(place, owner)
+        return await worker.load(target) or worker
 
     async def _worker_of(self, place: _Place, owner: Owner) -> WorkerProcess:
         # A worker that nobody owns yet is not in a jail.
