@@ -29,6 +29,8 @@ KILL_LIMIT_S = 5.0
 
 MOST_PRINTED_BYTES = 1 << 20
 PRINTED_BYTES_A_S = 16 << 10
+FLOOD_PAUSE_S = 0.001
+"""The rest after a part that is left out: who prints without end waits most of its time, and costs others little."""
 LOG_LIMIT_S = 0.2
 """The time that a log may take for a part; one that takes longer loses parts until it takes one at once."""
 PIPE_BYTES = 4096
@@ -102,6 +104,11 @@ class Log:
         self._left_out = 0
         self._patience_s = LOG_LIMIT_S
 
+    @property
+    def is_full(self) -> bool:
+        """Return whether what is printed now is left out."""
+        return self._room < 1
+
     def pass_on(self) -> bool:
         """Pass on a part; return whether there may be more, now or later."""
         try:
@@ -153,8 +160,11 @@ def _watch(worker: int, channel: int, wakes: int, log: Log) -> int | None:
         poll.register(descriptor, select.POLLIN)
     while True:
         happened = dict(poll.poll())
-        if log.printed in happened and not log.pass_on():
-            poll.unregister(log.printed)
+        if log.printed in happened:
+            if not log.pass_on():
+                poll.unregister(log.printed)
+            elif log.is_full:
+                time.sleep(FLOOD_PAUSE_S)
         if wakes in happened:
             os.read(wakes, 4096)
         ended = reap()

@@ -14,7 +14,7 @@ import os
 import platform
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 PR_SET_SECCOMP, FILTER = 22, 2
 LOAD_WORD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -137,8 +137,7 @@ UNFENCED: dict[str, tuple[int | None, int | None]] = {
 }
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """The numbers that differ between architectures."""
 
     audit: int
