@@ -107,7 +107,7 @@ class Log:
     @property
     def is_full(self) -> bool:
         """Return whether what is printed now is left out."""
-        return self._room < 1
+        return self._left_out > 0
 
     def pass_on(self) -> bool:
         """Pass on a part; return whether there may be more, now or later."""
@@ -118,7 +118,8 @@ class Log:
         now = time.monotonic()
         self._room = min(self._room + (now - self._at) * PRINTED_BYTES_A_S, MOST_PRINTED_BYTES)
         self._at = now
-        kept = part[: int(self._room)]
+        # Once it is full, not every few bytes that it takes are worth a line about those that it does not.
+        kept = b"" if self.is_full and self._room < PIPE_BYTES else part[: int(self._room)]
         self._room -= len(kept)
         if kept and self._left_out:
             self._tell()

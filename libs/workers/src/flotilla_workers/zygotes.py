@@ -27,7 +27,7 @@ from flotilla_core.errors import Unavailable
 from flotilla_workers.jail import zygote
 from flotilla_workers.jail.groups import Groups
 from flotilla_workers.jail.jail import Cell, Jail, user_of
-from flotilla_workers.process import WorkerProcess, log_of_service
+from flotilla_workers.process import EXIT_LIMIT_S, WorkerProcess, log_of_service
 
 MOST_ZYGOTES = 4
 """Zygotes that are kept; the one that was asked longest ago ends for another one, once its workers have."""
@@ -196,7 +196,11 @@ class Zygotes:
         while self._kept:
             await self._end(self._kept.popitem()[1])
         for process in self._ending:
-            await asyncio.to_thread(process.wait)
+            try:
+                await asyncio.to_thread(process.wait, EXIT_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                await asyncio.to_thread(process.wait)
         self._ending.clear()
 
 
@@ -204,13 +208,21 @@ async def fork_here(jail: Jail) -> bool:
     """Return whether workers can be forked into jails on this host."""
     zygotes = Zygotes()
     try:
-        worker = await zygotes.worker(replace(jail, forks=True), PROBED, (), itertools.count())
-        await worker.kill()
+        for _ in range(2):  # The first one leaves the zygote as it is.
+            worker = await zygotes.worker(replace(jail, forks=True), PROBED, (), itertools.count())
+            await worker.kill()
     except (OSError, Unavailable):
         return False
     finally:
         await zygotes.stop()
     return True
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the first process in the jail of a zygote, and so all that is in it."""
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        with suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
 
 
 def _number_of(process: int) -> int:

@@ -7,8 +7,10 @@ with it. A group that a killed service left, whose processes ended with it, is r
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from pathlib import Path
 MOUNTS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 PREFIX = "flotilla-jail"
+
+REMOVAL_LIMIT_S = 0.5
+"""The time that the kernel has to let go of processes that have ended."""
 
 _numbers = itertools.count()
 
@@ -42,8 +47,9 @@ class Group:
         for folder in self.folders:
             with suppress(OSError):
                 (folder / "cgroup.kill").write_text("1")
-            with suppress(OSError):
-                folder.rmdir()
+            latest = time.monotonic() + REMOVAL_LIMIT_S
+            while not _removed(folder) and time.monotonic() < latest:
+                time.sleep(0.001)
 
 
 class Groups:
@@ -55,10 +61,15 @@ class Groups:
         self._keeps = True
 
     def take(self) -> Group | None:
-        return self._idle.pop() if self._idle else make(*self._size)
+        # Of a process that has ended the kernel may say so a moment later.
+        free = next((one for one in self._idle if not one.processes), None)
+        if free is None:
+            return make(*self._size)
+        self._idle.remove(free)
+        return free
 
     def give_back(self, group: Group) -> None:
-        if self._keeps and not group.processes:
+        if self._keeps:
             self._idle.append(group)
         else:
             group.close()
@@ -68,6 +79,14 @@ class Groups:
         self._keeps = False
         while self._idle:
             self._idle.pop().close()
+
+
+def _removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except OSError as error:
+        return error.errno != errno.EBUSY
+    return True
 
 
 def make(memory_bytes: int, processes: int) -> Group | None:

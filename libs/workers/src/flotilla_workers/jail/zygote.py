@@ -234,6 +234,7 @@ def main() -> None:
     loader, control, sight = sys.argv[1], int(sys.argv[2]), Sight(**json.loads(sys.argv[3]))
     if sight.own_users:
         _no_more_user_namespaces()
+        _own_table(control)
     module, _, name = loader.partition(":")
     load: Callable[..., Any] = getattr(importlib.import_module(module), name)
     Zygote(load, socket.socket(fileno=control), sight).serve()
@@ -243,6 +244,15 @@ def _no_more_user_namespaces() -> None:
     """Let no jail make a user namespace, where it is in one of ours: the filter refuses it too."""
     with suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
         file.write("0")
+
+
+def _own_table(control: int) -> None:
+    """Go on in a table of processes that belongs to this user namespace: only to such a one can a process come back."""
+    _checked(_libc.unshare(NEW_PROCESSES), "table of processes")
+    child = os.fork()
+    if child:
+        os.close(control)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
 
 
 if __name__ == "__main__":
