@@ -93,7 +93,7 @@ async def test_what_a_folder_hides_from_now_on_no_further_worker_reads(
     for kept in ("first", "another"):
         worker = await started(zygotes, jail, file)
         assert await answer(worker, file, "text", ".env") == (
-            "FileNotFoundError" if kept == "first" else "OSError"
+            "FileNotFoundError" if kept == "first" else "PermissionError"
         )
         await worker.kill()
         file.with_name("new").write_text(kept)
