@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from types import TracebackType
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_LIMIT_S = 5.0
@@ -81,17 +82,29 @@ def keep(channel: int, run: Callable[[], None]) -> int:
 
 def _run(run: Callable[[], None], prints: int) -> None:
     """Run in a session of its own, with what it prints in a pipe."""
-    try:
+    with Alone():
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         for standard in (1, 2):
             os.dup2(prints, standard)
         run()
-    except BaseException:  # noqa: BLE001 - it must not go on as its keeper
-        sys.excepthook(*sys.exc_info())
-        os._exit(1)
-    os._exit(0)
+
+
+class Alone:
+    """The end of a process that was forked: it comes with that of a block, whatever happens there."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and error is not None:
+            sys.excepthook(kind, error, trace)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0 if error is None else 1)
 
 
 class Log:

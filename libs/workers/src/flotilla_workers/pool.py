@@ -123,11 +123,11 @@ class _Queue(Generic[AnswerT]):
             taken.append(self.waiting.popleft())
         return taken
 
-    def fail(self, error: Exception) -> None:
-        for one in self.waiting:
-            if not one.outcome.done():
-                one.outcome.set_exception(error)
-        self.waiting.clear()
+    def fail_with(self, serving: asyncio.Task[None]) -> None:
+        """Tell those who wait of an error of a place."""
+        error = None if serving.cancelled() else serving.exception()
+        while error is not None and self.drop_gone():
+            self.waiting.popleft().outcome.set_exception(error)
 
 
 class WorkerPool(Generic[AnswerT]):
@@ -244,6 +244,7 @@ class WorkerPool(Generic[AnswerT]):
             serving = asyncio.create_task(self._serve(key, queue))
             self._serving.add(serving)
             serving.add_done_callback(self._serving.discard)
+            serving.add_done_callback(queue.fail_with)
         return await asked.outcome
 
     async def _serve(self, key: tuple[str, int, float], queue: _Queue[AnswerT]) -> None:
@@ -259,8 +260,6 @@ class WorkerPool(Generic[AnswerT]):
                             one.tell((worker, 0.0))
                     elif asked:
                         await self._ask_all(worker, queue, asked, limit_s)
-        except Exception as error:  # noqa: BLE001 - those who wait for an outcome get it
-            queue.fail(error)
         finally:
             queue.places -= 1
             if not queue.places:

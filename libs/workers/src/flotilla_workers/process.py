@@ -33,7 +33,7 @@ LOAD_LIMIT_S = 60.0
 """The time for imports of a user's module, or of a large library; not counted as an answer's."""
 EXIT_LIMIT_S = keeper.KILL_LIMIT_S + 5.0
 MOST_SENT_BYTES = 32 << 10
-"""What a channel takes whole of several questions, while the worker still answers the first one."""
+"""The bytes of several questions that a channel takes whole, while the worker still answers the first one."""
 LOG = "/proc/self/fd/2"
 
 AnswerT = TypeVar("AnswerT")

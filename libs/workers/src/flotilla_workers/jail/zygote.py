@@ -27,7 +27,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from flotilla_workers import keeper, worker
 from flotilla_workers.jail import system_calls
@@ -71,7 +71,7 @@ class Sight(NamedTuple):
 
     host: str
     closed: list[str]
-    """What root alone may read of the kernel."""
+    """The files of the kernel that root alone may read."""
     shown: list[str]
     """Places of files of the host, of which new folders may cover some."""
     reads_any_mode: bool
@@ -100,7 +100,8 @@ class Zygote:
             # The next child alone is the first process of a new table.
             _checked(_libc.unshare(NEW_PROCESSES), "new table of processes")
             if os.fork() == 0:
-                self._keep(Order(**json.loads(said)), *descriptors)
+                with keeper.Alone():
+                    self._keep(Order(**json.loads(said)), *descriptors)
             _checked(_libc.setns(self._ours, NEW_PROCESSES), "own table of processes")
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -108,26 +109,21 @@ class Zygote:
             while True:
                 os.waitpid(-1, 0)
 
-    def _keep(self, order: Order, channel: int, told: int, *groups: int) -> NoReturn:
+    def _keep(self, order: Order, channel: int, told: int, *groups: int) -> None:
         os.close(self._control.detach())
         os.close(self._ours)
         tells = socket.socket(fileno=told)
-        try:
-            for group in groups:
-                os.write(group, b"0")
-                os.close(group)
-            _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-            os.setsid()
-            self._enter(order)
-            ended = os.pidfd_open(os.getpid())
-            socket.send_fds(tells, [b'{"began": true}'], [ended])
-            os.close(ended)
-            status = keeper.keep(channel, lambda: self._work(order, channel))
-            tells.send(json.dumps({"ended": status}).encode())
-        except BaseException as error:  # noqa: BLE001 - it must not go on as its zygote
-            sys.stderr.write(f"no worker could be forked: {error!r}\n")
-            sys.stderr.flush()
-        os._exit(0)
+        for group in groups:
+            os.write(group, b"0")
+            os.close(group)
+        _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        os.setsid()
+        self._enter(order)
+        ended = os.pidfd_open(os.getpid())
+        socket.send_fds(tells, [b'{"began": true}'], [ended])
+        os.close(ended)
+        status = keeper.keep(channel, lambda: self._work(order, channel))
+        tells.send(json.dumps({"ended": status}).encode())
 
     def _enter(self, order: Order) -> None:
         """Put this process, the first one of its table, into a jail."""
