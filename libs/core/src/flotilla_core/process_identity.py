@@ -7,6 +7,7 @@ never taken for ours.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -51,5 +52,6 @@ def stat_fields(pid: int) -> StatFields | None:
     return StatFields(fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
 
 
+@cache
 def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

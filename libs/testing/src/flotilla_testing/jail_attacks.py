@@ -7,6 +7,13 @@ not outlive.
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
+from typing import Any
+
+from flotilla_workers.worker import Answers
+
 PRELUDE = """
 import ctypes, errno, json, os, platform, resource, select, signal, socket, struct, subprocess, sys, time
 host, channel = json.loads(sys.argv[1]), int(sys.argv[2])
@@ -277,3 +284,27 @@ if child == 0:
     os.abort()
 os.WCOREDUMP(os.waitpid(child, 0)[1]) and reached()""",
 }
+
+
+def forked(_: object) -> Answers:
+    """Return what runs code in a worker that a zygote forked; its channel is its only descriptor."""
+
+    def run(question: dict[str, Any]) -> None:
+        (channel,) = _sockets()
+        sys.argv = ["-c", question["host"], str(channel)]
+        exec(compile(question["code"], "attack", "exec"), {"__name__": "__main__"})
+        sys.stdout.flush()
+
+    return run
+
+
+def _sockets() -> list[int]:
+    """Return the sockets among the first descriptors."""
+    return [number for number in range(1024) if _is_socket(number)]
+
+
+def _is_socket(number: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:
+        return False

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -19,7 +20,6 @@ import signal
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flotilla_workers.frames import MOST_ANSWER_BYTES
@@ -53,6 +53,7 @@ class Forks:
     def answered(self, answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the reply that a new process makes; `spent` in it says that this worker gives no further one."""
         reads, writes = os.pipe()
+        gc.freeze()  # The child's collections would copy all that is shared.
         child = os.fork()
         if child == 0:
             self._tell(writes, answer)
@@ -80,10 +81,13 @@ class Forks:
     def _is_clean(self) -> bool:
         """Remove what was written, children first; return whether nothing is left."""
         with suppress(OSError, RecursionError):
-            for path in reversed([path for path, _ in self._written()]):
-                if path not in self._before.files:
-                    (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
-            if self._state() == self._before and not any(map(_is_left, OF_SYSTEM_V)):
+            state = self._state()
+            if state.files.keys() != self._before.files.keys():
+                for path in reversed(state.files):
+                    if path not in self._before.files:
+                        (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
+                state = self._state()
+            if state == self._before and not any(map(_is_left, OF_SYSTEM_V)):
                 self._reset_times()
                 return True
         return False
@@ -144,8 +148,11 @@ def _of_descriptor(number: int) -> object:
 
 def _is_left(kind: str) -> bool:
     """Return whether something of System V is there; a level without namespaces lets nobody make it."""
-    table = Path("/proc/sysvipc", kind)
-    return table.exists() and len(table.read_text().splitlines()) > 1
+    try:
+        with open(f"/proc/sysvipc/{kind}", "rb", buffering=0) as table:
+            return table.read(1 << 10).count(b"\n") > 1
+    except FileNotFoundError:
+        return False
 
 
 def _heard(reads: int, child: int) -> bytes:

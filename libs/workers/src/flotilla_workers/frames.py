@@ -20,7 +20,7 @@ HEAD = struct.Struct(f">{SECRET_BYTES}sI")
 MOST_ANSWER_BYTES = 1024 * 1024
 """The length of the longest answer, a message with a traceback among them."""
 AT_ONCE = 1 << 16
-"""The most that is read at once; with nothing behind a question, its head and all of it come together."""
+"""The most that is read at once."""
 
 
 class NoAnswer(Exception):
@@ -56,15 +56,26 @@ def decode_answer(body: bytes) -> dict[str, Any]:
     return message
 
 
-def receive_question(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
-    """Return the next question with its secret; blocks until it is there."""
-    told, secret, wanted = bytearray(), b"", HEAD.size
-    while len(told) < wanted:
-        part = channel.recv(AT_ONCE)
-        if not part:
-            raise EOFError("the other side closed the channel")
-        told += part
-        if len(told) >= HEAD.size:
-            secret, length = HEAD.unpack_from(told)
-            wanted = HEAD.size + length
-    return secret, json.loads(told[HEAD.size :])
+class Questions:
+    """The questions that come by a channel, where several may wait for their turn."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._told = bytearray()
+
+    def next(self) -> tuple[bytes, dict[str, Any]]:
+        """Return the next question with its secret; blocks until it is there."""
+        told, secret, wanted = self._told, b"", HEAD.size
+        while True:
+            if len(told) >= HEAD.size:
+                secret, length = HEAD.unpack_from(told)
+                wanted = HEAD.size + length
+                if len(told) >= wanted:
+                    break
+            part = self._channel.recv(AT_ONCE)
+            if not part:
+                raise EOFError("the other side closed the channel")
+            told += part
+        question = json.loads(told[HEAD.size : wanted])
+        del told[:wanted]
+        return secret, question

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ LONGEST_MESSAGE = 2_000
 LONGEST_TRACEBACK = 16_000
 
 
-class Target(NamedTuple):
-    """The code that answers questions in a worker, with its parameters."""
-
+class _Target(NamedTuple):
     kind: Literal["builtin", "file", "entry_point"]
     """Code of the service itself, or of a user."""
     source: str
@@ -39,7 +38,11 @@ class Target(NamedTuple):
     trusted: bool = False
     """True where the run vouches for the code: no jail is needed."""
 
-    @property
+
+class Target(_Target):
+    """The code that answers questions in a worker, with its parameters."""
+
+    @cached_property
     def key(self) -> str:
         # Workers, which start with this, need no digest.
         import hashlib

@@ -21,6 +21,8 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
+from types import TracebackType
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_LIMIT_S = 5.0
@@ -28,10 +30,14 @@ KILL_LIMIT_S = 5.0
 
 MOST_PRINTED_BYTES = 1 << 20
 PRINTED_BYTES_A_S = 16 << 10
+FLOOD_PAUSE_S = 0.001
+"""The rest after a part that is left out: who prints without end waits most of its time, and costs others little."""
 LOG_LIMIT_S = 0.2
 """The time that a log may take for a part; one that takes longer loses parts until it takes one at once."""
 PIPE_BYTES = 4096
 """The part that a pipe takes without waiting, once it takes anything."""
+FIRST = 1
+"""The number of the first process of a jail, in its own table."""
 PARTS_OF_A_PIPE = 64
 """More than a pipe holds, as the kernel makes it."""
 LOG = 2
@@ -40,6 +46,19 @@ LOG = 2
 def main() -> None:
     channel, groups, command = int(sys.argv[1]), sys.argv[2].split(":"), sys.argv[3:]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def run() -> None:
+        for entry in filter(None, groups):
+            with open(entry, "w") as file:
+                file.write("0")
+        # The argument that follows the command's own is the process that it must not outlive.
+        os.execv(command[0], [*command, str(channel), str(os.getppid())])
+
+    _end_as(keep(channel, run))
+
+
+def keep(channel: int, run: Callable[[], None]) -> int:
+    """Have a child run, and whatever it starts, until it ends or the channel closes; return its status."""
     wakes, awake = os.pipe()
     for end in (wakes, awake):
         os.set_blocking(end, False)
@@ -49,14 +68,7 @@ def main() -> None:
     os.set_blocking(printed, False)
     worker = os.fork()
     if worker == 0:
-        os.setsid()
-        for standard in (1, 2):
-            os.dup2(prints, standard)
-        for entry in filter(None, groups):
-            with open(entry, "w") as file:
-                file.write("0")
-        # The argument that follows the command's own is the process that it must not outlive.
-        os.execv(command[0], [*command, str(channel), str(os.getppid())])
+        _run(run, prints)
     os.close(prints)
     log = Log(printed)
     # A command that signals its parent must not keep it from its work.
@@ -65,7 +77,34 @@ def main() -> None:
     status = _watch(worker, channel, wakes, log)
     ended = _end_all()
     log.finish()
-    _end_as(status if status is not None else ended.get(worker, signal.SIGKILL))
+    return status if status is not None else ended.get(worker, signal.SIGKILL)
+
+
+def _run(run: Callable[[], None], prints: int) -> None:
+    """Run in a session of its own, with what it prints in a pipe."""
+    with Alone():
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for standard in (1, 2):
+            os.dup2(prints, standard)
+        run()
+
+
+class Alone:
+    """The end of a process that was forked: it comes with that of a block, whatever happens there."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and error is not None:
+            sys.excepthook(kind, error, trace)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0 if error is None else 1)
 
 
 class Log:
@@ -78,6 +117,11 @@ class Log:
         self._left_out = 0
         self._patience_s = LOG_LIMIT_S
 
+    @property
+    def is_full(self) -> bool:
+        """Return whether what is printed now is left out."""
+        return self._left_out > 0
+
     def pass_on(self) -> bool:
         """Pass on a part; return whether there may be more, now or later."""
         try:
@@ -87,7 +131,8 @@ class Log:
         now = time.monotonic()
         self._room = min(self._room + (now - self._at) * PRINTED_BYTES_A_S, MOST_PRINTED_BYTES)
         self._at = now
-        kept = part[: int(self._room)]
+        # Once it is full, not every few bytes that it takes are worth a line about those that it does not.
+        kept = b"" if self.is_full and self._room < PIPE_BYTES else part[: int(self._room)]
         self._room -= len(kept)
         if kept and self._left_out:
             self._tell()
@@ -129,18 +174,21 @@ def _watch(worker: int, channel: int, wakes: int, log: Log) -> int | None:
         poll.register(descriptor, select.POLLIN)
     while True:
         happened = dict(poll.poll())
-        if log.printed in happened and not log.pass_on():
-            poll.unregister(log.printed)
+        if log.printed in happened:
+            if not log.pass_on():
+                poll.unregister(log.printed)
+            elif log.is_full:
+                time.sleep(FLOOD_PAUSE_S)
         if wakes in happened:
             os.read(wakes, 4096)
-        ended = _reap()
+        ended = reap()
         if worker in ended:
             return ended[worker]
         if channel in happened:
             return None
 
 
-def _reap() -> dict[int, int]:
+def reap() -> dict[int, int]:
     """Return the statuses of the children that have ended, of orphans too."""
     ended: dict[int, int] = {}
     while True:
@@ -156,6 +204,8 @@ def _reap() -> dict[int, int]:
 def _end_all() -> dict[int, int]:
     """Kill every child until none is left: the children of one that dies become ours."""
     ended: dict[int, int] = {}
+    if os.getpid() == FIRST:
+        return _end_jail()
     latest = time.monotonic() + KILL_LIMIT_S
     while (children := _children()) and time.monotonic() < latest:
         for pid in children:
@@ -163,9 +213,24 @@ def _end_all() -> dict[int, int]:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
                 pass  # It ended by itself, or runs with rights that are not ours.
-        ended |= _reap()
+        ended |= reap()
         time.sleep(0.001)
-    return ended | _reap()
+    return ended | reap()
+
+
+def _end_jail() -> dict[int, int]:
+    """Kill all that is in the jail whose first process this is."""
+    ended: dict[int, int] = {}
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # All of them wait to be reaped.
+    try:
+        while True:
+            pid, status = os.waitpid(-1, 0)
+            ended[pid] = status
+    except ChildProcessError:
+        return ended
 
 
 def _children() -> list[int]:

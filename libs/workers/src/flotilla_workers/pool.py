@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,10 +24,15 @@ from typing import Any, Generic, TypeVar
 from flotilla_core.logger import get_logger
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, no_jail, shown_for
+from flotilla_workers.jail.level import Level
 from flotilla_workers.process import AnswerT, Failure, Timeout, WorkerProcess
+from flotilla_workers.zygotes import Zygotes, fork_here
 
 MOST_OWNERS = 4
 """Workers that a place keeps; of those of users the one that was idle for longest ends for another owner's."""
+
+TOGETHER_S, MOST_ASKED_TOGETHER = 0.02, 16
+"""The time that questions of one run may take which a worker of ours is asked together, and their greatest number."""
 
 log = get_logger(__name__)
 
@@ -61,6 +67,7 @@ class Owner:
 
 
 BUILT_IN = Owner()
+STOPPED = Failure("its workers are being ended")
 
 
 @dataclass(eq=False)
@@ -70,10 +77,57 @@ class _Place:
     index: int
     workers: dict[Owner | None, WorkerProcess] = field(default_factory=dict)
     """The worker of each owner, the last used one last; the one of nobody has served nothing yet."""
+    ending: asyncio.Task[str] | None = None
+    """The end of a worker that gave way."""
 
     def suits(self, owner: Owner) -> int:
         """Rate the place for this owner: nothing is to be started, an unused worker is taken, or one must start."""
         return 2 if owner in self.workers else 1 if None in self.workers else 0
+
+
+@dataclass(eq=False)
+class _Asked(Generic[AnswerT]):
+    """A question to our own code, and whoever waits for its outcome."""
+
+    question: Any
+    outcome: asyncio.Future[tuple[AnswerT | Failure | Timeout, float]]
+
+    def tell(self, outcome: tuple[AnswerT | Failure | Timeout, float]) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+class _Queue(Generic[AnswerT]):
+    """The questions of one run to one target of our own code."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.waiting: deque[_Asked[AnswerT]] = deque()
+        self.places = 0
+        """The places that serve it."""
+        self.slowest_s = math.inf
+        """The longest time of a question among those that were asked together last."""
+
+    def drop_gone(self) -> bool:
+        """Forget those for whom nobody waits; return whether any is left."""
+        while self.waiting and self.waiting[0].outcome.done():
+            self.waiting.popleft()
+        return bool(self.waiting)
+
+    def take(self, places: int) -> list[_Asked[AnswerT]]:
+        """Return the questions that a worker is asked together: several where they are short and all answered soon."""
+        fast = int(TOGETHER_S / max(self.slowest_s, TOGETHER_S / MOST_ASKED_TOGETHER))
+        most = max(1, min(fast, len(self.waiting) // places))
+        taken: list[_Asked[AnswerT]] = []
+        while self.drop_gone() and len(taken) < most:
+            taken.append(self.waiting.popleft())
+        return taken
+
+    def fail_with(self, serving: asyncio.Task[None]) -> None:
+        """Tell those who wait of an error of a place."""
+        error = None if serving.cancelled() else serving.exception()
+        while error is not None and self.drop_gone():
+            self.waiting.popleft().outcome.set_exception(error)
 
 
 class WorkerPool(Generic[AnswerT]):
@@ -95,7 +149,11 @@ class WorkerPool(Generic[AnswerT]):
         self.jail = NO_JAIL
         """The jail of code of users, once the pool has started."""
         self._slots = itertools.count(64 * os.getpid())  # Other services of this host have others.
+        self._zygotes = Zygotes()
         self._places = [_Place(index) for index in range(workers)]
+        self._queues: dict[tuple[str, int, float], _Queue[AnswerT]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        self._stopped = False
         self._loader = loader
         self._read = read
         self._share: FairShare[_Place] = FairShare()
@@ -107,6 +165,8 @@ class WorkerPool(Generic[AnswerT]):
     async def start(self) -> None:
         """Start a worker for every place, and look what jail this host has."""
         self.jail = await asyncio.to_thread(self._find_jail)
+        if self.jail.level is Level.NAMESPACES:
+            self.jail = replace(self.jail, forks=await fork_here(self.jail))
         async with asyncio.TaskGroup() as group:
             for place in self._places:
                 group.create_task(self._start(place, None))
@@ -114,11 +174,15 @@ class WorkerPool(Generic[AnswerT]):
             self._share.add(place)
 
     async def stop(self) -> None:
-        """Kill every worker; jobs that still run fail."""
+        """Kill every worker; jobs that still run or wait fail."""
+        self._stopped = True
         for place in self._places:
             while place.workers:
                 _, worker = place.workers.popitem()
                 await worker.kill()
+            if place.ending is not None:
+                await place.ending
+        await self._zygotes.stop()
 
     @property
     def pids(self) -> dict[str, int]:
@@ -143,28 +207,97 @@ class WorkerPool(Generic[AnswerT]):
         if owner.jailed and self.jail.refusal:
             return Failure(self.jail.refusal)
         async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
-            worker = await self._worker_of(place, owner)
-            failure = await worker.load(target)
-        if failure is None:
-            self.told[target.key] = worker.loaded[target.key]
-        return failure
+            worker = await self._loaded(place, owner, target)
+        if isinstance(worker, Failure):
+            return worker
+        self.told[target.key] = worker.loaded[target.key]
+        return None
 
     async def ask(
         self, target: Target, question: Any, limit_s: float, run_id: str = ""
     ) -> tuple[AnswerT | Failure | Timeout, float]:
         """Return the outcome of a question, a JSON value, and the seconds that it took, waiting and loading aside."""
         owner = Owner.of(target, run_id)
+        if owner == BUILT_IN:
+            return await self._ask_with_others(target, question, limit_s, run_id)
         async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
-            worker = await self._worker_of(place, owner)
-            failure = await worker.load(target)
-            if failure is not None:
-                return failure, 0.0
+            worker = await self._loaded(place, owner, target)
+            if isinstance(worker, Failure):
+                return worker, 0.0
             started = asyncio.get_running_loop().time()
             outcome = await worker.ask(target, question, limit_s, partial(self._read, target))
             spent_s = asyncio.get_running_loop().time() - started
             if worker.spent:
-                await place.workers.pop(owner).kill()
+                await self._give_way(place, owner)
             return outcome, spent_s
+
+    async def _ask_with_others(
+        self, target: Target, question: Any, limit_s: float, run_id: str
+    ) -> tuple[AnswerT | Failure | Timeout, float]:
+        """Ask our own code, together with what else the run asks it now."""
+        key = run_id, id(target), limit_s
+        queue = self._queues.setdefault(key, _Queue(target))
+        asked = _Asked(question, asyncio.get_running_loop().create_future())
+        queue.waiting.append(asked)
+        if queue.places < len(self._places):
+            queue.places += 1
+            serving = asyncio.create_task(self._serve(key, queue))
+            self._serving.add(serving)
+            serving.add_done_callback(self._serving.discard)
+            serving.add_done_callback(queue.fail_with)
+        return await asked.outcome
+
+    async def _serve(self, key: tuple[str, int, float], queue: _Queue[AnswerT]) -> None:
+        """Have one place after the other answer what waits in a queue."""
+        run_id, _, limit_s = key
+        try:
+            while queue.drop_gone():
+                async with self._share.place(run_id, lambda place: place.suits(BUILT_IN)) as place:
+                    worker = await self._loaded(place, BUILT_IN, queue.target)
+                    asked = queue.take(len(self._places))
+                    if isinstance(worker, Failure):
+                        for one in asked:
+                            one.tell((worker, 0.0))
+                    elif asked:
+                        await self._ask_all(worker, queue, asked, limit_s)
+        finally:
+            queue.places -= 1
+            if not queue.places:
+                self._queues.pop(key, None)
+
+    async def _ask_all(
+        self, worker: WorkerProcess, queue: _Queue[AnswerT], asked: Sequence[_Asked[AnswerT]], limit_s: float
+    ) -> None:
+        left = deque(asked)
+        slowest_s = 0.0
+
+        def take(outcome: AnswerT | Failure | Timeout, spent_s: float) -> None:
+            nonlocal slowest_s
+            slowest_s = max(slowest_s, spent_s)
+            left.popleft().tell((outcome, spent_s))
+
+        questions = [one.question for one in asked]
+        read = partial(self._read, queue.target)
+        asking = asyncio.ensure_future(worker.ask_all(queue.target, questions, limit_s, read, take))
+
+        def stop_for_nobody(_: object) -> None:
+            if left and all(one.outcome.cancelled() for one in left):
+                asking.cancel()
+
+        for one in asked:
+            one.outcome.add_done_callback(stop_for_nobody)
+        await asyncio.wait([asking])
+        queue.slowest_s = slowest_s
+        queue.waiting.extendleft(reversed(left))
+        if not asking.cancelled():
+            asking.result()
+
+    async def _loaded(self, place: _Place, owner: Owner, target: Target) -> WorkerProcess | Failure:
+        """Return the worker of an owner with the target, or why there is none."""
+        if self._stopped:
+            return STOPPED
+        worker = await self._worker_of(place, owner)
+        return await worker.load(target) or worker
 
     async def _worker_of(self, place: _Place, owner: Owner) -> WorkerProcess:
         # A worker that nobody owns yet is not in a jail.
@@ -179,18 +312,25 @@ class WorkerPool(Generic[AnswerT]):
                 ended = spoke + await worker.kill()
                 log.warning("worker replaced", worker=place.index, of=str(key or "nobody"), ended=ended)
         for former in [of for of in place.workers if of and replace(of, stamp=owner.stamp) == owner]:
-            await place.workers.pop(former).kill()
+            await self._give_way(place, former)
         while len(place.workers) >= MOST_OWNERS:
-            idle = next(of for of in place.workers if of != BUILT_IN)
-            await place.workers.pop(idle).kill()
+            await self._give_way(place, next(of for of in place.workers if of != BUILT_IN))
         return await self._start(place, owner)
 
+    async def _give_way(self, place: _Place, of: Owner | None) -> None:
+        """End a worker while another one starts; of each place one at a time."""
+        worker = place.workers.pop(of)
+        if place.ending is not None:
+            await place.ending
+        place.ending = asyncio.create_task(worker.kill())
+
     async def _start(self, place: _Place, owner: Owner | None) -> WorkerProcess:
-        cell = Cell(NO_JAIL)
-        if owner is not None and owner.jailed and self.jail.level:
+        if owner is None or not owner.jailed or not self.jail.level:
+            worker = await WorkerProcess.start(self._loader, Cell(NO_JAIL))
+        else:
             file = Path(owner.source)
-            cell = Cell(self.jail, [shown_for(file)] if file.is_absolute() else (), next(self._slots))
-        worker = await WorkerProcess.start(self._loader, cell)
+            functions = [shown_for(file)] if file.is_absolute() else []
+            worker = await self._zygotes.worker(self.jail, self._loader, functions, self._slots)
         place.workers[owner] = worker
         return worker
 

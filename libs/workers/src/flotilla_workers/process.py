@@ -13,11 +13,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from secrets import token_bytes
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from flotilla_core.errors import Unavailable, unicode_text
 from flotilla_core.process_identity import ProcessIdentity
@@ -32,6 +32,8 @@ START_LIMIT_S = 60.0
 LOAD_LIMIT_S = 60.0
 """The time for imports of a user's module, or of a large library; not counted as an answer's."""
 EXIT_LIMIT_S = keeper.KILL_LIMIT_S + 5.0
+MOST_SENT_BYTES = 32 << 10
+"""The bytes of several questions that a channel takes whole, while the worker still answers the first one."""
 LOG = "/proc/self/fd/2"
 
 AnswerT = TypeVar("AnswerT")
@@ -52,13 +54,50 @@ class Timeout:
     limit_s: float
 
 
+class Keeper(Protocol):
+    """The process that ends a worker and all that it started."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+    def signal(self, number: signal.Signals) -> None: ...
+
+
+class OwnKeeper:
+    """A keeper that this process started."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        signal_child(self._process, number)
+
+
 class WorkerProcess:
     """One running worker with its keeper."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket, cell: Cell) -> None:
-        self._keeper = process
+    def __init__(self, keeper: Keeper, channel: socket.socket, cell: Cell) -> None:
+        self._keeper = keeper
         self._channel = channel
         self._cell = cell
+        self._heard = bytearray()
+        """The bytes that came by the channel and are not taken yet."""
         self.loaded: dict[str, str] = {}
         """The texts that the worker told of the targets that it loaded, by their keys."""
         self.pid = 0
@@ -73,7 +112,7 @@ class WorkerProcess:
         cell = cell or Cell(NO_JAIL)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        log = _log()
+        log = log_of_service()
         with ExitStack() as theirs_alone, ExitStack() as where_it_fails:
             theirs_alone.callback(theirs.close)
             if log >= 0:
@@ -107,20 +146,25 @@ class WorkerProcess:
                     start_new_session=True,
                 )
             where_it_fails.pop_all()
-        worker = cls(process, ours, cell)
-        begun = await worker._ask({"do": "begin"}, START_LIMIT_S, "started", lambda said: int(said["pid"]))
+        worker = cls(OwnKeeper(process), ours, cell)
+        await worker.begin()
+        return worker
+
+    async def begin(self) -> None:
+        """Wait for its first sign of life."""
+        begun = await self._ask({"do": "begin"}, START_LIMIT_S, "started", lambda said: int(said["pid"]))
         if not isinstance(begun, int):
             raise Unavailable(
                 "a worker did not start",
-                where=f"pid {process.pid}",
+                where=f"pid {self._keeper.pid}",
                 why=begun.message
                 if isinstance(begun, Failure)
                 else f"no sign of life within {START_LIMIT_S:g} s",
                 next_step="Read the log of its service.",
             )
-        worker.pid = process.pid if cell.level is Level.NAMESPACES else begun
-        worker._identity = ProcessIdentity.of(worker.pid)
-        return worker
+        self.pid = self._keeper.pid if self._cell.level is Level.NAMESPACES else begun
+        if isinstance(self._keeper, OwnKeeper):
+            self._identity = ProcessIdentity.of(self.pid)
 
     @property
     def alive(self) -> bool:
@@ -164,21 +208,68 @@ class WorkerProcess:
 
         `read` raises `NoAnswer` where no honest worker says that.
         """
-        return await self._ask(
-            {"do": "answer", "key": target.key, "question": question},
-            limit_s,
-            "answered",
-            lambda said: read(said["value"]) if "value" in said else self._failure(said),
-        )
+        outcomes: list[AnswerT | Failure | Timeout] = []
+        await self.ask_all(target, [question], limit_s, read, lambda outcome, _: outcomes.append(outcome))
+        return outcomes[0]
+
+    async def ask_all(
+        self,
+        target: Target,
+        questions: Sequence[Any],
+        limit_s: float,
+        read: Callable[[Any], AnswerT],
+        take: Callable[[AnswerT | Failure | Timeout, float], None],
+    ) -> None:
+        """Ask one question after the other; `take` gets what comes of each, and the seconds since the one before it.
+
+        They are sent together, as many as a channel takes, and the limit is that of each. The first one without an
+        answer is the last that is taken.
+        """
+        key, now = target.key, asyncio.get_running_loop().time
+        asked, secrets = b"", list[bytes]()
+        for question in questions:
+            secret = token_bytes(frames.SECRET_BYTES)
+            frame = frames.encode(secret, {"do": "answer", "key": key, "question": question})
+            if secrets and len(asked) + len(frame) > MOST_SENT_BYTES:
+                break
+            secrets.append(secret)
+            asked += frame
+        for secret in secrets:
+            began = now()
+            outcome = await self._exchange(
+                asked,
+                secret,
+                limit_s,
+                "answered",
+                lambda said: read(said["value"]) if "value" in said else self._failure(said),
+                secret is secrets[-1],
+            )
+            take(outcome, now() - began)
+            if self._keeper.returncode is not None:
+                return
+            asked = b""
 
     async def _ask(
         self, question: dict[str, Any], limit_s: float, did: str, read: Callable[[dict[str, Any]], AnswerT]
     ) -> AnswerT | Failure | Timeout:
         secret = token_bytes(frames.SECRET_BYTES)
+        return await self._exchange(frames.encode(secret, question), secret, limit_s, did, read, True)
+
+    async def _exchange(
+        self,
+        asked: bytes,
+        secret: bytes,
+        limit_s: float,
+        did: str,
+        read: Callable[[dict[str, Any]], AnswerT],
+        is_last: bool,
+    ) -> AnswerT | Failure | Timeout:
+        """Send what is asked, and return what `read` makes of the answer with this secret."""
         try:
-            async with asyncio.timeout(limit_s):
-                await asyncio.get_running_loop().sock_sendall(self._channel, frames.encode(secret, question))
-                body = await self._answer_to(secret)
+            body = self._answer_to(secret, is_last) if not asked else None
+            if body is None:
+                async with asyncio.timeout(limit_s):
+                    body = await self._told(asked, secret, is_last)
             said = frames.decode_answer(body)
             self.spent |= "spent" in said
             return read(said)
@@ -197,20 +288,29 @@ class WorkerProcess:
             await self.kill()
             raise
 
-    async def _answer_to(self, secret: bytes) -> bytes:
-        """Return the object of the answer to the question with this secret."""
+    async def _told(self, asked: bytes, secret: bytes, is_last: bool) -> bytes:
         loop = asyncio.get_running_loop()
-        told, wanted = bytearray(), frames.HEAD.size
-        while len(told) < wanted:
+        if asked:
+            await loop.sock_sendall(self._channel, asked)
+        while (body := self._answer_to(secret, is_last)) is None:
             part = await loop.sock_recv(self._channel, frames.AT_ONCE)
             if not part:
                 raise EOFError("the worker closed its channel")
-            told += part
-            if len(told) >= frames.HEAD.size:
-                wanted = frames.HEAD.size + frames.length_of_answer(bytes(told[: frames.HEAD.size]), secret)
-        if len(told) > wanted or self._said():
+            self._heard += part
+        return body
+
+    def _answer_to(self, secret: bytes, is_last: bool) -> bytes | None:
+        """Return the object of the answer to the question with this secret, where all of it is there."""
+        if len(self._heard) < frames.HEAD.size:
+            return None
+        ends = frames.HEAD.size + frames.length_of_answer(self._heard[: frames.HEAD.size], secret)
+        if len(self._heard) < ends:
+            return None
+        body = bytes(self._heard[frames.HEAD.size : ends])
+        del self._heard[:ends]
+        if is_last and (self._heard or self._said()):
             raise frames.NoAnswer("more bytes follow it")
-        return bytes(told[frames.HEAD.size :])
+        return body
 
     async def kill(self) -> str:
         """End the worker and all that it started; says how it ended."""
@@ -218,18 +318,21 @@ class WorkerProcess:
         # too, and before the descriptor is free for another socket.
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
-        signal_child(self._keeper, signal.SIGCONT)
+        self._keeper.signal(signal.SIGCONT)
         try:
             async with asyncio.timeout(EXIT_LIMIT_S):
                 code = await self._keeper.wait()
         except TimeoutError:
-            signal_child(self._keeper, signal.SIGKILL)
+            self._keeper.signal(signal.SIGKILL)
             code = await self._keeper.wait()
         finally:
             self._channel.close()
             self._end_group()
-            # Its folder may have a million files.
-            await asyncio.to_thread(self._cell.close)
+            if self._cell.level is Level.NAMESPACES:
+                self._cell.close()
+            else:
+                # Its folder may have a million files.
+                await asyncio.to_thread(self._cell.close)
         return f"was ended by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
 
     def _failure(self, said: dict[str, Any]) -> Failure:
@@ -244,8 +347,12 @@ class WorkerProcess:
 
     def _end_group(self) -> None:
         """Kill what the worker started in its group: user code can kill the keeper, which does this otherwise."""
-        # Long after its end the number may be another process's.
-        if self.pid and ProcessIdentity.of(self.pid) in (None, self._identity):
+        # Long after its end the number may be another process's. Nobody in its jail ends a keeper that was forked.
+        if (
+            isinstance(self._keeper, OwnKeeper)
+            and self.pid
+            and ProcessIdentity.of(self.pid) in (None, self._identity)
+        ):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
@@ -256,7 +363,7 @@ def _text(said: object) -> str:
     return unicode_text(said)
 
 
-def _log() -> int:
+def log_of_service() -> int:
     """Return a descriptor for what workers print, into the log of the service.
 
     It is opened anew where that is possible, for user code can change the modes of a descriptor for all who share it.

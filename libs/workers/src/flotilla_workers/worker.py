@@ -19,7 +19,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +58,9 @@ def serve(connection: socket.socket, load: Loader, forks: Forks | None) -> None:
     process_id, leave = os.getpid, os._exit
     started_as = process_id()
     loaded: dict[str, Answers] = {}
+    questions = frames.Questions(connection)
     while True:
-        secret, request = frames.receive_question(connection)
+        secret, request = questions.next()
         if forks is not None and request["do"] == "answer":
             reply = forks.answered(partial(answer, request, load, loaded))
         else:
@@ -74,11 +75,15 @@ def main() -> None:
     if os.getppid() != 1:
         _end_with(parent)
     # Else the first process of a jail is 1 for those in it, and none of them outlives it.
+    module, _, name = loader.partition(":")
+    answer_until_gone(channel, getattr(importlib.import_module(module), name), preload)
+
+
+def answer_until_gone(channel: int, load: Loader, preload: Sequence[str] | None) -> None:
+    """Answer questions until the service goes away, each in a process of its own where there is a list of modules."""
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)
-    module, _, name = loader.partition(":")
-    load = getattr(importlib.import_module(module), name)
     try:
         serve(connection, load, None if preload is None else _forks(preload))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -94,7 +99,7 @@ def _end_with(parent: int) -> None:
         sys.exit("the service went away before its worker started")
 
 
-def _forks(preload: list[str]) -> Forks:
+def _forks(preload: Sequence[str]) -> Forks:
     # Only workers that fork need it.
     from flotilla_workers.fork import Forks
 

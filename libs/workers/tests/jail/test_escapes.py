@@ -5,7 +5,9 @@ A keeper starts each, as it starts a worker, and ends what it leaves behind.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import itertools
 import json
 import os
 import secrets
@@ -15,21 +17,35 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flotilla_testing import jail_attacks
 from flotilla_testing.jail_attacks import ATTACKS, PRELUDE
 from flotilla_workers import keeper
+from flotilla_workers.functions import Target
 from flotilla_workers.jail import groups
 from flotilla_workers.jail.jail import Bounds, Cell, Jail, candidates, why_not
 from flotilla_workers.jail.level import Level
+from flotilla_workers.zygotes import Zygotes, fork_here
 
 SECRET = f"secret-{secrets.token_hex(8)}"
 BOUNDS = Bounds(memory_bytes=1 << 30, processes=48, tmp_bytes=32 << 20)
 IPC_CREAT = 0o1000
+LIMIT_S = 60.0
+FORKED = f"{jail_attacks.__name__}:forked"
+SLOTS = itertools.count(64 * os.getpid())
+WAYS = {
+    "namespaces": (Level.NAMESPACES, False),
+    "forked": (Level.NAMESPACES, True),
+    "landlock": (Level.LANDLOCK, False),
+}
+"""Levels of jails, and whether a zygote forks what runs in them."""
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +90,7 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     key = secrets.randbelow(1 << 30)
     shared = libc.shmget(key, 4096, IPC_CREAT | 0o666)
     process = subprocess.Popen(["sleep", "600"])
+    os.environ["SECRET"] = SECRET
     group = groups.make(BOUNDS.memory_bytes, BOUNDS.processes)
     if group is not None:
         group.close()
@@ -99,6 +116,7 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
         "processes": BOUNDS.processes,
         "heard": udp,
     }
+    del os.environ["SECRET"]
     assert process.poll() is None, "an attack ended a process of the host"
     process.kill()
     process.wait()
@@ -108,26 +126,86 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
         one.close()
 
 
-@pytest.fixture(scope="module", params=[Level.NAMESPACES, Level.LANDLOCK], ids=str)
+@pytest.fixture(scope="module", params=[*WAYS], ids=str)
 def jail(request: pytest.FixtureRequest) -> Jail:
-    tried = {
-        one: why_not(one) for one in candidates(Jail(Level.NONE, bounds=BOUNDS)) if one.level is request.param
-    }
+    level, forks = WAYS[request.param]
+    tried = {one: why_not(one) for one in candidates(Jail(Level.NONE, bounds=BOUNDS)) if one.level is level}
     for one, why in tried.items():
+        if not why and forks and not asyncio.run(fork_here(one)):
+            pytest.skip("this host forks no workers into jails")
         if not why:
-            return one
+            return replace(one, forks=forks)
     pytest.skip(f"this host has no such jail: {', '.join(tried.values())}")
 
 
-def run(jail: Jail, code: str, host: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+class Forked:
+    """Workers that one zygote forks: what they print is in one file."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._zygotes = Zygotes()
+
+    def run(self, jail: Jail, code: str, told: dict[str, Any]) -> str:
+        """Return what code prints in a jail."""
+        before = self._log.stat().st_size if self._log.exists() else 0
+        asyncio.run(self._run(jail, told["shown"], {"code": code, "host": json.dumps(told)}))
+        return self._log.read_bytes()[before:].decode()
+
+    async def _run(self, jail: Jail, shown: str, question: dict[str, Any]) -> None:
+        with self._printing_there():
+            worker = await self._zygotes.worker(jail, FORKED, [Path(shown)], SLOTS)
+        target = Target("builtin", "attack")
+        assert await worker.load(target) is None
+        assert await worker.ask(target, question, LIMIT_S, lambda said: said) is None
+        await worker.kill()
+
+    @contextmanager
+    def _printing_there(self) -> Iterator[None]:
+        kept = os.dup(2)
+        with self._log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+    def stop(self) -> None:
+        asyncio.run(self._zygotes.stop())
+
+
+@pytest.fixture(scope="module")
+def forked(place: Path) -> Iterator[Forked]:
+    forked = Forked(place / "log")
+    yield forked
+    forked.stop()
+
+
+Run = Callable[[Jail, str, dict[str, Any]], str]
+
+
+@pytest.fixture
+def run(forked: Forked) -> Run:
     """Run code in the jail; its keeper passes on what it prints, as to the log of a service."""
-    told = {name: value for name, value in host.items() if name != "heard"}
-    told["namespaces"] = jail.level is Level.NAMESPACES
-    leaked = os.open(host["secret_file"], os.O_RDONLY)
-    os.set_inheritable(leaked, True)
+
+    def run(jail: Jail, code: str, host: dict[str, Any]) -> str:
+        told = {name: value for name, value in host.items() if name != "heard"}
+        told["namespaces"] = jail.level is Level.NAMESPACES
+        leaked = os.open(host["secret_file"], os.O_RDONLY)
+        os.set_inheritable(leaked, True)
+        try:
+            return (forked.run if jail.forks else started)(jail, PRELUDE + code, told)
+        finally:
+            os.close(leaked)
+
+    return run
+
+
+def started(jail: Jail, code: str, told: dict[str, Any]) -> str:
+    """Return what a new interpreter prints that runs code in a jail."""
     ours, channel = socket.socketpair()
-    cell = Cell(jail, [Path(host["shown"])])
-    command = [sys.executable, "-I", "-c", PRELUDE + code, json.dumps(told)]
+    cell = Cell(jail, [Path(told["shown"])])
+    command = [sys.executable, "-I", "-c", code, json.dumps(told)]
     try:
         with cell.start(command) as start:
             kept = [sys.executable, "-I", "-S", keeper.__file__, str(channel.fileno()), ":".join(cell.groups)]
@@ -138,45 +216,44 @@ def run(jail: Jail, code: str, host: dict[str, Any]) -> subprocess.CompletedProc
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=LIMIT_S,
                 check=False,
-            )
+            ).stderr
     finally:
         cell.close()
-        os.close(leaked)
         ours.close()
         channel.close()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_attack_reaches_anything(
-    jail: Jail, attack: str, host: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SECRET", SECRET)
-    done = run(jail, f"{ATTACKS[attack]}\nprint('OVER')", host)
-    assert "REACHED" not in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
+def test_no_attack_reaches_anything(run: Run, jail: Jail, attack: str, host: dict[str, Any]) -> None:
+    said = run(jail, f"{ATTACKS[attack]}\nprint('OVER')", host)
+    assert "REACHED" not in said, said
+    assert "Traceback" not in said, said
     if host["ends_whole"] and attack == "memory of many processes":
-        assert done.stderr == "", "a group of version 2 ends as a whole"
+        assert said == "", "a group of version 2 ends as a whole"
     else:
-        assert done.stderr.endswith("OVER\n"), f"the attack did not come to its end: {done}"
+        # So the host was well after the attack before this one.
+        assert said.endswith("OVER\n"), f"the attack did not come to its end: {said}"
     with pytest.raises(BlockingIOError):
         host["heard"].recv(100)
-    well = run(jail, "print(open(host['shown'] + '/reward.py').read() == '')", host)
-    assert well.stderr == "True\n", well.stderr
+
+
+def test_the_host_is_well_after_all_attacks(run: Run, jail: Jail, host: dict[str, Any]) -> None:
+    assert run(jail, "print(open(host['shown'] + '/reward.py').read() == '')", host) == "True\n"
 
 
 def test_a_flood_of_output_reaches_the_log_within_its_bound_and_says_what_is_missing(
-    jail: Jail, host: dict[str, Any]
+    run: Run, jail: Jail, host: dict[str, Any]
 ) -> None:
-    flood = "for _ in range(256):\n    sys.stdout.write('x' * (1 << 20))\nsys.stdout.flush()\nprint('OVER')"
-    told = run(jail, flood, host).stderr
+    flood = "for _ in range(64):\n    sys.stdout.write('x' * (1 << 20))\nsys.stdout.flush()\nprint('OVER')"
+    told = run(jail, flood, host)
     assert keeper.MOST_PRINTED_BYTES <= len(told) < 4 * keeper.MOST_PRINTED_BYTES
     assert "bytes that a worker printed are left out]" in told
 
 
 def test_nothing_that_was_left_is_found_by_the_next_one_and_links_lead_to_no_removal(
-    jail: Jail, host: dict[str, Any]
+    run: Run, jail: Jail, host: dict[str, Any]
 ) -> None:
     left = """
 home = os.environ["HOME"]
@@ -197,13 +274,13 @@ for folder in (os.environ["HOME"], "/tmp", "/dev/shm"):
     except OSError as error:
         print("held:", error)
 """
-    assert run(jail, left, host).stderr.endswith("left\n")
-    assert "REACHED" not in run(jail, found, host).stderr
+    assert run(jail, left, host).endswith("left\n")
+    assert "REACHED" not in run(jail, found, host)
     assert Path(host["secret_file"]).read_text() == SECRET
 
 
 def test_functions_are_read_where_their_owner_alone_may_go(
-    jail: Jail, host: dict[str, Any], tmp_path: Path
+    run: Run, jail: Jail, host: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = tmp_path / "private" / "functions"
     folder.mkdir(parents=True)
@@ -212,7 +289,7 @@ def test_functions_are_read_where_their_owner_alone_may_go(
     for path, mode in ((file, 0o600), (folder, 0o700), (folder.parent, 0o700)):
         path.chmod(mode)
     done = run(jail, "print(open(host['shown'] + '/reward.py').read())", host | {"shown": str(folder)})
-    assert done.stderr == "1\n", done.stderr
+    assert done == "1\n", done
 
 
 def test_the_folder_in_which_a_command_is_called_is_shown_to_nobody(tmp_path: Path) -> None:
@@ -227,19 +304,21 @@ def test_the_folder_in_which_a_command_is_called_is_shown_to_nobody(tmp_path: Pa
         ]
 
 
-def test_threads_of_the_user_of_the_service_are_not_those_of_a_jail(jail: Jail, host: dict[str, Any]) -> None:
+def test_threads_of_the_user_of_the_service_are_not_those_of_a_jail(
+    run: Run, jail: Jail, host: dict[str, Any]
+) -> None:
     over = threading.Event()
     threads = [threading.Thread(target=over.wait) for _ in range(2 * BOUNDS.processes)]
     for one in threads:
         one.start()
     try:
         code = "import threading\nmade = threading.Thread(target=print, args=('made',))\nmade.start()\nmade.join()"
-        assert run(jail, code, host).stderr == "made\n"
+        assert run(jail, code, host) == "made\n"
     finally:
         over.set()
 
 
-def test_what_a_verdict_needs_works(jail: Jail, host: dict[str, Any]) -> None:
+def test_what_a_verdict_needs_works(run: Run, jail: Jail, host: dict[str, Any]) -> None:
     code = """
 import sqlite3, tempfile
 with tempfile.NamedTemporaryFile("w+") as file:
@@ -249,4 +328,4 @@ with open("made", "w") as file:
     print(told.strip(), file.write("12"), open(host["shown"] + "/reward.py").read() == "")
 """
     done = run(jail, code, host)
-    assert done.stderr == "42 2 True\n", done.stderr
+    assert done == "42 2 True\n", done

@@ -43,6 +43,11 @@ MOST_ITEMS = 64
 """The most commas of an expression, beside twice those of the answer."""
 MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix)\}.*?\\end\{\1\}", re.DOTALL)
 
+# A whole number at the end, before which nothing can be part of a larger expression; math-verify takes what ends last,
+# unless the text says "answer", or has a box.
+LAST_WHOLE = re.compile(r"[^\s\d.+\-*\xd7/^()\xf7]\s+([1-9][0-9]{0,299})\s*\Z")
+LONGEST_END = 400
+
 WHOLE = re.compile(r"[0-9]{1,300}", re.ASCII)
 """Digits that sympy reads as one whole number; Python refuses to convert very long ones."""
 
@@ -299,6 +304,9 @@ class Math(BuiltinReward):
             raise CannotScore(f"the answer {answer!r:.200} cannot be read: {error!r:.200}") from error
         if not expected:
             raise CannotScore(f"the answer {answer!r:.200} is not an expression that can be read")
+        right = _whole(expected)
+        if right is not None and (told := _last_whole(sample.response)) is not None:
+            return Judged(float(int(told) == right), extracted=answer if int(told) == right else told)
         try:
             told = None
             _refuse_long_lists(sample.response, answer)
@@ -371,16 +379,15 @@ def _as_meant(
     expected: Sequence[Any], response: Sequence[Any]
 ) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
     """Give both as one is written: an inequality as an interval, and a lonely i as the imaginary unit."""
-    from sympy import And, Expr, I, Set
-    from sympy.core.relational import Relational
+    from sympy import And, Expr, I, Rel, Set
 
     if not expected or not response:
         return
     right, told = expected[0], response[0]
-    if isinstance(right, Set) and isinstance(told, Relational | And) and len(told.free_symbols) == 1:
+    if isinstance(right, Set) and isinstance(told, Rel | And) and len(told.free_symbols) == 1:
         atoms = told.args if isinstance(told, And) else (told,)
         if all(
-            isinstance(atom, Relational)
+            isinstance(atom, Rel)
             and any(a.is_Symbol and b.is_number for a, b in permutations(atom.args))
             for atom in atoms
         ):
@@ -397,6 +404,14 @@ def _refuse_long_lists(response: str, answer: str) -> None:
     for marked in (*MARKED.findall(response), response[max(0, response.rfind(BOX)) :] * (BOX in response)):
         if (items := marked.count(",")) > most:
             raise Unreadable(f"it lists {items} items, and the answer {answer.count(',') + 1}")
+
+
+def _last_whole(response: str) -> str | None:
+    """Return the whole number that math-verify reads in a response, where that is plain without a search for others."""
+    found = LAST_WHOLE.search(response, max(0, len(response) - LONGEST_END))
+    if found is None or BOX in response or "answer" in response.casefold():
+        return None
+    return found[1]
 
 
 def _boxed(answer: str) -> str:

@@ -11,7 +11,6 @@ higher. A response that cannot be verified is told as an object, and so are the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import numbers
@@ -22,6 +21,12 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flotilla_workers.functions import Refusal, Target, user_function
+
+try:
+    # Half of the memory of a worker would be that of hashlib, whose pages each fork shares one by one.
+    from _sha256 import sha256  # type: ignore[import-not-found]
+except ImportError:
+    from hashlib import sha256
 
 if TYPE_CHECKING:
     import asyncio
@@ -296,7 +301,7 @@ def _version_of(target: Target) -> str:
     if not file:
         return ""
     with open(file, "rb") as code:
-        return f"sha256:{hashlib.sha256(code.read()).hexdigest()[:16]}"
+        return f"sha256:{sha256(code.read()).hexdigest()[:16]}"
 
 
 def _place_of(function: Any) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +30,7 @@ SYSTEM = (
     "/etc/alternatives",
     "/etc/localtime",
 )
-HOME = "/tmp"
+HOME, HOST = "/tmp", "jail"
 FIRST_PROCESS = "/proc/1"
 """bubblewrap itself, without a filter: the same user could write into its memory, and have it do what is refused."""
 
@@ -49,15 +49,22 @@ def command(
     *,
     readable: Iterable[Path],
     functions: Sequence[Path],
-    filter_fd: int,
+    filter_fd: int | None,
     environment: dict[str, str],
     tmp_bytes: int,
     as_another: bool,
 ) -> list[str]:
-    """Return the command that runs `inside` in a jail; it takes the filter from a descriptor."""
+    """Return the command that runs `inside` in a jail; it takes the filter from a descriptor.
+
+    Without a filter it is a zygote: code of ours, which sees what a jail does, keeps its rights, and makes jails.
+    """
     # A command that becomes another user may make no namespace then, and the filter refuses it too.
     ours = [] if as_another else ["--unshare-user", "--disable-userns"]
-    shown = sorted({*readable, *functions}, key=lambda path: len(path.parts))
+    held = ["--die-with-parent", "--seccomp", str(filter_fd)]
+    if filter_fd is None:
+        # It ends by itself, when its service is gone and its jails are.
+        ours, held = [] if as_another else ["--unshare-user", "--cap-add", "ALL"], []
+    shown = by_depth([*readable, *functions])
     return [
         *(
             bwrap,
@@ -68,13 +75,14 @@ def command(
             "--unshare-cgroup-try",
             *ours,
         ),
-        *("--die-with-parent", "--new-session", "--hostname", "jail", "--seccomp", str(filter_fd)),
+        *(*held, "--new-session", "--hostname", HOST),
         *(part for path in SYSTEM for part in _shown(path)),
-        *("--proc", "/proc", "--tmpfs", FIRST_PROCESS, "--remount-ro", FIRST_PROCESS),
-        *(*(_of_root_alone() if as_another else ()), "--dev", "/dev"),
+        *("--proc", "/proc"),
+        *(_proc_covered(as_another) if filter_fd is not None else ()),
+        *("--dev", "/dev"),
         *("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp"),
         *("--perms", "1777", "--size", str(tmp_bytes // 4), "--tmpfs", "/dev/shm"),
-        *_bound(shown),  # folders below /tmp as well
+        *(part for path in topmost(shown) for part in _bind(path)),  # folders below /tmp as well
         *(part for folder in functions for part in _without_hidden(folder, shown)),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME, "--clearenv"),
         *(part for name, value in environment.items() for part in ("--setenv", name, value)),
@@ -90,23 +98,33 @@ def _shown(path: str) -> Iterator[str]:
         yield from ("--ro-bind", path, path)
 
 
-def _of_root_alone() -> Iterator[str]:
-    """Close what root alone reads of the kernel, as a container around us may have: the command reads any mode."""
+def _proc_covered(as_another: bool) -> Iterator[str]:
+    yield from ("--tmpfs", FIRST_PROCESS, "--remount-ro", FIRST_PROCESS)
+    for path in of_root_alone() if as_another else ():
+        yield from _closed(path)
+
+
+def of_root_alone() -> Iterator[str]:
+    """Give what root alone reads of the kernel, as a container around us may: in a jail a command reads any mode."""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             continue  # A process, which may be gone by now, and whose jail has a table of its own.
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISCHR(mode) or (stat.S_ISREG(mode) and not mode & stat.S_IROTH):
-            yield from _closed(entry.path)
+            yield entry.path
 
 
-def _bound(shown: Iterable[Path]) -> Iterator[str]:
-    """Show what the host has at these places, each once."""
+def by_depth(paths: Iterable[Path]) -> list[Path]:
+    return sorted({*paths}, key=lambda path: len(path.parts))
+
+
+def topmost(shown: Iterable[Path]) -> list[Path]:
+    """Return the places at which the jail shows what the host has there; what is below one of them comes with it."""
     bound: list[Path] = []
     for path in shown:
         if not any(path.is_relative_to(one) for one in (*bound, *map(Path, SYSTEM))):
-            yield from _bind(path)
             bound.append(path)
+    return bound
 
 
 def _bind(path: Path) -> Iterator[str]:
@@ -116,23 +134,40 @@ def _bind(path: Path) -> Iterator[str]:
     yield from ("--ro-bind-try", str(path), str(path))
 
 
-def _without_hidden(folder: Path, shown: Iterable[Path]) -> Iterator[str]:
-    """Cover sockets, pipes, and what begins with a dot, but for what is shown by its own name, as an environment."""
-    if not folder.is_dir():
-        return
-    for entry in os.scandir(folder):
-        path = Path(entry.path)
-        special = not (entry.is_dir() or entry.is_file())
-        if not (entry.name.startswith(".") or special) or entry.is_symlink() or path in shown:
-            continue
+def _without_hidden(folder: Path, shown: Sequence[Path]) -> Iterator[str]:
+    for entry in _hidden(folder, shown):
         if not entry.is_dir():
             yield from _closed(entry.path)
             continue
         yield from ("--perms", "0755", "--tmpfs", entry.path)
         for one in shown:
-            if one.is_relative_to(path):
+            if one.is_relative_to(entry.path):
                 yield from _bind(one)
         yield from ("--remount-ro", entry.path)
+
+
+def _hidden(folder: Path, shown: Sequence[Path]) -> Iterator[os.DirEntry[str]]:
+    """Give sockets, pipes, and what begins with a dot, but for what is shown by its own name, as an environment."""
+    if not folder.is_dir():
+        return
+    for entry in os.scandir(folder):
+        special = not (entry.is_dir() or entry.is_file())
+        if (entry.name.startswith(".") or special) and not (entry.is_symlink() or Path(entry.path) in shown):
+            yield entry
+
+
+def state_of_shown(readable: Iterable[Path], functions: Sequence[Path]) -> Hashable:
+    """Return what changes when a jail that starts now sees other files than one that started before."""
+    shown = [*readable, *functions]
+    files = [(path, state.st_dev, state.st_ino) for path in shown if (state := _state_of(path))]
+    hidden = [(entry.path, entry.inode()) for folder in functions for entry in _hidden(folder, shown)]
+    return (*files, *sorted(hidden))
+
+
+def _state_of(path: Path) -> os.stat_result | None:
+    with suppress(OSError):
+        return path.stat()
+    return None
 
 
 def _closed(file: str) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ with it. A group that a killed service left, whose processes ended with it, is r
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
-import select
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,8 +19,8 @@ from pathlib import Path
 MOUNTS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 PREFIX = "flotilla-jail"
-ENDS_S = 2.0
-"""The time that killed processes have to be gone."""
+REMOVAL_LIMIT_S = 2.0
+"""The time that the kernel has to let go of processes that have ended."""
 
 _numbers = itertools.count()
 
@@ -36,28 +36,56 @@ class Group:
         """The files that a process joins by."""
         return tuple(str(folder / "cgroup.procs") for folder in self.folders)
 
+    @property
+    def processes(self) -> bool:
+        """Whether any is left in the group."""
+        return any(Path(entry).read_text() for entry in self.entries)
+
     def close(self) -> None:
         """End what is left in the group, and remove it."""
         for folder in self.folders:
             with suppress(OSError):
                 (folder / "cgroup.kill").write_text("1")
-                _wait_until_empty(folder)
-            with suppress(OSError):
-                folder.rmdir()
+            latest = time.monotonic() + REMOVAL_LIMIT_S
+            while not _removed(folder) and time.monotonic() < latest:
+                time.sleep(0.001)
 
 
-def _wait_until_empty(folder: Path) -> None:
-    """Wait until the kernel has ended the processes of a group of version 2, which takes it a moment after `kill`."""
-    deadline = time.monotonic() + ENDS_S
-    with (folder / "cgroup.events").open() as events:
-        changes = select.poll()
-        changes.register(events, select.POLLPRI)
-        while "populated 0" not in events.read():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return
-            changes.poll(1000 * left_s)
-            events.seek(0)
+class Groups:
+    """Groups of one size, which jails have one after the other: one that no process is in is like a new one."""
+
+    def __init__(self, memory_bytes: int, processes: int) -> None:
+        self._size = memory_bytes, processes
+        self._idle: list[Group] = []
+        self._keeps = True
+
+    def take(self) -> Group | None:
+        # Of a process that has ended the kernel may say so a moment later.
+        free = next((one for one in self._idle if not one.processes), None)
+        if free is None:
+            return make(*self._size)
+        self._idle.remove(free)
+        return free
+
+    def give_back(self, group: Group) -> None:
+        if self._keeps:
+            self._idle.append(group)
+        else:
+            group.close()
+
+    def close(self) -> None:
+        """Remove those that nobody has, and the others when they come back."""
+        self._keeps = False
+        while self._idle:
+            self._idle.pop().close()
+
+
+def _removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except OSError as error:
+        return error.errno != errno.EBUSY
+    return True
 
 
 def make(memory_bytes: int, processes: int) -> Group | None:

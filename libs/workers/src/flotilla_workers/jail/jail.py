@@ -17,16 +17,18 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from flotilla.common.v1.finding_pb2 import Finding
 from flotilla_core.config import IsolationConfig
 from flotilla_core.findings import failed, passed, warned
 from flotilla_workers.jail import bubblewrap, groups, landlock, system_calls
-from flotilla_workers.jail.groups import Group
+from flotilla_workers.jail.groups import Group, Groups
 from flotilla_workers.jail.level import REFUSED, Level, told
 
 PROBE_LIMIT_S = 20.0
@@ -86,6 +88,8 @@ class Jail:
     """The modules of a worker that answers by a new process each time."""
     section: str = "reward"
     """The section of the stack that asks for it."""
+    forks: bool = False
+    """Workers are forked from a zygote, each into a jail of its own."""
 
     @property
     def isolation(self) -> str:
@@ -117,13 +121,10 @@ class Jail:
         It reads the folders of its `functions`. `folder` is where a level without namespaces lets it write; its caller
         removes it. As root each slot has a user: it owns nothing, and the kernel counts its processes apart.
         """
-        ours = {name: os.environ[name] for name in self.environment if name in os.environ}
-        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | ours
         if self.level is Level.NONE:
             yield Start([*command], dict(os.environ), ())
             return
-        rights = _rights()
-        user = FIRST_USER + slot % USERS if rights & BECOMES_ANOTHER == BECOMES_ANOTHER else None
+        variables, rights, user = self._variables(), _rights(), user_of(slot)
         # At the lower level a user that is the service's own has its threads counted too: Landlock's command adds them.
         with_ours = self.level is Level.LANDLOCK and user is None
         processes = () if with_ours else (f"--nproc={self.bounds.processes}",)
@@ -160,6 +161,41 @@ class Jail:
         finally:
             os.close(calls)
 
+    def zygote(self, command: Sequence[str], functions: Sequence[Path]) -> Start:
+        """Return what starts a zygote of the higher level: in what a jail sees, with the rights of this process."""
+        variables = self._variables() | {"HOME": bubblewrap.HOME}
+        inside = bubblewrap.command(
+            self.bwrap,
+            command,
+            readable=[*interpreter_folders(), *self.readable],
+            functions=functions,
+            filter_fd=None,
+            environment=variables,
+            as_another=user_of(0) is not None,
+            tmp_bytes=self.bounds.tmp_bytes,
+        )
+        return Start(inside, {"PATH": variables["PATH"]}, ())
+
+    def state_of_shown(self, functions: Sequence[Path]) -> Hashable:
+        """Return what changes when a zygote that starts now shows other files than one that started before."""
+        return bubblewrap.state_of_shown(self.readable, functions)
+
+    def sight(self, functions: Sequence[Path]) -> dict[str, Any]:
+        """Return what the jails of a zygote see beside what it sees."""
+        another = user_of(0) is not None
+        shown = bubblewrap.topmost(bubblewrap.by_depth([*interpreter_folders(), *self.readable, *functions]))
+        return {
+            "host": bubblewrap.HOST,
+            "closed": [*bubblewrap.of_root_alone()] if another else [],
+            "shown": [*map(str, shown)],
+            "reads_any_mode": bool(_rights() & READS_ANY_MODE),
+            "own_users": not another,
+        }
+
+    def _variables(self) -> dict[str, str]:
+        ours = {name: os.environ[name] for name in self.environment if name in os.environ}
+        return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | ours
+
     def _limits(self) -> list[str]:
         bounds = self.bounds
         return [f"--data={bounds.memory_bytes}", f"--fsize={bounds.tmp_bytes}", "--core=0", "--"]
@@ -168,13 +204,18 @@ class Jail:
 class Cell:
     """A jail for one worker, and the folder that it may need; `close` when the worker has ended."""
 
-    def __init__(self, jail: Jail, functions: Sequence[Path] = (), slot: int = 0) -> None:
+    def __init__(
+        self, jail: Jail, functions: Sequence[Path] = (), slot: int = 0, kept: Groups | None = None
+    ) -> None:
         self.level = jail.level
         self.preload = jail.preload
         self._jail = jail
         self._functions = functions
         self._slot = slot
         self._folder: Folder | None = None
+        self._groups = kept or Groups(jail.bounds.memory_bytes, jail.bounds.processes)
+        if kept is None:
+            self._groups.close()  # It goes with the cell.
         self._group: Group | None = None
 
     @property
@@ -185,18 +226,23 @@ class Cell:
     @contextmanager
     def start(self, command: Sequence[str]) -> Iterator[Start]:
         """Give what starts the worker; the block lasts until it has started, and closes the cell where it raises."""
-        with ExitStack() as where_it_raises:
-            where_it_raises.callback(self.close)
+        with self.made():
             if self.level is Level.LANDLOCK:
                 self._folder = Folder()
-            if self.level:
-                bounds = self._jail.bounds
-                self._group = groups.make(bounds.memory_bytes, bounds.processes)
-            folder = self._folder and self._folder.path
+            folder = None if self._folder is None else self._folder.path
             with self._jail.start(
                 command, functions=self._functions, slot=self._slot, folder=folder
             ) as start:
                 yield start
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Make the group of the worker, which starts in the block; where that raises, the cell is closed."""
+        with ExitStack() as where_it_raises:
+            where_it_raises.callback(self.close)
+            if self.level:
+                self._group = self._groups.take()
+            yield
             where_it_raises.pop_all()
 
     def way_out(self, number: int, path: str) -> str:
@@ -226,7 +272,8 @@ class Cell:
     def close(self) -> None:
         """Remove what the worker wrote, and its group."""
         if self._group is not None:
-            self._group.close()
+            self._groups.give_back(self._group)
+            self._group = None
         if self._folder is not None:
             self._folder.close()
             self._folder = None
@@ -304,6 +351,12 @@ def _becomes(user: int | None, rights: int) -> list[str]:
     return [SETPRIV, f"--reuid={user}", f"--regid={user}", "--clear-groups", *kept, "--no-new-privs", "--"]
 
 
+def user_of(slot: int) -> int | None:
+    """Return the user of a slot; None where this process can become nobody else."""
+    return FIRST_USER + slot % USERS if _rights() & BECOMES_ANOTHER == BECOMES_ANOTHER else None
+
+
+@cache
 def _rights() -> int:
     """Return the rights of root that this process has."""
     status = Path("/proc/self/status").read_text()

@@ -31,7 +31,7 @@ OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
 """The rights that a file can have; the others are those of folders."""
 TCP = 1 << 0 | 1 << 1
 ABSTRACT_SOCKETS_AND_SIGNALS = 1 << 0 | 1 << 1
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 38, 22, 2
+PR_SET_NO_NEW_PRIVS = 38
 OTHERS = 1024
 """Threads that the user's other programs may start while a jail runs, such as engines that start later."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -44,8 +44,8 @@ def abi() -> int:
     return max(0, int(_libc.syscall(CREATE_RULESET, None, 0, VERSION)))
 
 
-def restrict(writable: str, readable: list[str], filter_program: bytes) -> None:
-    """Take from this process, for ever, whatever the jail does not leave it."""
+def restrict(writable: str, readable: list[str]) -> None:
+    """Take from this process, for ever, the files, sockets and signals that the jail does not leave it."""
     _checked(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     attributes = struct.pack("QQQ", EVERY_FILE_RIGHT, TCP, ABSTRACT_SOCKETS_AND_SIGNALS)
     ruleset = _checked(_libc.syscall(CREATE_RULESET, attributes, len(attributes), 0))
@@ -56,9 +56,6 @@ def restrict(writable: str, readable: list[str], filter_program: bytes) -> None:
     _allow(ruleset, writable, EVERY_FILE_RIGHT & ~(1 << 6 | 1 << 11 | 1 << 15))
     _checked(_libc.syscall(RESTRICT_SELF, ruleset, 0))
     os.close(ruleset)
-    instructions = ctypes.create_string_buffer(filter_program, len(filter_program))
-    described = struct.pack("HxxxxxxP", len(filter_program) // 8, ctypes.addressof(instructions))
-    _checked(_libc.prctl(PR_SET_SECCOMP, FILTER, described, 0, 0))
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
@@ -115,7 +112,8 @@ def main() -> None:
     # By its path: no folder of packages is searched here.
     calls = runpy.run_path(str(Path(__file__).with_name("system_calls.py")))
     os.chdir(writable)
-    restrict(writable, readable, calls["program"](namespaces=False))
+    restrict(writable, readable)
+    calls["install"](calls["program"](namespaces=False))
     os.execv(command[0], command)
 
 

@@ -26,15 +26,18 @@ from flotilla_reward.builtin import CannotScore, Judged
 from flotilla_reward.verifiers.code_tests import Call, Run, Script, Tests
 from flotilla_reward.verifiers.remote import ROOT, Peer, unpacked
 from flotilla_workers.functions import Target
-from flotilla_workers.jail.jail import USERS, Cell, Jail
+from flotilla_workers.jail.jail import USERS, Jail
 from flotilla_workers.process import LOAD_LIMIT_S, Failure, Timeout, WorkerProcess
+from flotilla_workers.zygotes import Zygotes
 
 JAIL = TypeAdapter(Jail)
-OF_JAIL = {"level", "bwrap", "bounds", "readable", "environment"}
+OF_JAIL = {"level", "bwrap", "bounds", "readable", "environment", "forks"}
 """The fields that a worker needs to start processes in a jail."""
 STARTS_S = 60.0
 """The time that the jails of a sample have to start and to end, beside that of its tests."""
 IN_JAIL = "flotilla_reward.verifiers.jailed"
+ZYGOTES = Zygotes()
+SLOTS = iter(lambda: secrets.randbelow(USERS), None)
 
 MOST_TOLD = 6
 """Failed tests of which is told why."""
@@ -145,9 +148,8 @@ class Verification:
     @asynccontextmanager
     async def _jailed(self, loader: str, jail: Jail, parameters: dict[str, Any]) -> AsyncIterator[Jailed]:
         target = Target("builtin", "code", loader, parameters)
-        cell = Cell(jail, slot=secrets.randbelow(USERS))
         try:
-            worker = await WorkerProcess.start(f"{IN_JAIL}:{loader}", cell)
+            worker = await ZYGOTES.worker(jail, f"{IN_JAIL}:{loader}", (), SLOTS)
         except Unavailable as error:
             raise CannotScore(f"the jail did not start: {error}") from error
         try:
