@@ -35,7 +35,7 @@ def stack(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "name": "integration",
         "model": str(arithmetic / "model"),
         "trainer": {"nproc": 2},
-        "generator": {"replicas": 1},
+        "generator": {"replicas": 1, "kv_cache_gib": 0.25},
     }
     with running_stack(description, tmp_path_factory.mktemp("stack")) as running:
         yield running

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf import struct_pb2
 from pydantic import ValidationError
@@ -21,11 +21,13 @@ from flotilla_core.config.judges import judge_of
 from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BuiltinReward
-from flotilla_reward.judges.judge import Judge, Judges
 from flotilla_reward.table import BUILTIN
 from flotilla_reward.worker import IN_JAIL, is_ours, load
 from flotilla_workers.functions import Target
 from flotilla_workers.worker import answer
+
+if TYPE_CHECKING:
+    from flotilla_reward.judges.judge import Judge, Judges
 
 ENTRY_POINT_GROUP = "flotilla.rewards"
 DEFAULT_TIMEOUT_S = 10.0
@@ -78,6 +80,9 @@ def _resolved(spec: pb.RewardSpec, code: Path | None, judges: Judges | None) -> 
         raise InvalidRequest(f"timeout of reward {name} is {timeout_s:g} s: it must be above 0")
     parameters = to_json(spec.parameters)
     if judge_of(spec.reward):
+        # The process of a plan, which asks no judge, starts faster without what connects to one.
+        from flotilla_reward.judges.judge import Judges
+
         judge = (judges or Judges({})).resolve(spec.reward, parameters, spec.judge)
         return Term(name, timeout_s, None, None, version=judge.version, judge=judge)
     if spec.reward in BUILTIN:
@@ -109,15 +114,21 @@ def problem(reward: str, parameters: dict[str, Any]) -> str:
 
 def list_rewards() -> list[pb.RewardInfo]:
     """Built-ins and entry points; functions in files need no registration."""
+    found = [*_builtin_infos()]
+    for name, point in sorted(_entry_points().items()):
+        package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
+        found.append(pb.RewardInfo(name=name, description=f"Entry point {point.value}{package}."))
+    return found
+
+
+@lru_cache
+def _builtin_infos() -> tuple[pb.RewardInfo, ...]:
     found = []
     for name, reward in BUILTIN.items():
         schema = struct_pb2.Struct()
         schema.update(reward.model_json_schema())
         found.append(pb.RewardInfo(name=name, description=(reward.__doc__ or "").strip(), parameters=schema))
-    for name, point in sorted(_entry_points().items()):
-        package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
-        found.append(pb.RewardInfo(name=name, description=f"Entry point {point.value}{package}."))
-    return found
+    return tuple(found)
 
 
 def hidden_entry_points() -> list[str]:
