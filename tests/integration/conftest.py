@@ -1,6 +1,7 @@
-"""Two fleets for the whole session: one with vLLM and a trainer of two ranks, and one with all gangs.
+"""Two fleets: one with vLLM and a trainer of two ranks for one module, and one with all gangs for several.
 
-All have real rewards, coordinator and NATS. A run takes a fleet for itself, so tests leave none behind.
+All have real rewards, coordinator and NATS. A run takes a fleet for itself, so tests leave none behind. A fleet that
+only waits takes a tenth of a processor, so none is up longer than a test needs it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -28,9 +30,9 @@ def inspected_models(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm")))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The default fleet, up once for all tests that share it."""
+    """The default fleet, up once for all tests of a module."""
     description = {
         "name": "integration",
         "model": str(arithmetic / "model"),
@@ -42,12 +44,11 @@ def stack(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def gangs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Real gangs for every role, a trainer of two ranks among them, and an engine that makes its samples up.
-
-    Every response is as long as it may be, so that "at most" in a plan is "exactly".
-    """
-    with sim_stack(
+def booted_gangs(
+    arithmetic: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Stack, ExitStack]]:
+    """The fleet of `gangs`, and what takes it down."""
+    fleet = sim_stack(
         arithmetic / "model",
         tmp_path_factory.mktemp("gangs"),
         trainer={"nproc": 2},
@@ -55,8 +56,22 @@ def gangs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         critic={"replicas": 1},
         teachers={"math": {"replicas": 1}, "code": {"replicas": 1}},
         reference={"replicas": 1},
-    ) as running:
-        yield running
+    )
+    with ExitStack() as until_down:
+        yield until_down.enter_context(fleet), until_down
+
+
+@pytest.fixture(scope="module")
+def gangs(booted_gangs: tuple[Stack, ExitStack], request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Real gangs for every role, a trainer of two ranks among them, and an engine that makes its samples up.
+
+    Every response is as long as it may be, so that "at most" in a plan is "exactly". One fleet serves all modules.
+    """
+    running, until_down = booted_gangs
+    yield running
+    *_, last = (item for item in request.session.items if "gangs" in item.fixturenames)
+    if last.path == request.path:
+        until_down.close()
 
 
 @pytest.fixture(scope="session")
