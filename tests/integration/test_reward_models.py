@@ -121,12 +121,12 @@ def test_a_run_learns_by_the_scores_of_a_model_that_we_trained_and_of_one_with_a
 def test_a_run_waits_by_name_for_a_reward_model_that_died_and_loses_no_sample(
     judges: Stack, run_file: Path
 ) -> None:
-    run = judges.ok("run", "start", str(run_file), "steps=12", "checkpoint.every_steps=2")
+    run = judges.ok("run", "start", str(run_file), "steps=30", "checkpoint.every_steps=2")
     wait_until("three steps", lambda: len(judges.metrics(run)) >= 3, 120)
     judges.process("reward_model-nines").kill()
     watched = judges.flotilla("run", "watch", run["run_id"], "--json")
     assert watched.json["state"] == "succeeded", watched.json["reason"]
-    assert watched.json["policy_version"] == "1.12"
+    assert watched.json["policy_version"] == "1.30"
     events = (Path(run["directory"]) / "events.jsonl").read_text()
     assert "the reward_model-nines was lost, the run waits for a gang and continues" in events
     assert not assert_accounted_for(judges, run["run_id"]).dropped
