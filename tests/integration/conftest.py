@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -44,11 +43,12 @@ def stack(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def booted_gangs(
-    arithmetic: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Stack, ExitStack]]:
-    """The fleet of `gangs`, and what takes it down."""
-    fleet = sim_stack(
+def gangs_of_all_modules(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Real gangs for every role, a trainer of two ranks among them, and an engine that makes its samples up.
+
+    Every response is as long as it may be, so that "at most" in a plan is "exactly".
+    """
+    with sim_stack(
         arithmetic / "model",
         tmp_path_factory.mktemp("gangs"),
         trainer={"nproc": 2},
@@ -56,22 +56,17 @@ def booted_gangs(
         critic={"replicas": 1},
         teachers={"math": {"replicas": 1}, "code": {"replicas": 1}},
         reference={"replicas": 1},
-    )
-    with ExitStack() as until_down:
-        yield until_down.enter_context(fleet), until_down
+    ) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def gangs(booted_gangs: tuple[Stack, ExitStack], request: pytest.FixtureRequest) -> Iterator[Stack]:
-    """Real gangs for every role, a trainer of two ranks among them, and an engine that makes its samples up.
-
-    Every response is as long as it may be, so that "at most" in a plan is "exactly". One fleet serves all modules.
-    """
-    running, until_down = booted_gangs
-    yield running
+def gangs(gangs_of_all_modules: Stack, request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Those of all modules, of which the last one takes them down."""
+    yield gangs_of_all_modules
     *_, last = (item for item in request.session.items if "gangs" in item.fixturenames)
     if last.path == request.path:
-        until_down.close()
+        gangs_of_all_modules.flotilla("down")
 
 
 @pytest.fixture(scope="session")

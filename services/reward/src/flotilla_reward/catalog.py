@@ -114,21 +114,15 @@ def problem(reward: str, parameters: dict[str, Any]) -> str:
 
 def list_rewards() -> list[pb.RewardInfo]:
     """Built-ins and entry points; functions in files need no registration."""
-    found = [*_builtin_infos()]
+    found = []
+    for name, reward in BUILTIN.items():
+        schema = struct_pb2.Struct()
+        schema.update(_schema_of(name))
+        found.append(pb.RewardInfo(name=name, description=(reward.__doc__ or "").strip(), parameters=schema))
     for name, point in sorted(_entry_points().items()):
         package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
         found.append(pb.RewardInfo(name=name, description=f"Entry point {point.value}{package}."))
     return found
-
-
-@lru_cache
-def _builtin_infos() -> tuple[pb.RewardInfo, ...]:
-    found = []
-    for name, reward in BUILTIN.items():
-        schema = struct_pb2.Struct()
-        schema.update(reward.model_json_schema())
-        found.append(pb.RewardInfo(name=name, description=(reward.__doc__ or "").strip(), parameters=schema))
-    return tuple(found)
 
 
 def hidden_entry_points() -> list[str]:
@@ -138,6 +132,11 @@ def hidden_entry_points() -> list[str]:
 
 def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+@lru_cache
+def _schema_of(builtin: str) -> dict[str, Any]:
+    return BUILTIN[builtin].model_json_schema()
 
 
 def _builtin(name: str, parameters: dict[str, Any]) -> BuiltinReward:
