@@ -1,6 +1,7 @@
-"""Two fleets for the whole session: one with vLLM and a trainer of two ranks, and one with all gangs.
+"""Two fleets: one with vLLM and a trainer of two ranks for one module, and one with all gangs for several.
 
-All have real rewards, coordinator and NATS. A run takes a fleet for itself, so tests leave none behind.
+All have real rewards, coordinator and NATS. A run takes a fleet for itself, so tests leave none behind. A fleet that
+only waits takes a tenth of a processor, so none is up longer than a test needs it.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ def inspected_models(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm")))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The default fleet, up once for all tests that share it."""
+    """The default fleet, up once for all tests of a module."""
     description = {
         "name": "integration",
         "model": str(arithmetic / "model"),
         "trainer": {"nproc": 2},
-        "generator": {"replicas": 1},
+        "generator": {"replicas": 1, "kv_cache_gib": 0.25},
     }
     with running_stack(description, tmp_path_factory.mktemp("stack")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def gangs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def gangs_of_all_modules(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Real gangs for every role, a trainer of two ranks among them, and an engine that makes its samples up.
 
     Critic and reference take turns with the policy, as on GPUs that they share.
@@ -59,6 +60,15 @@ def gangs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         reference={"replicas": 1, "placement": "colocated"},
     ) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def gangs(gangs_of_all_modules: Stack, request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Those of all modules, of which the last one takes them down."""
+    yield gangs_of_all_modules
+    *_, last = (item for item in request.session.items if "gangs" in item.fixturenames)
+    if last.path == request.path:
+        gangs_of_all_modules.flotilla("down")
 
 
 @pytest.fixture(scope="session")

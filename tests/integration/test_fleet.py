@@ -143,7 +143,7 @@ def test_a_run_in_bfloat16_starts_however_few_tokens_its_canary_has(arithmetic: 
         "name": "rounded",
         "model": str(arithmetic / "model"),
         "trainer": {"dtype": "bfloat16"},
-        "generator": {"dtype": "bfloat16", "replicas": 1},
+        "generator": {"dtype": "bfloat16", "replicas": 1, "kv_cache_gib": 0.25},
     }
     run_file = small_run(arithmetic, tmp_path / "run.yaml")
     with running_stack(description, tmp_path) as rounded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ pytestmark = pytest.mark.timeout(400)
 TOLERANCE = 1e-4
 ENDED = "{prompt}{response}<eos>"
 """What the trained model saw: an answer with its end token."""
-NOBODY = {"replicas": 0}
 
 
 @pytest.fixture(scope="module")
-def trained(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(gangs: Stack, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The export of a run that prefers answers of nines to answers of ones."""
     folder = tmp_path_factory.mktemp("trained")
     data = folder / "pairs.jsonl"
@@ -39,13 +37,10 @@ def trained(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     run = run_on(data, "judge", 8, (16, 1, 6), optimizer=LEARNS, algorithm={"type": "reward_model"})
     del run["rewards"]
-    stack = sim_stack(arithmetic / "model", folder, generator=NOBODY, reward=NOBODY)
-    with stack as running:
-        finished = running.run(written(folder, run))
-        assert finished["state"] == "succeeded", finished["reason"]
-        assert running.metrics(finished)[-1]["preference/accuracy"] == 1.0
-        shutil.copytree(Path(finished["directory"]) / "model", folder / "model")
-    return folder / "model"
+    finished = gangs.run(written(folder, run))
+    assert finished["state"] == "succeeded", finished["reason"]
+    assert gangs.metrics(finished)[-1]["preference/accuracy"] == 1.0
+    return Path(finished["directory"]) / "model"
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,11 @@ way, stops, aborts, pauses. A step that ends no sample says nothing.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,18 +18,19 @@ import pytest
 
 from flotilla_core.config.generators import GeneratorConfig
 from flotilla_generator.engine.vllm.boot import prepare_environment
-from flotilla_testing.stack import example_model
 
 if TYPE_CHECKING:
     from scheduler_twins import Twins
 
 
 @pytest.fixture(scope="module")
-def twins_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Twins]:
+def twins_of(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Twins]:
     prepare_environment(GeneratorConfig())
     from scheduler_twins import LONGEST, Twins, engine_config
 
-    model = example_model(tmp_path_factory.mktemp("model"), positions=LONGEST)
+    model = shutil.copytree(arithmetic / "model", tmp_path_factory.mktemp("longer") / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONGEST}))
     return partial(Twins, engine_config(model))
 
 

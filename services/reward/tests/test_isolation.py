@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from flotilla_core.config import IsolationConfig
 from flotilla_core.errors import InvalidConfig
@@ -17,6 +18,8 @@ from flotilla_testing.reward_process import RewardProcess, reward_process
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import find
 from flotilla_workers.jail.level import Level
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FUNCTIONS = """
 import asyncio, ctypes, os, socket, subprocess, tempfile
@@ -124,9 +127,10 @@ async def value(
     return outcome.value.components[0].value if outcome.HasField("value") else outcome.error.message
 
 
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[RewardProcess]:
-    async with reward_process(tmp_path, workers=1, isolation={}) as service:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RewardProcess]:
+    """A service with one worker: functions of each test, which are in a folder of their own, get another one."""
+    async with reward_process(tmp_path_factory.mktemp("service"), workers=1, isolation={}) as service:
         yield service
 
 

@@ -44,12 +44,13 @@ class StatFields:
 
 def stat_fields(pid: int) -> StatFields | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            read = file.read()
     except OSError:
         return None
     # The command name is in parentheses and may hold any character, so split after its end.
-    fields = text[text.rindex(")") + 2 :].split()
-    return StatFields(fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+    fields = read[read.rindex(b")") + 2 :].split()
+    return StatFields(fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
 
 
 @cache

@@ -16,15 +16,51 @@ import os
 import signal
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
-from flotilla_core.process_identity import ProcessIdentity, StatFields, boot_id, stat_fields
+from flotilla_core.process_identity import ProcessIdentity, boot_id, stat_fields
 
 MARK = "FLOTILLA_PROCESS"
 """Environment variable that descendants inherit; its value is unique to one start of one service."""
 
 
-def tree_of(leader: ProcessIdentity | None, mark: str) -> list[ProcessIdentity]:
+class ProcessTable:
+    """The processes of this host at one moment; who asks for several trees reads it once."""
+
+    def __init__(self) -> None:
+        read = {int(name): stat_fields(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+        self.fields = {pid: fields for pid, fields in read.items() if fields is not None}
+        self._marks: dict[int, frozenset[bytes]] = {}
+
+    def carrying(self, mark: str, since: int) -> set[int]:
+        """Return the processes with this mark that started at a time or later."""
+        wanted = f"{MARK}={mark}".encode()
+        young = (pid for pid, fields in self.fields.items() if fields.start_ticks >= since)
+        return {pid for pid in young if wanted in self._marks_of(pid)}
+
+    def descendants(self, roots: set[int]) -> set[int]:
+        """Return all that come from these processes."""
+        found: set[int] = set()
+        frontier = set(roots)
+        while frontier:
+            children = {pid for pid, fields in self.fields.items() if fields.parent in frontier}
+            frontier = children - found - roots
+            found |= frontier
+        return found
+
+    def _marks_of(self, pid: int) -> frozenset[bytes]:
+        if pid not in self._marks:
+            try:
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    variables = file.read().split(b"\0")
+            except OSError:
+                variables = []
+            self._marks[pid] = frozenset(one for one in variables if one.startswith(MARK.encode()))
+        return self._marks[pid]
+
+
+def tree_of(
+    leader: ProcessIdentity | None, mark: str, table: ProcessTable | None = None
+) -> list[ProcessIdentity]:
     """Return the living tree of `leader`, itself included, in no particular order.
 
     Without a leader (its launcher died before it wrote down which process it is) those that carry the mark.
@@ -32,20 +68,21 @@ def tree_of(leader: ProcessIdentity | None, mark: str) -> list[ProcessIdentity]:
     boot = boot_id()
     if leader is not None and leader.boot_id != boot:
         return []
-    table = _process_table()
-    ids = {pid for pid in table if mark and _carries(pid, mark)}
+    table = table or ProcessTable()
+    processes = table.fields
+    oldest = leader.start_ticks if leader is not None else 0
+    ids = table.carrying(mark, oldest) if mark else set()
     if leader is not None:
-        seen = table.get(leader.pid)
+        seen = processes.get(leader.pid)
         # A pid that is someone else's now says nothing of a session or group of that number.
         if seen is None or seen.start_ticks == leader.start_ticks:
-            ids |= {pid for pid, fields in table.items() if leader.pid in (fields.session, fields.group)}
-    ids |= _descendants(ids, table)
+            ids |= {pid for pid, fields in processes.items() if leader.pid in (fields.session, fields.group)}
+    ids |= table.descendants(ids)
     ids.discard(os.getpid())
-    oldest = leader.start_ticks if leader is not None else 0
     return [
-        ProcessIdentity(pid, table[pid].start_ticks, boot)
+        ProcessIdentity(pid, processes[pid].start_ticks, boot)
         for pid in ids
-        if table[pid].state not in "ZX" and table[pid].start_ticks >= oldest
+        if processes[pid].state not in "ZX" and processes[pid].start_ticks >= oldest
     ]
 
 
@@ -63,28 +100,3 @@ def end_tree(leader: ProcessIdentity | None, mark: str, *, timeout_s: float = 5.
         kill_all(left)
         time.sleep(0.01)
     return left
-
-
-def _process_table() -> dict[int, StatFields]:
-    table = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := stat_fields(int(entry.name))) is not None:
-            table[int(entry.name)] = fields
-    return table
-
-
-def _carries(pid: int, mark: str) -> bool:
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-    return f"{MARK}={mark}".encode() in environment.split(b"\0")
-
-
-def _descendants(roots: set[int], table: dict[int, StatFields]) -> set[int]:
-    found: set[int] = set()
-    frontier = set(roots)
-    while frontier:
-        frontier = {pid for pid, fields in table.items() if fields.parent in frontier} - found - roots
-        found |= frontier
-    return found

@@ -31,7 +31,7 @@ from flotilla_launch.environment import Variables, resolved
 from flotilla_launch.health import is_serving
 from flotilla_launch.logs import failure_excerpt
 from flotilla_launch.placement import Slot
-from flotilla_launch.process_tree import end_tree, kill_all, tree_of
+from flotilla_launch.process_tree import ProcessTable, end_tree, kill_all, tree_of
 from flotilla_launch.records import ProcessRecord
 from flotilla_launch.state import read_json
 
@@ -163,11 +163,11 @@ class ServiceProcess:
         if not failed:
             self._set(ProcessState.PROCESS_STATE_STOPPED)
 
-    async def note_shared_memory(self) -> None:
+    async def note_shared_memory(self, table: ProcessTable | None = None) -> None:
         """Remember which shared memory our processes hold while they can still be asked."""
         child = self.child
         if child is not None and shared_memory.any_known():
-            tree = await asyncio.to_thread(tree_of, child.identity, self._mark)
+            tree = await asyncio.to_thread(tree_of, child.identity, self._mark, table)
             held = shared_memory.held_by(process.pid for process in tree)
             if not held <= self.shared_memory:
                 self.shared_memory |= held

@@ -28,6 +28,7 @@ from flotilla_core.log_files import keep_bounded
 from flotilla_core.logger import get_logger
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust import Credential
+from flotilla_launch import shared_memory
 from flotilla_launch.child import under_lease
 from flotilla_launch.gpus import Gpus
 from flotilla_launch.guardian import GuardianKeeper
@@ -44,6 +45,7 @@ from flotilla_launch.placement import (
     reserve_port,
     slots_of,
 )
+from flotilla_launch.process_tree import ProcessTable
 from flotilla_launch.records import Phase, ProcessRecord, StackRecord
 from flotilla_launch.service_process import ServiceProcess, start_together
 from flotilla_launch.state import LauncherFile
@@ -376,8 +378,10 @@ class Supervisor:
         while True:
             if self._unrecorded:
                 self._record()
-            for service in list(self._services.values()):
-                await service.note_shared_memory()
+            if shared_memory.any_known():
+                table = await asyncio.to_thread(ProcessTable)
+                for service in list(self._services.values()):
+                    await service.note_shared_memory(table)
             await asyncio.sleep(_NOTE_SHARED_MEMORY_EVERY_S)
 
     async def _watch_guardian(self) -> None:

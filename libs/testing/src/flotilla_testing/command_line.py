@@ -1,11 +1,14 @@
 """`flotilla` as a process of its own for each command, without a second of imports for each.
 
 A server imports the command line once and forks for every command. A fork has its own arguments, environment, folder,
-output and end, as a command has that a shell starts. The server ends with the process that started it.
+output and end, as a command has that a shell starts. It takes nothing apart at its end that dies with it, which would
+take as long as most commands. The server ends with the process that started it.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -13,11 +16,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from flotilla_core.config import RunConfig, StackConfig
 
 MAIN = "flotilla_cli.main"
 RUNS_ON_DISK = "flotilla_coordinator.views.stored"
@@ -66,9 +72,12 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def serve() -> None:
-    """Fork for each request that comes; the forks return from here, and the server does when nobody can ask it."""
+    """Fork for each request that comes, until nobody can ask any more."""
     import_module(MAIN).load_commands()
     import_module(RUNS_ON_DISK)
+    for read_by_most in (StackConfig, RunConfig):
+        read_by_most.model_rebuild()
+    gc.freeze()
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # Nobody waits for the forks: each tells its own end.
@@ -81,13 +90,12 @@ def serve() -> None:
             requests.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _obey(json.loads(request), *files)
-            return
         for file in files:
             os.close(file)
 
 
-def _obey(asked: dict[str, Any], out: int, err: int, line: int) -> None:
-    """Run one command to its end."""
+def _obey(asked: dict[str, Any], out: int, err: int, line: int) -> NoReturn:
+    """Run one command to its end, which is that of the process."""
     for file, place in ((out, 1), (err, 2)):
         os.dup2(file, place)
         os.close(file)
@@ -103,6 +111,12 @@ def _obey(asked: dict[str, Any], out: int, err: int, line: int) -> None:
     except SystemExit as ended:
         code = ended.code or 0
     finally:
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
         sys.stdout.flush()
+        sys.stderr.flush()
         # The line itself closes when the process has ended.
         os.write(line, str(code if isinstance(code, int) else 1).encode())
+    os._exit(0)

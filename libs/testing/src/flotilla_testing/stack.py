@@ -62,6 +62,7 @@ class Stack:
     def __init__(self, file: Path, directory: Path) -> None:
         self.file = file
         self.directory = directory
+        self._metrics: dict[Path, GrowingLines] = {}
 
     def flotilla(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> Outcome:
         """Run `flotilla` on this stack."""
@@ -135,8 +136,26 @@ class Stack:
     def metrics(self, run: dict[str, Any]) -> list[dict[str, float]]:
         """metrics.jsonl of a run, so far."""
         file = Path(run["directory"]) / "metrics.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return self._metrics.setdefault(file, GrowingLines(file)).read()
+
+
+class GrowingLines:
+    """The whole lines of a file that only grows, each parsed once: tests ask for them again and again."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._read = 0
+        self._lines: list[dict[str, float]] = []
+
+    def read(self) -> list[dict[str, float]]:
+        """Return all of them so far."""
+        if self._file.exists():
+            with self._file.open("rb") as file:
+                file.seek(self._read)
+                whole, end, _ = file.read().rpartition(b"\n")
+            self._read += len(whole + end)
+            self._lines += map(json.loads, whole.splitlines())
+        return [*self._lines]
 
 
 @contextlib.contextmanager
@@ -215,7 +234,7 @@ def accepting_trainer(name: str, file: Path, logs: Path, update_s: float = 0) ->
 
 
 def wait_until(
-    what: str, condition: Callable[[], bool], timeout_s: float = 60.0, every_s: float = 0.05
+    what: str, condition: Callable[[], bool], timeout_s: float = 60.0, every_s: float = 0.1
 ) -> None:
     """Poll until `condition` holds; fail with the name of the wait."""
     deadline = time.monotonic() + timeout_s

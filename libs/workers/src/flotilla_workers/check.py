@@ -13,8 +13,10 @@ import pkgutil
 import signal
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
-from flotilla_workers.jail.jail import Cell
+if TYPE_CHECKING:
+    from flotilla_workers.jail.jail import Cell
 
 
 def problems(problem: str, asked: str, limit_s: float, cell: Cell) -> tuple[str, ...] | str:

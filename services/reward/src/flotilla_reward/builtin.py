@@ -387,8 +387,7 @@ def _as_meant(
     if isinstance(right, Set) and isinstance(told, Rel | And) and len(told.free_symbols) == 1:
         atoms = told.args if isinstance(told, And) else (told,)
         if all(
-            isinstance(atom, Rel)
-            and any(a.is_Symbol and b.is_number for a, b in permutations(atom.args))
+            isinstance(atom, Rel) and any(a.is_Symbol and b.is_number for a, b in permutations(atom.args))
             for atom in atoms
         ):
             yield [right], [told.as_set()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf import struct_pb2
 from pydantic import ValidationError
@@ -19,12 +19,14 @@ from flotilla_core.config.rewards import judge_of
 from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
 from flotilla_reward.builtin import BuiltinReward
-from flotilla_reward.judges.judge import Judge, Judges
 from flotilla_reward.table import BUILTIN
 from flotilla_reward.worker import IN_JAIL, is_ours, load
 from flotilla_workers.catalog import Catalog, did_you_mean
 from flotilla_workers.functions import Target
 from flotilla_workers.worker import answer
+
+if TYPE_CHECKING:
+    from flotilla_reward.judges.judge import Judge, Judges
 
 CATALOG = Catalog("reward", "function", "flotilla.rewards", BUILTIN)
 DEFAULT_TIMEOUT_S = 10.0
@@ -77,6 +79,9 @@ def _resolved(spec: pb.RewardSpec, code: Path | None, judges: Judges | None) -> 
         raise InvalidRequest(f"timeout of reward {name} is {timeout_s:g} s: it must be above 0")
     parameters = to_json(spec.parameters)
     if judge_of(spec.reward):
+        # The process of a plan, which asks no judge, starts faster without what connects to one.
+        from flotilla_reward.judges.judge import Judges
+
         judge = (judges or Judges({})).resolve(spec.reward, parameters, spec.judge)
         return Term(name, timeout_s, None, None, version=judge.version, judge=judge)
     if spec.reward in BUILTIN:
@@ -111,10 +116,15 @@ def list_rewards() -> list[pb.RewardInfo]:
     found = []
     for name, reward in BUILTIN.items():
         schema = struct_pb2.Struct()
-        schema.update(reward.model_json_schema())
+        schema.update(_schema_of(name))
         found.append(pb.RewardInfo(name=name, description=(reward.__doc__ or "").strip(), parameters=schema))
     points = CATALOG.described_entry_points()
     return found + [pb.RewardInfo(name=name, description=text) for name, text in points]
+
+
+@lru_cache
+def _schema_of(builtin: str) -> dict[str, Any]:
+    return BUILTIN[builtin].model_json_schema()
 
 
 def _builtin(name: str, parameters: dict[str, Any]) -> BuiltinReward:
