@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 KEPT = ("reward_mean", "reward_stderr")
-COLOURS = ("#2f6db5", "#e07b39", "#3c9a5f", "#c0413b", "#8a8f98")
+COLOURS = ("#2f6db5", "#e07b39", "#3c9a5f", "#c0413b", "#8a8f98", "#7d5ba6")
 
 
 def curve_of(run: Path) -> list[dict[str, Any]]:
