@@ -133,6 +133,19 @@ class GroupOutcome:
     """True where every scored answer was right."""
 
 
+@dataclass(frozen=True)
+class Branch:
+    """A sequence of an episode with a prompt of its own, because its history does not go on from an earlier one."""
+
+    prompt_token_ids: Int32Array
+    token_ids: Int32Array
+    logprobs: Float32Array
+    """0 where the policy did not write."""
+    trained: BoolArray
+    """The tokens that the policy wrote in this sequence."""
+    spans: tuple[TokenSpan, ...]
+
+
 @dataclass
 class FinishedSample:
     """A finished response, scored or not, with all data that training needs."""
