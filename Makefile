@@ -119,7 +119,7 @@ test-all: setup  ## Run every suite that this machine can, one after the other; 
 	$(filter-out test-contract test-integration,$(SUITES:%=test-%)) test-py312
 
 .PHONY: $(SUITES:%=test-%)
-$(filter-out test-chaos test-docker test-helm test-ray test-storage test-trackers,$(SUITES:%=test-%)): test-%: setup
+$(filter-out test-chaos test-docker test-helm test-ray test-storage test-tasks test-trackers,$(SUITES:%=test-%)): test-%: setup
 	@echo "==> $* tests"
 	@$(BIN)/pytest -q tests/$*
 
@@ -143,6 +143,11 @@ test-storage: setup
 	@echo "==> storage: models and checkpoints in a real S3 server, and a run that goes on elsewhere"
 	@.venv-storage/bin/pytest -q tests/storage/test_real_s3.py
 	@$(BIN)/pytest -q tests/storage/test_resumed_elsewhere.py
+
+test-tasks:
+	@PYTHON=$(PYTHON) scripts/setup.sh .venv-tasks requirements/tasks.txt
+	@echo "==> tasks: every task of reasoning_gym is made, kept and scored"
+	@.venv-tasks/bin/pytest -q tests/tasks
 
 test-trackers:
 	@PYTHON=$(PYTHON) scripts/setup.sh .venv-trackers requirements/trackers.txt

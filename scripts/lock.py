@@ -26,7 +26,7 @@ PROJECTS = [*ROOT.glob("libs/*/pyproject.toml"), *ROOT.glob("services/*/pyprojec
 SERVICES = sorted(file.parent.name for file in PROJECTS if file.parts[-3] == "services")
 CPU_SUBSETS = (*SERVICES, "coordinator-report", "light")
 GPU_SUBSETS = ("trainer-gpu", "generator-gpu")
-WITH_ALL_SERVICES = ("dev", "dev-gpu", "light", "ray")
+WITH_ALL_SERVICES = ("dev", "dev-gpu", "light", "ray", "tasks")
 CUDA_LIBRARIES = re.compile(r"cuda-|nvidia-|triton$")
 # vLLM names these for images and sound, which no service uses; a wheel of another build breaks its import.
 LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
@@ -137,7 +137,7 @@ def main() -> int:
     lock_set("docs", "docs", (), upgrade=upgrade, gpu=False)
     write("trackers", resolve("trackers", None))  # older packages than ours, in an environment of its own
     write("helm", resolve("helm", None))
-    for name in ("ray", "docker"):
+    for name in ("ray", "docker", "tasks"):
         write(name, resolve(name, FOLDER / "constraints.txt"))
     write("storage", resolve("storage", None))
     return 0

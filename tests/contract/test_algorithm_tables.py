@@ -177,7 +177,14 @@ def test_a_reference_of_its_own_leaves_the_ranks_without_a_copy(tmp_path: Path) 
     assert objective.policy is not None and objective.policy.kl.estimator == "k3"
 
 
-@pytest.mark.parametrize(("role", "name"), [(Role.ROLE_REFERENCE, REFERENCE), (Role.ROLE_TEACHER, TEACHER)])
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [
+        (Role.ROLE_REFERENCE, REFERENCE),
+        (Role.ROLE_TEACHER, TEACHER),
+        (Role.ROLE_REWARD_MODEL, "reward_model-helpful"),
+    ],
+)
 def test_what_the_coordinator_sends_a_frozen_gang_is_what_it_takes(
     role: Role.ValueType, name: str, tmp_path: Path
 ) -> None:

@@ -15,8 +15,8 @@ import pytest
 from pydantic import ValidationError
 
 from flotilla_core.config import ConfigModel, RunConfig, StackConfig, json_schema, load_text
-from flotilla_core.config.data import RewardTermConfig
 from flotilla_core.config.model import UserFunction
+from flotilla_core.config.rewards import RewardTermConfig
 from flotilla_core.errors import InvalidConfig
 
 NUMBERS = ("integer", "number")

@@ -46,13 +46,16 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "services/generator/src/flotilla_generator/engine/vllm/worker.py": 2,
     "services/generator/src/flotilla_generator/engine/vllm/worker_calls.py": 1,
     # Foreign code may raise anything: a compiler, the start of vLLM, the tokenizers reader, trackers, storage, users,
-    # and sympy.
+    # sympy, the scores of reasoning_gym, and programs of responses with their tests.
     "libs/weights/src/flotilla_weights/digest.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/boot.py": 1,
     "services/coordinator/src/flotilla_coordinator/data/tokenizer.py": 1,
     "libs/trackers/src/flotilla_trackers/feed.py": 1,
     "libs/core/src/flotilla_core/transfer/object_store.py": 1,
     "services/reward/src/flotilla_reward/builtin.py": 2,
+    "services/reward/src/flotilla_reward/tasks.py": 1,
+    "services/reward/src/flotilla_reward/verifiers/jailed.py": 3,
+    "services/reward/src/flotilla_reward/verifiers/remote.py": 2,
     "libs/workers/src/flotilla_workers/worker.py": 1,
     "services/trainer/src/flotilla_trainer/wire/user_functions.py": 1,
 }

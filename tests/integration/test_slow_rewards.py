@@ -27,11 +27,12 @@ from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.rpc import Replica, ReplicaPool
 from flotilla_core.trust import Credential
 from flotilla_reward import scoring as reward_scoring
-from flotilla_reward.scoring import Workers
+from flotilla_reward.answers import Workers
 from flotilla_reward.service import RewardServicer
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import NO_FILES
 from flotilla_testing.servers import serving
+from flotilla_workers.jail.jail import no_jail
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RewardService"].full_name
 SILENT_S = 1.5
@@ -45,12 +46,13 @@ from flotilla.reward.v1 import reward_pb2_grpc
 from flotilla_core.config.stack import BindConfig
 from flotilla_core.rpc import RpcServer
 from flotilla_core.trust import Credential
-from flotilla_reward.scoring import workers
+from flotilla_reward.answers import Workers
 from flotilla_reward.service import RewardServicer
+from flotilla_workers.jail.jail import no_jail
 
 async def main():
     server = RpcServer(BindConfig(), credential=Credential(pathlib.Path(sys.argv[1])))
-    servicer = RewardServicer(workers(0), None)
+    servicer = RewardServicer(Workers(0, no_jail), None)
     server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer, {SERVICE_NAME!r})
     print(await server.start(), flush=True)
     await asyncio.Event().wait()
@@ -83,7 +85,7 @@ class Fleet:
 
     async def workers(self, name: str) -> Workers:
         """A replica with one worker."""
-        workers = reward_scoring.workers(1)
+        workers = Workers(1, no_jail)
         self._stack.push_async_callback(workers.stop)
         await workers.start()
         await self.serves(name, RewardServicer(workers, NO_FILES))

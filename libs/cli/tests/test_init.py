@@ -453,3 +453,16 @@ def test_held_out_data_without_answers_are_refused(flotilla: Command) -> None:
     data, held_out = write("train.jsonl", SUMS), write("held.jsonl", [{"prompt": "1+1="}])
     code, _, err = flotilla("init", "--model", "model", "--data", data, "--heldout", held_out)
     assert code == 2 and "the held-out data have no answers" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--data", "x.jsonl", "--tasks", "countdown"), "name --data or --tasks"),
+        ((), "name --data or --tasks"),
+        (("--tasks", "reasoning_gym:Count"), "followed by the name of a task"),
+    ],
+)
+def test_data_or_tasks_are_named_and_well(flotilla: Command, arguments: tuple[str, ...], told: str) -> None:
+    code, _, err = flotilla("init", "--model", "model", *arguments)
+    assert code != 0 and told in err and not Path("run.yaml").exists()

@@ -68,6 +68,45 @@ def test_rewards_of_a_run_are_tried_on_answers_and_empty_responses(flotilla: Com
     assert parts == [("exact", 1.0), ("mine.py:shape", 0.0)]
 
 
+def test_a_function_of_verl_is_tried_as_it_is_with_its_parts(flotilla: Command) -> None:
+    Path("verl.py").write_text(
+        "def judge(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 0.5, 'ok/right': solution_str == ground_truth}\n"
+    )
+    code, out, err = flotilla("reward", "test", "verl.py:judge", "--data", "train.jsonl", "-n", "1")
+    assert code == 0, err
+    assert "verl.py:judge: called as verl's compute_score" in err
+    assert "verl.py:judge=0.5, verl.py:judge[ok/right]=1" in out
+
+
+def test_a_function_of_groups_sees_the_responses_to_a_row_and_the_verdicts_are_shown(
+    flotilla: Command,
+) -> None:
+    Path("rank.py").write_text(
+        "def judge(completions, completion_ids, trainer_state, **columns):\n"
+        "    assert len(completion_ids) == 2 and (trainer_state.global_step, trainer_state.max_steps) == (0, 1)\n"
+        "    return [{'score': len(one), 'of': len(completions), 'extracted': one} for one in completions]\n"
+        "class Unverifiable(Exception): pass\n"
+        "def blames(solution_str): raise Unverifiable('endless') if solution_str else ZeroDivisionError\n"
+    )
+    data = ("--data", "train.jsonl", "-n", "2")
+    first, *_ = samples(flotilla, "rank.py:judge", *data)
+    (verdict,) = first["verdicts"]
+    assert (verdict["parts"], verdict["extracted"], verdict["value"]) == ({"of": 2.0}, "1", 1.0)
+    assert verdict["version"].startswith("sha256:") and verdict["seconds"] > 0
+    code, _, err = flotilla("reward", "test", "rank.py:judge", *data)
+    assert code == 0 and "rank.py:judge is sha256:" in err
+    blamed, failed, *_ = samples(flotilla, "rank.py:blames", *data, code=1)
+    assert (blamed["reward"], blamed["failure"], blamed["verdicts"][0]["outcome"]) == (
+        0.0,
+        "",
+        "unverifiable",
+    )
+    assert (failed["verdicts"][0]["outcome"], failed["verdicts"][0]["line"]) == ("error", 5)
+    *_, err = flotilla("reward", "test", "rank.py:blames", *data)
+    assert "2 of 4 unverifiable: endless" in err
+
+
 def test_the_table_shows_what_differs_between_the_prompts(flotilla: Command) -> None:
     rows = [
         {"prompt": f"You are a calculator with a long introduction.\n{n}+1=", "level": n} for n in range(2)
@@ -127,6 +166,21 @@ def test_a_file_of_responses_is_read_within_the_bounds_of_data_files(
     tried = ("reward", "test", "exact", "--data", "train.jsonl", "--responses", "responses.jsonl")
     code, _, err = flotilla(*tried)
     assert code == 2 and told in err and "next:" in err, err
+
+
+def test_it_is_told_how_functions_run_and_which_are_trusted(flotilla: Command) -> None:
+    trusted = ("rewards=[{reward: 'mine.py:shape', trusted: true}]", "-n", "1")
+    outside = "mine.py:shape is trusted, so it runs OUTSIDE OF THE JAIL"
+    for unsafe, arguments, told, silent in (
+        (False, ("run.yaml", "-n", "1"), "functions of users run at level", "OUTSIDE"),
+        (False, ("run.yaml", *trusted), outside, "run at level"),
+        (True, ("run.yaml", "-n", "1"), "NOT in a jail, but as the service itself", "OUTSIDE"),
+    ):
+        Path("stack.yaml").write_text(
+            f"model: model\nreward: {{isolation: {{unsafe: {str(unsafe).lower()}}}}}\n"
+        )
+        code, _, err = flotilla("reward", "test", *arguments)
+        assert code == 0 and told in err and silent not in err, err
 
 
 def test_given_responses_are_scored_row_by_row(flotilla: Command) -> None:

@@ -18,20 +18,29 @@ from flotilla_cli.samples import _told_apart
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.evaluation.evaluate import HeldOutAnswer
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import GroupIssue, RunRecord, RunState, TokenSpan
+from flotilla_coordinator.ledger.records import DropReason, GroupIssue, RunRecord, RunState, TokenSpan
+from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.version import Version
 
 Command = Callable[..., tuple[int, str, str]]
 RUN = "count-1"
 RESPONSES = ("twelve", "thirteen or so", "12")
 REWARDS = (0.25, 0.0, 1.0)
+RAISED = TermVerdict(
+    "/work/mine.py:shape",
+    Said.ERROR,
+    message="/work/mine.py:3 in shape: KeyError",
+    file="/work/mine.py",
+    line=3,
+)
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A run of one step with three samples, and a fourth sample that was never generated."""
+    """A run of one step with three samples, and a fourth one whose reward failed."""
     monkeypatch.chdir(tmp_path)
     directory = RunDirectory.create(tmp_path / ".flotilla" / "local" / "runs" / RUN)
     ids = [f"{RUN}/0/0/{number}" for number in range(4)]
@@ -45,6 +54,10 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             (TokenSpan(Version(0, 0), 0, 2),),
             reward=reward,
             reward_terms=(reward, 0.5),
+            verdicts=(
+                TermVerdict("exact", value=reward, version="flotilla 0.3.0, rules 2", seconds=0.0015),
+                TermVerdict("/work/mine.py:shape", value=0.5, parts={"acc": 1.0}, extracted=text),
+            ),
         )
         for sample_id, text, reward in zip(ids, RESPONSES, REWARDS, strict=False)
     ]
@@ -56,6 +69,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         )
         await ledger.group_issued(GroupIssue(RUN, f"{RUN}/0/0", tuple(ids), 0, 0, "6+6=", prompt))
         await ledger.group_scored(trained)
+        await ledger.dropped(RUN, [ids[3]], DropReason.REWARD_ERROR, {ids[3]: (RAISED,)})
         ledger.close()
 
     asyncio.run(record())
@@ -66,8 +80,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             held_out,
             Prompt(0, index, prompt_text, prompt, "2", {}),
             dataclasses.replace(trained[0], sample_id=f"{RUN}/held-out/{index}", text=text),
-            reward,
-            (("exact", reward),),
+            Outcome(reward, verdicts=(TermVerdict("exact", value=reward, extracted=text),)),
         )
         for held_out, index, prompt_text, text, reward in (
             ("heldout", 4, "1+1=", "3", 0.0),
@@ -139,17 +152,30 @@ def test_whole_sample_has_answer_columns_and_parts(flotilla: Command, run_dir: P
     assert code == 0
     for text in (
         "reward 1  version 0.0  2 tokens",
-        "exact 1, mine.py:shape 0.5",
+        "parts  exact 1, mine.py:shape 0.5, mine.py:shape[acc] 1\n",
+        "judged exact scored 1, by flotilla 0.3.0, rules 2, in 1.5 ms\n",
+        "judged mine.py:shape scored 0.5, by an unknown version, in 0.0 ms, read '12'\n",
         '{"level": 1}',
         "--- answer\n12",
     ):
         assert text in out
 
 
+def test_a_sample_without_a_reward_says_why_and_where(flotilla: Command, run_dir: Path) -> None:
+    code, out, _ = flotilla("samples", RUN, "--full", "--state", "dropped")
+    assert code == 0 and "/work/mine.py:3 in shape: KeyError" in out
+    code, out, _ = flotilla("samples", RUN, "--state", "dropped", "--json")
+    (sample,) = json.loads(out)["samples"]
+    assert sample["verdicts"] == [RAISED.record()]
+
+
 def test_whole_answer_of_an_evaluation_has_its_place_and_its_parts(flotilla: Command, run_dir: Path) -> None:
     code, out, err = flotilla("samples", RUN, "--evaluation", "--full", "--set", "other")
     assert code == 0, err
-    assert "=== evaluation other  step 0  row 7\nreward 1  version 0.0  2 tokens\nparts  exact 1\n" in out
+    assert (
+        "=== evaluation other  step 0  row 7\nreward 1  version 0.0  2 tokens\nparts  exact 1\njudged exact scored 1"
+        in out
+    )
     assert out.endswith("--- prompt\n2+2=\n--- response\n4\n--- answer\n2\n")
 
 
@@ -159,6 +185,8 @@ def test_samples_that_fit_become_a_parquet_file(flotilla: Command, run_dir: Path
     assert [row["response"] for row in rows] == [*RESPONSES, ""]
     assert (rows[0]["answer"], json.loads(rows[0]["info"])) == ("12", {"level": 1})
     assert rows[0]["reward_parts"][0] == {"reward": "exact", "value": 0.25}
+    shape = rows[0]["verdicts"][1]
+    assert (shape["value"], shape["parts"]) == (0.5, [{"name": "acc", "value": 1.0}])
     assert (rows[3]["reward"], rows[3]["reward_parts"]) == (None, None)
     assert flotilla("samples", RUN, "--evaluation", "--parquet", "a/new/held-out.parquet")[0] == 0
     assert pq.read_table("a/new/held-out.parquet").column("set").to_pylist() == ["heldout", "other"]

@@ -19,9 +19,11 @@ from flotilla.launcher.v1.launcher_pb2 import ListResponse, ProcessState, Proces
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
 from flotilla_cli.processes import (
     as_the_coordinator_sees,
+    isolation_of,
     process_json,
     process_row,
     process_table,
+    say_isolation,
 )
 from flotilla_cli.replicas import replica_json
 from flotilla_core.errors import NotFound
@@ -122,7 +124,7 @@ class Rewards(reward_pb2_grpc.RewardServiceServicer):
                 parameters=as_struct({"properties": pattern, "required": ["pattern"]}),
             ),
         ]
-        return reward_pb2.ListRewardsResponse(rewards=rewards)
+        return reward_pb2.ListRewardsResponse(rewards=rewards, isolation="landlock")
 
 
 @pytest.fixture
@@ -230,6 +232,8 @@ def test_reward_list_names_every_reward_with_its_parameters(flotilla: Command) -
     rewards = {one["name"]: one for one in json.loads(flotilla("reward", "list", "--json")[1])["rewards"]}
     assert rewards.keys() == {"numeric", "regex"}
     assert rewards["regex"]["required"] == ["pattern"] and rewards["regex"]["services"] == ["reward-7"]
+    assert "reward-7: functions of users run at level landlock" in err
+    assert json.loads(flotilla("reward", "list", "--json")[1])["isolation"] == {"reward-7": "landlock"}
 
 
 @pytest.mark.usefixtures("operated")
@@ -267,6 +271,26 @@ def test_a_generator_that_sleeps_says_so_in_both_lists() -> None:
         found = replica_json(service)
         assert found["asleep"] is asleep and found["why"] == ("asleep during the update" if asleep else "")
     assert process_json(process)["asleep"] is False
+
+
+def test_how_functions_run_is_told_once_for_all_services_that_are_alike(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kind = registration_pb2.SERVICE_KIND_REWARD
+    levels = ("landlock", "none", "refused", "landlock", "")
+    services = {
+        f"reward-{index}": pb.Service(registration=registration_pb2.Registration(kind=kind, isolation=level))
+        for index, level in enumerate(levels)
+    }
+    services["generator-0"] = pb.Service()
+    say_isolation(isolation_of(services))
+    assert capsys.readouterr().err.splitlines() == [
+        "reward-0, reward-3: functions of users run at level landlock",
+        "reward-1: functions of users run at level none: NOT in a jail, but as the service itself",
+        "reward-2: functions of users are refused: flotilla doctor says why",
+    ]
+    process = ProcessStatus(name="reward-0", kind=kind)
+    assert process_json(process, services["reward-0"])["isolation"] == "landlock"
 
 
 def test_versions_are_a_column_while_a_run_has_given_one() -> None:

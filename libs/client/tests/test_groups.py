@@ -62,10 +62,13 @@ def test_a_group_without_prompt_tokens_is_refused() -> None:
 def test_an_evaluation_has_what_was_measured_on_each_set() -> None:
     metrics = {"eval/accuracy": 0.5, "eval/reward_mean": 0.75, "eval/reward_stderr": 0.1}
     metrics |= {f"eval/pass@{k}": k / 16 for k in (16, 1, 2)} | {"eval/maj@16": 0.25, "eval/mean@16": 0.5}
+    metrics |= {"eval/stderr_pass@2": 0.01, "eval/stderr_maj@16": 0.02, "eval/unscored_rate": 0.125}
     found = HeldOutResult.from_proto(pb.HeldOutResult(name="sums", prompts=40, metrics=metrics))
     assert (found.prompts, found.accuracy, found.reward_mean, found.reward_stderr) == (40, 0.5, 0.75, 0.1)
     assert list(found.pass_at.items()) == [(1, 1 / 16), (2, 2 / 16), (16, 1.0)] and found.maj_at == {16: 0.25}
     assert math.isnan(found.accuracy_stderr)
+    assert (found.pass_at_stderr, found.maj_at_stderr) == ({2: 0.01}, {16: 0.02})
+    assert found.unscored_rate == 0.125
     pairs = HeldOutResult.from_proto(pb.HeldOutResult(prompts=3, metrics={"eval/accuracy": 1.0}))
     assert math.isnan(pairs.reward_mean) and pairs.pass_at == pairs.maj_at == {}
     assert EvaluationResult(Version(0, 1), {"sums": found, "pairs": pairs}).first is found

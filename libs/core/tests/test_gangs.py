@@ -42,6 +42,9 @@ def stack_of(**values: Any) -> StackConfig:
         ("teacher-math", "teacher-math", "teachers.math"),
         ("teacher-math-0", "teacher-math", "teachers.math"),
         ("teacher-code_2-a", "teacher-code_2", "teachers.code_2"),
+        ("reward_model-helpful", "reward_model-helpful", "reward_models.helpful"),
+        ("reward_model-helpful-0", "reward_model-helpful", "reward_models.helpful"),
+        ("reward-0", "policy", "trainer"),
     ],
 )
 def test_the_name_of_a_process_says_its_role_and_its_section(process: str, role: str, section: str) -> None:
@@ -87,6 +90,23 @@ def test_a_gang_of_a_teacher_that_the_stack_does_not_name_is_told_so() -> None:
         FailedPrecondition, match=r"no teacher 'mth'.*it names math, code.*write teachers\.mth"
     ):
         gang_of(stack_of(teachers={"math": {}, "code": {}}), role_of_process("teacher-mth"))
+
+
+def test_a_reward_model_has_a_model_of_its_own_and_is_started_by_default(tmp_path: Path) -> None:
+    stack = stack_of(teachers={"math": {}}, reward_models={"helpful": {"model": tmp_path}})
+    role = "reward_model-helpful"
+    assert roles_of(stack)[-2:] == ("teacher-math", role)
+    assert (slots_of_role(stack, role), started(stack, role), model_of(stack, role)) == (
+        [role],
+        True,
+        tmp_path,
+    )
+    assert model_of(with_model(stack, role, Path("/copy")), role) == Path("/copy")
+    assert load_text(StackConfig, dump_yaml(stack)) == stack
+    with pytest.raises(InvalidConfig, match=r"reward_models\.helpful\.model"):
+        load_text(StackConfig, "reward_models: {helpful: {}}")
+    with pytest.raises(FailedPrecondition, match=r"no reward model 'kind'.*it names helpful"):
+        gang_of(stack, role_of_process("reward_model-kind"))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_reward.builtin import BUILTIN, CannotScore, Math, Sample
+from flotilla_reward.builtin import CannotScore, Math, Sample
+from flotilla_reward.table import BUILTIN
 
 
 def score(name: str, response: str, answer: str = "", **parameters: object) -> float:
@@ -140,7 +141,7 @@ def test_math_has_no_time_limit_of_its_own() -> None:
     assert scores == [1.0]
 
 
-@pytest.mark.parametrize("name", [name for name, reward in BUILTIN.items() if reward.bounded])
+@pytest.mark.parametrize("name", ["exact", "numeric", "format"])
 @pytest.mark.parametrize("text", ["1" * 200_000, "1,." * 70_000, "<think>" * 30_000, "1e" * 100_000])
 def test_rewards_that_run_inside_the_service_take_linear_time(name: str, text: str) -> None:
     started = time.monotonic()

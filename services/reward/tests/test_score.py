@@ -15,8 +15,9 @@ from google.protobuf.struct_pb2 import Struct
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.errors import InvalidConfig, InvalidRequest
 from flotilla_reward import catalog, scoring
+from flotilla_reward.answers import Workers
 from flotilla_reward.catalog import Term
-from flotilla_reward.scoring import Workers, workers
+from flotilla_workers.jail.jail import no_jail
 
 HERE = Path(__file__).parent
 USER_FILE = HERE / "rewards_fixture.py"
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool() -> AsyncIterator[Workers]:
-    pool = workers(2)
+    pool = Workers(2, no_jail)
     await pool.start()
     yield pool
     await pool.stop()
@@ -169,12 +170,20 @@ async def test_a_function_that_never_returns_times_out_alone_and_its_worker_is_r
     assert pool.replaced == replaced + 1
 
 
-async def test_a_pattern_that_backtracks_for_ever_is_killed(pool: Workers) -> None:
+async def test_a_response_that_a_pattern_backtracks_over_for_ever_is_worth_nothing(pool: Workers) -> None:
     outcomes = await score(
         pool, [spec("regex", timeout_s=0.2, pattern="(a+)+$")], items("a" * 60 + "b", "aa")
     )
-    assert outcomes["s0"].WhichOneof("outcome") == "timeout"
+    assert value(outcomes["s0"]) == 0.0 and outcomes["s0"].value.components[0].unreadable
     assert value(outcomes["s1"]) == 1.0
+
+
+async def test_a_bounded_reward_says_which_response_broke_it(pool: Workers) -> None:
+    outcomes = await score(
+        pool, [spec("instructions", instructions=[{"kind": "json_only"}])], items("[" * 100_000, "[]")
+    )
+    assert value(outcomes["s0"]) == 0.0 and outcomes["s0"].value.components[0].unreadable
+    assert value(outcomes["s1"]) == 1.0 and not outcomes["s1"].value.components[0].unreadable
 
 
 async def test_a_caller_that_goes_away_stops_the_work(pool: Workers) -> None:
@@ -203,7 +212,8 @@ async def test_samples_that_wait_for_a_worker_are_not_timed(pool: Workers) -> No
         (spec("exact", after=""), "after: String should have at least 1 character"),
         (spec("regex", pattern="(a"), "is not a regular expression: missing )"),
         (spec("regex", pattern="a", group=1), "pattern 'a' has no group 1"),
-        (spec("regex"), "pattern: Field required"),
+        (spec("length"), "at_least or at_most is needed"),
+        (spec("instructions", instructions=[{"kind": "wrods"}]), "(did you mean words?)"),
         (spec("format", sections=["<think>"]), "is not a tag name"),
         (
             spec("numeric", absolute_tolerance=-1),
@@ -270,7 +280,7 @@ async def test_an_installed_entry_point_is_found_by_its_name(
     (information / "entry_points.txt").write_text("[flotilla.rewards]\nlen = rewards_fixture:length\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    pool = workers(1)
+    pool = Workers(1, no_jail)
     await pool.start()
     try:
         assert value((await score(pool, [spec("len")], items("four")))["s0"]) == 4

@@ -11,7 +11,7 @@ from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1 import reward_pb2_grpc
 from flotilla_core import rpc
-from flotilla_core.config.stack import BindConfig
+from flotilla_core.config import BindConfig, RewardServiceConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_reward.service import RewardHostService
 from flotilla_testing.credentials import credential
@@ -19,7 +19,7 @@ from flotilla_testing.files import files_in
 
 
 async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class(tmp_path: Path) -> None:
-    service = RewardHostService(1, files_in(tmp_path))
+    service = RewardHostService(RewardServiceConfig(workers=1), files_in(tmp_path))
     trusted = credential(tmp_path)
     server = rpc.RpcServer(BindConfig(), credential=trusted)
     service.add_to(server)

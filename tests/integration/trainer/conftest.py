@@ -27,6 +27,7 @@ from flotilla.trainer.v1.trainer_pb2_grpc import (
 from flotilla_core import rpc
 from flotilla_core.config import BatchingConfig, StackConfig
 from flotilla_core.errors import FlotillaError
+from flotilla_core.roles import NAMED
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
@@ -261,7 +262,9 @@ async def running_trainer(
     model: Path, logs: Path, fork_server: RankForkServer, *, name: str = "trainer", **gang_config: Any
 ) -> AsyncIterator[Trainer]:
     """Run the gang with this name: that of the policy or of another role."""
-    stack = StackConfig(model=model, **{name: gang_config})
+    kind, _, own = name.partition("-")
+    sections = {NAMED[kind]: {own: {"model": model, **gang_config}}} if own else {name: gang_config}
+    stack = StackConfig.model_validate({"model": model, **sections})
     plan = GangPlan.of_stack(stack, name, f"{name}-test", model, logs)
     lost: list[FlotillaError] = []
 
@@ -298,8 +301,14 @@ def start_trainer(
 ) -> Callable[..., Any]:
     """Starts trainers with chosen configuration."""
 
-    def start(seed: int = 1, *, own_fork_server: RankForkServer | None = None, **gang_config: Any) -> Any:
-        model = make_model(tmp_path_factory.mktemp("model"), seed)
+    def start(
+        seed: int = 1,
+        *,
+        own_fork_server: RankForkServer | None = None,
+        model: Path | None = None,
+        **gang_config: Any,
+    ) -> Any:
+        model = model or make_model(tmp_path_factory.mktemp("model"), seed)
         logs = tmp_path_factory.mktemp("logs")
         return running_trainer(model, logs, own_fork_server or fork_server, **gang_config)
 

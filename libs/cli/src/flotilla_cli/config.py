@@ -19,12 +19,23 @@ from flotilla_cli.completion import settings_that_begin
 from flotilla_cli.credential_check import credential_finding
 from flotilla_cli.options import Json, split_arguments
 from flotilla_cli.output import print_json, print_line, say
-from flotilla_core.config import PolicyConfig, RunConfig, StackConfig, dump_yaml, json_schema, load
+from flotilla_core.config import (
+    IsolationConfig,
+    PolicyConfig,
+    RunConfig,
+    StackConfig,
+    dump_yaml,
+    json_schema,
+    load,
+)
 from flotilla_core.config.document import read_text_file
 from flotilla_core.config.model import HUB, is_url
 from flotilla_core.config.other_programs import OURS
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.findings import found_of
+from flotilla_core.gangs import named_gangs
+from flotilla_core.generated_tasks import TASKS
+from flotilla_core.roles import NAMED
 from flotilla_launch.environment import presentable
 
 app = typer.Typer(help="Check configuration files; print their JSON Schema.", no_args_is_help=True)
@@ -95,7 +106,7 @@ def check(config: StackConfig | RunConfig) -> tuple[list[str], list[str]]:
         paths = paths_of_run(config)
         checked.append("settings that contradict each other, groups and samples under way")
         if functions := functions_of(config):
-            loading = Chapter.of(loading_problems(config))
+            loading = Chapter.of(loading_problems(config, IsolationConfig()))
             warnings, errors = loading.warnings, errors + loading.errors
             names = ", ".join(f"{function.key} {function.name}" for function in functions)
             checked.append(f"functions and their parameters ({names})")
@@ -161,6 +172,9 @@ def _of_run(config: RunConfig) -> Iterator[Found]:
         yield _data("evaluation.data", held_out)
     else:
         yield from (_data(f"evaluation.data[{index}].path", one.path) for index, one in enumerate(held_out))
+    for term in config.judged_terms:
+        if term.agreement is not None:
+            yield _data(f"agreement.examples of {term.shown}", term.agreement.examples)
     if isinstance(config.initial_weights, Path):
         yield _folder("initial_weights", config.initial_weights, "config.json")
     if config.lora is not None and config.lora.adapter is not None:
@@ -174,7 +188,8 @@ def _of_run(config: RunConfig) -> Iterator[Found]:
 def _of_stack(config: StackConfig) -> Iterator[Found]:
     models = {"model": config.model, "critic.model": config.critic.model}
     models |= {"reference.model": config.reference.model, "teacher.model": config.teacher.model}
-    models |= {f"teachers.{name}.model": gang.model for name, gang in config.teachers.items()}
+    for kind, named in named_gangs(config).items():
+        models |= {f"{NAMED[kind]}.{name}.model": gang.model for name, gang in named.items()}
     for key, model in models.items():
         if isinstance(model, Path):
             yield _folder(key, model, "config.json")
@@ -192,7 +207,7 @@ def _of_stack(config: StackConfig) -> Iterator[Found]:
 
 def _data(key: str, path: Path) -> Found:
     """Check that a data set is there, without its rows and without asking the hub."""
-    if str(path).startswith(HUB) or os.path.isdir(path):
+    if str(path).startswith((HUB, TASKS)) or os.path.isdir(path):
         return key, path, ""
     if has_magic(str(path)) and not os.path.isfile(path):
         fits = next(iglob(str(path), recursive=True), None)

@@ -43,6 +43,8 @@ from flotilla_core.config import (
     CoordinatorConfig,
     GangConfig,
     NatsConfig,
+    RewardMode,
+    RewardTermConfig,
     RunConfig,
     StackConfig,
     TrainerConfig,
@@ -114,6 +116,8 @@ def evaluate(
     lines = [answer.record(subject.version.step, subject.version) for answer in found.answers]
     if output is not None:
         output.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
+    if found.unscored:
+        say(found.unscored)
     if as_json:
         values = {
             "model": str(subject.folder),
@@ -202,6 +206,8 @@ def _config(subject: Subject, arguments: list[str], data: list[Path], rewards: l
         raise _nothing_to_evaluate_with(f"run {config.name} has no `evaluation`")
     if config.evaluates_pairs:
         raise _nothing_to_evaluate_with("pairs are ranked by a trainer")
+    if config.reward_models:
+        raise _nothing_to_evaluate_with("reward models are asked by runs alone")
     return config
 
 
@@ -239,6 +245,7 @@ def fleet_for(stack: StackConfig, subject: Subject) -> StackConfig:
         "coordinator": CoordinatorConfig(),
         "placement": "separate",
         "teachers": {},
+        "reward_models": {},
         "autoscale": None,
     }
     changes |= dict.fromkeys(("critic", "reference", "teacher"), GangConfig())
@@ -247,7 +254,7 @@ def fleet_for(stack: StackConfig, subject: Subject) -> StackConfig:
 
 async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) -> Evaluation:
     """Start the fleet, evaluate, and stop the fleet; mistakes in the files are found before it starts."""
-    if errors := Chapter.of(loading_problems(config)).errors:
+    if errors := Chapter.of(loading_problems(config, fleet.reward.isolation)).errors:
         raise InvalidConfig("the rewards would not work", where=f"run {config.name}", why="; ".join(errors))
     tokenizer = Tokenizer.load(subject.folder)
     held_out = read_held_out(config, tokenizer, copies_folder(fleet))
@@ -266,12 +273,17 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
                 wait_limit_s=limit_s,
                 lost=lambda _ids, error: say(f"samples are issued again: {error}"),
             )
-            sets = held_out_prompts(
-                config,
-                held_out,
-                lambda terms: Scorer([RewardServiceScorer(subject.run_id, terms, pools.rewards, limit_s)]),
+
+            def scorer_of(terms: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
+                pool, steps = pools.rewards, config.steps
+                service = RewardServiceScorer(subject.run_id, terms, pool, limit_s, total_steps=steps)
+                return Scorer([service], mode)
+
+            sets = held_out_prompts(config, held_out, scorer_of)
+            rollout = config.rollout
+            evaluator = Evaluator(
+                subject.run_id, sets, generation, rollout.sample_timeout_s, rollout.max_reward_failure_rate
             )
-            evaluator = Evaluator(subject.run_id, sets, generation, config.rollout.sample_timeout_s)
             say(f"evaluating version {subject.version} of {subject.run_id}")
             return await evaluator.evaluate(subject.version, subject.version.step)
         finally:

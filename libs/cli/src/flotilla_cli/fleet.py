@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
+from flotilla.common.v1.operate_pb2 import DescribeRequest
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
 from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.coordinator_pb2 import Service
 from flotilla.coordinator.v1.run_pb2 import Run
@@ -18,11 +22,13 @@ from flotilla_cli.output import print_json, print_line, print_table, say
 from flotilla_cli.processes import (
     as_the_coordinator_sees,
     boot_progress,
+    isolation_of,
     process_json,
     process_table,
+    say_isolation,
     state_of,
 )
-from flotilla_cli.services import answer_soon, services_seen
+from flotilla_cli.services import ServiceAddress, answer_soon, services_seen
 from flotilla_cli.stack import (
     client_of,
     load_stack,
@@ -33,6 +39,7 @@ from flotilla_cli.stack import (
     with_models_here,
 )
 from flotilla_client.discovery import credential_of_caller
+from flotilla_core import rpc
 from flotilla_core.config import StackConfig
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FlotillaError, InvalidRequest
@@ -59,6 +66,7 @@ from flotilla_launch.upgrade import Upgrade, kind_of, upgradable
 PLAN_COLUMNS = ("NODE", "SERVICE", "KIND", "CPUS", "GPUS", "MEMORY", "PORTS")
 
 _RUNS_TO_LOOK_AT = 100
+_DESCRIBE_S = 2.0
 
 
 def up(
@@ -109,6 +117,7 @@ def up(
         say(f"stack {config.name!r} is already running; nothing changed")
         return
     print_table(*process_table(result.processes, {}))
+    say_isolation(wait(_isolation(config, paths, result.processes)))
     where = "" if launcher.name == LOCAL else f" on {launcher.name}"
     say(f"stack {config.name!r} is up{where} after {time.monotonic() - started:.0f} s")
     placed = PlacedFile.read(paths.placed_file)
@@ -144,6 +153,7 @@ def ps(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = Fal
         print_json({"stack": paths.directory.name, "nats_url": nats_url, "processes": rows, "waiting": held})
         return
     print_table(*process_table(processes, services))
+    say_isolation(isolation_of(services))
     for process in processes:
         if process.error:
             say(f"{process.name}: {process.error}")
@@ -300,6 +310,22 @@ def _plan_cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['memory_mib']} MiB" if row["memory_mib"] else "",
         ", ".join(str(port or "any") for port in row["ports"]),
     )
+
+
+async def _isolation(
+    config: StackConfig, paths: StackPaths, processes: Iterable[ProcessStatus]
+) -> dict[str, str]:
+    """Return the isolation of the reward services: the coordinator may not have heard of it so soon."""
+    found = {}
+    for process in processes:
+        if process.kind == SERVICE_KIND_REWARD and process.address:
+            with suppress(FlotillaError):  # One in a network of its own cannot be asked from here.
+                credential = credential_of_caller(config.bind, paths.directory)
+                service = ServiceAddress(process.name, process.kind, process.address, credential)
+                async with service.operated() as stub:
+                    described = await rpc.unary(stub.Describe, DescribeRequest(), timeout_s=_DESCRIBE_S)
+                found[process.name] = described.registration.isolation
+    return found
 
 
 async def _state_of(

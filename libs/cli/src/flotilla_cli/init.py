@@ -20,6 +20,7 @@ import typer
 
 from flotilla.coordinator.v1.run_pb2 import Plan
 from flotilla_cli.init_files import (
+    ANSWER_IN_TAGS,
     HELD_OUT_MOST,
     HELD_OUT_SHARE,
     HELDOUT,
@@ -27,6 +28,7 @@ from flotilla_cli.init_files import (
     TRAIN,
     Draft,
     Host,
+    held_out_of,
     stack_text,
 )
 from flotilla_cli.options import Json
@@ -43,12 +45,13 @@ from flotilla_core.config import EvaluationConfig, PolicyConfig, RunConfig, Stac
 from flotilla_core.config.model import data_source
 from flotilla_core.errors import AlreadyExists, FlotillaError, InvalidConfig, InvalidRequest, NotFound
 from flotilla_core.files import write_atomically
+from flotilla_core.generated_tasks import TASKS, TaskSource, is_generated
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import section_of
 from flotilla_data.columns import Reads
 from flotilla_data.files import data_files
 from flotilla_data.formats import no_rows
-from flotilla_data.recognition import ANSWERS, PAIRS, Fields, kind_of_answers, recognised
+from flotilla_data.recognition import ANSWERS, PAIRS, Answers, Fields, kind_of_answers, recognised
 from flotilla_data.rows import open_rows
 from flotilla_launch.gpus import Gpus
 
@@ -60,8 +63,9 @@ TAUGHT_BY = {"pairs": ("dpo", "reward_model"), "answers": ("sft",), "prompts": (
 """The algorithms by what they read from a row, the one to begin with first."""
 ANSWER_TOKENS = 16
 """The least of a response that is the answer alone."""
-RESPONSE_TOKENS = {"numbers": 512, "formulas": 2048, "marked": 512, "long": 256, "missing": 256}
+RESPONSE_TOKENS = {"numbers": 512, "formulas": 2048, "marked": 512, "long": 256, "missing": 256, "tasks": 512}
 """The least of other responses by the kind of answers: the way to a number is written as well."""
+TASK_ROWS = 2000
 ON_CPU = 4
 """The factor by which they may be shorter on a CPU."""
 
@@ -71,8 +75,12 @@ def init(
         str, typer.Option("--model", metavar="MODEL", help="Hugging Face folder, or organisation/model.")
     ],
     data: Annotated[
-        str, typer.Option("--data", metavar="DATA", help="File, folder, pattern or hub:owner/name.")
-    ],
+        str | None, typer.Option("--data", metavar="DATA", help="File, folder, pattern or hub:owner/name.")
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", metavar="TASK", help="reasoning_gym:TASK in place of data; once for each."),
+    ] = None,
     folder: Annotated[
         Path,
         typer.Argument(
@@ -101,9 +109,14 @@ def init(
 ) -> None:
     """Write stack.yaml and run.yaml for a model and data, by the GPUs of this host, and plan the run."""
     _refuse_existing([folder / "stack.yaml", folder / "run.yaml"], force)
+    if bool(data) == bool(tasks) or (tasks and held_out):
+        raise InvalidRequest(
+            "name --data or --tasks, which brings held-out rows of its own", where="flotilla init"
+        )
+    made = _tasks(tasks or ([data] if data and is_generated(data) else []))
     # A name of the hub is one wherever it is read from now on, and in the files.
-    data, held_out = (str(data_source(source)) for source in (data, held_out or ""))
-    draft = _fitted(_drafted(folder, model, data, held_out, algorithm))
+    data, held_out = (str(data_source(source or "")) for source in (data, held_out))
+    draft = _fitted(_drafted(folder, model, data, held_out, algorithm, made))
     _refuse_existing([*draft.files], force)
     # A reward that exists is the user's work.
     written = {path: text for path, text in draft.files.items() if path.suffix != ".py" or not path.exists()}
@@ -136,8 +149,29 @@ def _refuse_existing(paths: Sequence[Path], force: bool) -> None:
         )
 
 
-def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str | None) -> Draft:
+def _tasks(names: Sequence[str]) -> tuple[TaskSource, ...]:
+    """Return the tasks of an option, with more rows than a source has by default."""
+    try:
+        sources = [TaskSource.parse(name) for name in names]
+    except ValueError as error:
+        raise InvalidRequest(str(error), where="--tasks", next_step=f"write {TASKS}countdown") from None
+    return tuple(
+        one if "size=" in name else replace(one, size=TASK_ROWS)
+        for one, name in zip(sources, names, strict=True)
+    )
+
+
+def _drafted(
+    folder: Path,
+    model: str,
+    data: str,
+    held_out: str,
+    algorithm: str | None,
+    tasks: tuple[TaskSource, ...] = (),
+) -> Draft:
     """Look at the model, the data and the host, and choose what the files say."""
+    if tasks:
+        data, held_out = str(tasks[0]), str(held_out_of(tasks[0]))
     with _named_by(
         "--model", "a folder with config.json, tokenizer.json and *.safetensors, or organisation/model", model
     ):
@@ -152,7 +186,7 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
         held_out_fields = _look_at(held_out, "test", "--heldout", "grpo" if algorithm == "sft" else algorithm)
     _require_answers(fields, held_out_fields, held_out)
     chat = (fields.texts or held_out_fields.texts) and _has_template(tokenizer)
-    config = _reading(data, algorithm, fields, chat, facts.longest_sequence)
+    config = _reading(data, algorithm, fields, chat, facts.longest_sequence, tasks)
     with _named_by("--data", f"rows with prompts of at most {facts.longest_sequence} tokens"):
         sets = JoinedSets(read_sets(config.data, tokenizer, training_data(config)))
     draft = Draft(
@@ -173,6 +207,7 @@ def _drafted(folder: Path, model: str, data: str, held_out: str, algorithm: str 
         response_tokens=0,
         model_tokens=0,
         answers=None,
+        tasks=tasks,
         split={} if held_out or not fields.prompts else _split(data, sets),
     )
     return _measured(draft, config, sets, tokenizer)
@@ -295,9 +330,19 @@ def _has_template(tokenizer: Tokenizer) -> bool:
     return True
 
 
-def _reading(source: str, algorithm: str, fields: Fields, chat: bool, longest: int) -> RunConfig:
+def _reading(
+    source: str,
+    algorithm: str,
+    fields: Fields,
+    chat: bool,
+    longest: int,
+    tasks: tuple[TaskSource, ...],
+) -> RunConfig:
     """Return a run that reads the data as the one that is written will."""
     data: dict[str, Any] = {"train": source, "apply_chat_template": chat, "max_prompt_tokens": longest}
+    if tasks:
+        data["train"] = [{"path": str(one)} for one in tasks]
+        data["system_prompt"] = ANSWER_IN_TAGS if chat and algorithm != "sft" else ""
     if not fields.layout:
         data |= {"prompt_field": fields.prompt, "answer_field": fields.answer or "answer"}
     rewards = (
@@ -323,12 +368,13 @@ def _gangs(config: RunConfig) -> tuple[str, ...]:
 def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Tokenizer) -> Draft:
     """Choose lengths and the reward by the first prompts, as the model gets them."""
     supervised, limit = config.algorithm.type == "sft", draft.longest_sequence
-    prompts = data.first(FIRST_ROWS)
+    prompts = data.prompts if draft.tasks else data.first(FIRST_ROWS)
     if not config.learns_from_pairs:
-        if not supervised:
+        if not supervised and not draft.tasks:
             _require_all_answers(prompts, draft)
         if draft.holds_out or not supervised:
-            draft = replace(draft, answers=kind_of_answers([prompt.answer for prompt in prompts]))
+            kind = Answers.tasks if draft.tasks else kind_of_answers([prompt.answer for prompt in prompts])
+            draft = replace(draft, answers=kind)
     asked = [*prompts, *_held_out_prompts(draft, config, tokenizer)]
     longest = _rounded(max(len(prompt.token_ids) for prompt in asked) * 5 // 4)
     response = min(_response_tokens(draft, prompts, tokenizer), max(limit - longest, limit // 2))
@@ -424,7 +470,8 @@ def _choices(draft: Draft) -> Iterator[str]:
 def _following(draft: Draft) -> list[str]:
     """Return the commands that come next."""
     there = "" if draft.folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(draft.folder))} && "
-    first = "reward test" if draft.answers else "run plan"
+    # An answer of a task stands in no tags, so a trial would give it no reward.
+    first = "reward test" if draft.answers and not draft.tagged else "run plan"
     # The variable would lead these commands to another stack.
     of = " --stack stack.yaml" if os.environ.get("FLOTILLA_STACK") else ""
     return [

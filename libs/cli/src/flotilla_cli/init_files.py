@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flotilla_core.config.model import HUB
+from flotilla_core.generated_tasks import TaskSource
 from flotilla_data.recognition import Answers, Fields
 
 GROUPS = {"gpus": 64, "cpu": 8}
@@ -29,6 +31,7 @@ SPLIT_FROM = 20
 HELD_OUT_SHARE = 10
 """One row in so many is held out."""
 HELD_OUT_MOST = 500
+ANSWER_IN_TAGS = "Think step by step, then write the final answer alone between <answer> and </answer>."
 FROM_PAIRS = ("dpo", "reward_model")
 RATES = ((500e6, 1e-5), (4e9, 3e-6), (float("inf"), 1e-6))
 """Learning rates by the most parameters of a model that learns from rewards or preferences."""
@@ -42,6 +45,7 @@ BUILT_IN = {
     Answers.numbers: ("numeric", "every answer is a number"),
     Answers.formulas: ("math", "answers are formulas"),
     Answers.short: ("exact", "answers are short texts"),
+    Answers.tasks: ("reasoning_gym", "each task says itself what an answer is worth"),
 }
 """The reward for each kind of answers, and why."""
 OWN = {
@@ -133,6 +137,8 @@ class Draft:
     answers: Answers | None
     """The kind that the reward judges; None where there is no reward."""
     adapters: bool = False
+    tasks: tuple[TaskSource, ...] = ()
+    """The tasks that stand for files."""
     split: dict[str, list[str]] = field(default_factory=dict)
     """The lines to train and those to hold out, where some of the data are held out."""
 
@@ -140,6 +146,11 @@ class Draft:
     def holds_out(self) -> bool:
         """True where evaluations have data of their own."""
         return bool(self.held_out or self.split)
+
+    @property
+    def tagged(self) -> bool:
+        """True where the system prompt asks for tags around an answer."""
+        return bool(self.tasks) and self.chat and self.algorithm != "sft"
 
     @property
     def stack(self) -> Path:
@@ -201,6 +212,11 @@ class Draft:
         return str(path.absolute()) if on_disk else name
 
 
+def held_out_of(task: TaskSource) -> TaskSource:
+    """Return the held-out tasks beside those to train: of another split, so none is in both."""
+    return replace(task, size=max(SPLIT_FROM, task.size // HELD_OUT_SHARE))
+
+
 def stack_text(draft: Draft) -> str:
     """Return the text of the stack file."""
     head = f"""\
@@ -250,7 +266,9 @@ algorithm:
 def _data(draft: Draft) -> str:
     fields = draft.fields
     train = draft.path(TRAIN, of_folder=True) if draft.split else draft.path(draft.data)
-    lines = ["data:", f"  train: {_quoted(train)}"]
+    lines = (
+        ["data:", *_sources("train", draft.tasks)] if draft.tasks else ["data:", f"  train: {_quoted(train)}"]
+    )
     if fields.layout:
         lines.append(f"  # {_sentence(fields.layout)}")
     else:
@@ -259,8 +277,16 @@ def _data(draft: Draft) -> str:
     if draft.chat:
         lines.append("  # Texts become chat messages; a base model wants them as they are.")
         lines.append("  apply_chat_template: true")
+    lines += [f"  system_prompt: {json.dumps(ANSWER_IN_TAGS)}"] if draft.tagged else []
     lines += ["  # Longer prompts are left out.", f"  max_prompt_tokens: {draft.prompt_tokens}"]
     return "\n".join(lines) + "\n"
+
+
+def _sources(key: str, tasks: Sequence[TaskSource]) -> list[str]:
+    """Write tasks, whose rows of a split the section chooses."""
+    if len(tasks) == 1:
+        return [f"  {key}: {json.dumps(str(tasks[0]))}"]
+    return [f"  {key}:", *(f"    - path: {json.dumps(str(one))}" for one in tasks)]
 
 
 def _rollout(draft: Draft) -> str:
@@ -280,7 +306,12 @@ def _rollout(draft: Draft) -> str:
 def _rewards(draft: Draft) -> str:
     name, why = draft.reward
     use = "For evaluations: " if draft.algorithm == "sft" else ""
-    return f"rewards:\n  # {_sentence(use + why)}\n  - reward: {_quoted(name)}\n" if name else ""
+    whole = (
+        "    # Answers stand in no tags.\n    parameters: {tag: ''}\n"
+        if draft.tasks and not draft.tagged
+        else ""
+    )
+    return f"rewards:\n  # {_sentence(use + why)}\n  - reward: {_quoted(name)}\n{whole}" if name else ""
 
 
 def _learning(draft: Draft) -> str:
@@ -308,6 +339,8 @@ def _evaluation(draft: Draft) -> str:
         return ""
     held_out = draft.path(HELDOUT, of_folder=True) if draft.split else draft.path(draft.held_out)
     found, lines = draft.held_out_fields, ["evaluation:", f"  data: {_quoted(held_out)}"]
+    if draft.tasks:
+        lines = ["evaluation:", *_sources("data", [held_out_of(one) for one in draft.tasks])]
     if not found.layout and found.prompt != draft.fields.prompt:
         lines.append(f"  prompt_field: {found.prompt}")
     if not found.layout and found.answer not in ("", draft.fields.answer):

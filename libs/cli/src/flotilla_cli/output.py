@@ -128,3 +128,9 @@ def version_text(version: PolicyVersion) -> str:
 def state_name(run: Run) -> str:
     """Return the state's name, such as `running` for RUN_STATE_RUNNING."""
     return RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+
+
+def short_reward(name: str) -> str:
+    """Return the name of a reward, or of a part of it, without the folders of its file."""
+    file, bracket, part = name.partition("[")
+    return os.path.basename(file) + bracket + part

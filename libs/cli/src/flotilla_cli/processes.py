@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
 from flotilla.coordinator.v1.coordinator_pb2 import Service
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_cli.output import age, console_on, say, version_text
@@ -21,6 +22,7 @@ from flotilla_core import kinds
 from flotilla_core.kinds import kind_name
 from flotilla_core.log_files import HEADER, tail
 from flotilla_launch.table import NATS
+from flotilla_workers.jail.level import told
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,6 +69,7 @@ def process_json(process: ProcessStatus, service: Service | None = None) -> dict
         "policy_version": _version(service),
         "asleep": service is not None and service.asleep,
         "run_id": service.run_id or None if service is not None else None,
+        "isolation": service.registration.isolation or None if service is not None else None,
     }
 
 
@@ -94,6 +97,25 @@ def process_table(
     rows = [process_row(process, services.get(process.name)) for process in processes]
     shown = len(COLUMNS) if any(row[-1] for row in rows) else len(COLUMNS) - 1
     return COLUMNS[:shown], [row[:shown] for row in rows]
+
+
+def say_isolation(levels: Mapping[str, str]) -> None:
+    """Say in which jail functions of users run on these reward services; one of an earlier release does not know."""
+    names: dict[str, list[str]] = {}
+    for name, isolation in levels.items():
+        names.setdefault(isolation, []).append(name)
+    for isolation, those in names.items():
+        if isolation:
+            say(f"{', '.join(those)}: {told(isolation)}")
+
+
+def isolation_of(services: dict[str, Service]) -> dict[str, str]:
+    """Return the isolation of the reward services among these."""
+    return {
+        name: service.registration.isolation
+        for name, service in sorted(services.items())
+        if service.registration.kind == SERVICE_KIND_REWARD
+    }
 
 
 def as_the_coordinator_sees(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from google.protobuf.json_format import MessageToDict
+from pydantic import TypeAdapter
 
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
 from flotilla.reward.v1 import reward_pb2 as pb
@@ -29,7 +30,8 @@ from flotilla.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.completion import complete_setting
 from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
-from flotilla_cli.output import print_json, print_line, print_table, say
+from flotilla_cli.output import print_json, print_line, print_table, say, short_reward
+from flotilla_cli.processes import say_isolation
 from flotilla_cli.services import find_services
 from flotilla_cli.stack import (
     load_stack_with_model,
@@ -38,7 +40,8 @@ from flotilla_cli.stack import (
     with_models_here,
 )
 from flotilla_core import rpc
-from flotilla_core.config import RewardTermConfig, RunConfig, load, load_text
+from flotilla_core.config import JudgeConfig, RewardTermConfig, RunConfig, StackConfig, load, load_text
+from flotilla_core.config.judges import judge_of
 from flotilla_core.errors import (
     FailedPrecondition,
     FlotillaError,
@@ -51,9 +54,12 @@ from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
 from flotilla_core.model_folder import model_folder
 from flotilla_core.rpc.status import from_status
 from flotilla_data.rows import open_rows, parts
+from flotilla_launch.environment import resolved
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.prompts import Prompt
+    from flotilla_coordinator.data.tokenizer import Tokenizer
+    from flotilla_coordinator.rollouts.judges import Agreement
     from flotilla_coordinator.rollouts.scoring import Outcome
 
 app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
@@ -75,20 +81,25 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
 
     A function in a file needs no entry here: name it in the run as path.py:function.
     """
-    rewards = [_reward_json(found, services) for found, services in wait(_ask(stack, coordinator))]
+    known, levels = wait(_ask(stack, coordinator))
+    rewards = [_reward_json(found, services) for found, services in known]
     if as_json:
-        print_json({"rewards": rewards})
+        print_json({"rewards": rewards, "isolation": levels})
         return
     rows = [
         (one["name"], ", ".join(_parameter(one, name) for name in one["parameters"]), one["description"])
         for one in rewards
     ]
     print_table(("REWARD", "PARAMETERS", "WHAT IT GIVES"), rows)
+    say_isolation(levels)
 
 
-async def _ask(stack: str | None, coordinator: str | None) -> list[tuple[RewardInfo, list[str]]]:
-    """Return each reward once, with the names of the services that serve it."""
+async def _ask(
+    stack: str | None, coordinator: str | None
+) -> tuple[list[tuple[RewardInfo, list[str]]], dict[str, str]]:
+    """Return each reward once, with the names of the services that serve it, and the isolation of these."""
     found: dict[str, tuple[RewardInfo, list[str]]] = {}
+    levels: dict[str, str] = {}
     services = [
         one for one in (await find_services(stack, coordinator)).values() if one.kind == SERVICE_KIND_REWARD
     ]
@@ -98,9 +109,10 @@ async def _ask(stack: str | None, coordinator: str | None) -> list[tuple[RewardI
         async with service.channel() as channel:
             call = RewardServiceStub(channel).ListRewards
             answer = await rpc.unary(call, ListRewardsRequest(), timeout_s=_LIST_S)
+        levels[service.name] = answer.isolation
         for info in answer.rewards:
             found.setdefault(info.name, (info, []))[1].append(service.name)
-    return list(found.values())
+    return list(found.values()), levels
 
 
 def _reward_json(info: RewardInfo, services: list[str]) -> dict[str, Any]:
@@ -154,16 +166,35 @@ def test(
     code 1 when a response could not be scored.
     """
     config = _config_of(arguments, data)
-    prompts = _rows(config, stack, rows)
+    make_example(stack_file(stack))
+    of_stack = load_stack_with_model(stack)
+    prompts, tokenizer = _rows(config, of_stack, rows)
     tried = list(_responses(prompts, response or [], responses))
-    scored = zip(tried, _scored(config, tried), strict=True)
-    found = [_trial_json(config, *one, *outcome) for one, outcome in scored]
+    scored = zip(tried, _scored(config, of_stack, tokenizer, tried), strict=True)
+    found = [_trial_json(*one, *outcome) for one, outcome in scored]
+    judges = list(agreements(config, of_stack))
     if as_json:
-        print_json({"rewards": [term.reward for term in config.rewards], "samples": found})
+        figures = [{"reward": one.term, "agreement": one.figure, "at_least": one.at_least} for one in judges]
+        names = [term.shown for term in config.rewards]
+        print_json({"rewards": names, "samples": found, "judges": figures})
     else:
         _print_trial(found)
-    if any(one["failure"] for one in found):
+    for one in judges:
+        say(f"the judge of {one.term} agrees by {one.figure:.3f} ({one.shown})")
+    if any(one["failure"] for one in found) or not all(one.enough for one in judges):
         raise typer.Exit(RUN_FAILED)
+
+
+def agreements(config: RunConfig, stack: StackConfig) -> Iterator[Agreement]:
+    """Ask the judges of a run of their labelled examples; yield how far each agrees."""
+    from flotilla_coordinator.rollouts.judges import agreement_of, examples_of
+    from flotilla_coordinator.rollouts.scoring import reward_spec
+
+    for term in config.judged_terms:
+        examples = examples_of(term)
+        request = pb.ScoreRequest(rewards=[reward_spec(term)], items=[one.item for one in examples])
+        outcomes = {one.sample_id: one for one in _trial(request, stack).outcomes}
+        yield agreement_of(term, examples, outcomes)
 
 
 def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
@@ -186,25 +217,35 @@ def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
         return load_text(RunConfig, text, source="command line", overrides=overrides, resolve_paths=True)
     config = load(RunConfig, files, overrides, resolve_paths=True)
     if names:
-        asked = [RewardTermConfig(reward=name).with_paths_from(Path.cwd()) for name in names]
-        known = {term.reward: term for term in config.rewards}
-        config = config.model_copy(update={"rewards": tuple(known.get(one.reward, one) for one in asked)})
-    if not config.rewards:
+        config = config.model_copy(update={"rewards": tuple(_term_of(config, name) for name in names)})
+    scored = tuple(term for term in config.rewards if term.model is None)
+    if models := [term.shown for term in config.rewards if term.model is not None]:
+        say(f"{', '.join(models)}: left out, because a reward model is asked by runs alone")
+    if not scored:
         raise InvalidRequest(
             "the run names no rewards", where=", ".join(files), next_step="name one: path.py:function"
         )
-    return config
+    return config.model_copy(update={"rewards": scored})
 
 
-def _rows(config: RunConfig, stack: str | None, rows: int) -> list[Prompt]:
+def _term_of(config: RunConfig, name: str) -> RewardTermConfig:
+    """Return the term of the run with this reward or name; a reward that the run does not have is taken as it is."""
+    known = {str(term.reward): term for term in config.rewards if term.model is None}
+    known |= {term.shown: term for term in config.rewards}
+    if judge_of(name) and name not in known:
+        raise InvalidRequest("a judge needs a rubric", where=name, next_step="name a run file with its term")
+    asked = known.get(name) or RewardTermConfig(reward=name).with_paths_from(Path.cwd())
+    return known.get(str(asked.reward), asked)
+
+
+def _rows(config: RunConfig, stack: StackConfig, rows: int) -> tuple[list[Prompt], Tokenizer]:
     """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
     from flotilla_coordinator.data.prompts import load_prompts
     from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
 
-    make_example(stack_file(stack))
-    tokenizer = Tokenizer.load(model_folder(with_models_here(load_stack_with_model(stack)).model))
-    return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows)
+    tokenizer = Tokenizer.load(model_folder(with_models_here(stack).model))
+    return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows), tokenizer
 
 
 def _responses(
@@ -242,30 +283,61 @@ def _read_responses(file: Path, most: int) -> Iterator[str]:
             yield text
 
 
-def _scored(config: RunConfig, tried: list[tuple[Prompt, str, str]]) -> list[tuple[Outcome, float]]:
-    """Return the outcome of each response, from a process of the reward service, and its seconds."""
+def _scored(
+    config: RunConfig, stack: StackConfig, tokenizer: Tokenizer, tried: list[tuple[Prompt, str, str]]
+) -> list[tuple[Outcome, float]]:
+    """Return the outcome of each response, and its seconds.
+
+    The responses to a row are a group, of a run that has made no step.
+    """
+    import numpy as np
+
     from flotilla_coordinator.rollouts.scoring import reward_spec, score_item, weigh
 
+    items = [
+        score_item(
+            str(number),
+            prompt,
+            text,
+            group=str(prompt.index),
+            token_ids=np.array(tokenizer.encode(text, special=False), np.int32),
+            step=0,
+        )
+        for number, (prompt, text, _) in enumerate(tried)
+    ]
+    rewards = map(reward_spec, config.rewards)
+    outcomes = _trial(pb.ScoreRequest(rewards=rewards, items=items, total_steps=config.steps), stack).outcomes
+    return [
+        (weigh(config.rewards, [one], config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
+        for one in outcomes
+    ]
+
+
+def _trial(request: pb.ScoreRequest, stack: StackConfig) -> pb.ScoreResponse:
+    """Return the outcomes of a request, from a process of the reward service."""
     if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
         raise FailedPrecondition(
             "the reward service is not installed here", next_step="pip install flotilla-reward"
         )
-    items = [score_item(str(number), prompt, text) for number, (prompt, text, _) in enumerate(tried)]
-    request = pb.ScoreRequest(rewards=map(reward_spec, config.rewards), items=items)
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
-        asked.write(request.SerializeToString())
-        asked.seek(0)
-        command = [sys.executable, "-m", _TRIAL]
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    asked = {judge_of(spec.reward) for spec in request.rewards}
+    judges = {name: one for name, one in stack.judges.items() if name in asked}
+    keys = {one.api_key_env for one in judges.values()}
+    places = {name: place for name, place in stack.reward.environment.items() if name in keys}
+    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answered:
+        question.write(request.SerializeToString())
+        question.seek(0)
+        isolation = stack.reward.isolation.model_dump_json()
+        of_judges = TypeAdapter(dict[str, JudgeConfig]).dump_json(judges).decode()
+        command = [sys.executable, "-m", _TRIAL, isolation, of_judges]
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | resolved(places, "reward")
         with subprocess.Popen(
-            command, stdin=asked, stdout=answered, stderr=subprocess.PIPE, env=environment, bufsize=0
+            command, stdin=question, stdout=answered, stderr=subprocess.PIPE, env=environment, bufsize=0
         ) as trial:
             _say_all(trial)
         answered.seek(0)
         answer = answered.read()
     if trial.returncode == 0:
-        outcomes = pb.ScoreResponse.FromString(answer).outcomes
-        return [(weigh(config.rewards, [one]), one.elapsed.ToNanoseconds() / 1e9) for one in outcomes]
+        return pb.ScoreResponse.FromString(answer)
     refused = from_status(answer) if trial.returncode == _REFUSED else None
     raise refused or Internal("the trial ended early", why=f"its process ended with code {trial.returncode}")
 
@@ -292,9 +364,9 @@ def _say_all(trial: Popen[bytes]) -> None:
         say(f"... and {more:,} bytes more, which are not shown")
 
 
-def _trial_json(
-    config: RunConfig, prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float
-) -> dict[str, Any]:
+def _trial_json(prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    from flotilla_coordinator.ledger.verdicts import named_parts
+
     return {
         "row": prompt.index + 1,
         "prompt": prompt.prompt_text,
@@ -303,24 +375,25 @@ def _trial_json(
         "answer": prompt.answer,
         "info": prompt.info,
         "reward": outcome.total,
-        "reward_parts": [
-            {"reward": term.reward, "value": value}
-            for term, value in zip(config.rewards, outcome.terms, strict=False)
-        ],
+        "reward_parts": [{"reward": name, "value": value} for name, value in named_parts(outcome.verdicts)],
+        "verdicts": [verdict.record() for verdict in outcome.verdicts],
         "seconds": seconds,
-        "failure": outcome.failure,
+        "failure": outcome.failure if outcome.failed else "",
         "traceback": outcome.traceback,
     }
 
 
 def _print_trial(found: list[dict[str, Any]]) -> None:
-    """Print a line for each response, then each failure once with its traceback, then what to make of it."""
+    """Print a line for each response, each failure once with its traceback, the verifiers, and what to make of it."""
     rows = []
     shared = _shared_lines([one["prompt"] for one in found])
     for one in found:
-        parts = ", ".join(f"{Path(part['reward']).name}={part['value']:.4g}" for part in one["reward_parts"])
+        parts = ", ".join(
+            f"{short_reward(part['reward'])}={part['value']:.4g}" for part in one["reward_parts"]
+        )
         shown = f"({one['response_is']})" if one["response_is"] else _short(one["response"])
-        reward = "failed" if one["failure"] else f"{one['reward']:.4g}"
+        reward = "dropped" if one["reward"] is None else f"{one['reward']:.4g}"
+        reward = "failed" if one["failure"] else reward
         time = f"{one['seconds'] * 1000:.1f} ms"
         rows.append(
             (
@@ -342,15 +415,26 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
         print_line(f"\n{len(ones)} of {len(found)} failed, row {ones[0]['row']} first: {failure}")
         if ones[0]["traceback"]:
             print_line(textwrap.indent(ones[0]["traceback"].rstrip(), "  "))
-    rewards = [one["reward"] for one in found if not one["failure"]]
+    for reward, ones in _verdicts_by_reward(found).items():
+        broken = [one for one in ones if one["outcome"] == "unverifiable"]
+        of_some = f"; {len(broken)} of {len(ones)} unverifiable: {broken[0]['message']}" if broken else ""
+        say(f"{short_reward(reward)} is {ones[0].get('version') or 'of no known version'}{of_some}")
+    rewards = [one["reward"] for one in found if one["reward"] is not None]
     for name in dict.fromkeys(one["response_is"] for one in found):
-        of_name = [one["reward"] for one in found if one["response_is"] == name and not one["failure"]]
+        of_name = [one["reward"] for one in found if one["response_is"] == name and one["reward"] is not None]
         if name and of_name:
             say(
                 f"mean reward of {name.replace('empty', 'an empty response')}: {sum(of_name) / len(of_name):.4g}"
             )
     if len(rewards) > 1 and len(set(rewards)) == 1:
         say("all rewards are equal: these responses teach nothing. Try others: --response TEXT")
+
+
+def _verdicts_by_reward(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    verdicts: dict[str, list[dict[str, Any]]] = {}
+    for verdict in (verdict for one in found for verdict in one["verdicts"]):
+        verdicts.setdefault(verdict["reward"], []).append(verdict)
+    return verdicts
 
 
 def _shared_lines(prompts: list[str]) -> int:

@@ -40,14 +40,15 @@ from flotilla_cli.stack import (
     ask,
     ask_or_else,
     call,
+    load_stack,
     load_stack_with_model,
     make_example,
     stack_file,
 )
 from flotilla_cli.watch import print_comparison, print_plan, remarks, run_json, stay_with
-from flotilla_core import config
+from flotilla_core import config, findings
 from flotilla_core.config import load, load_text, read_values
-from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig
 from flotilla_core.json_text import json_lines
 
 if TYPE_CHECKING:
@@ -123,9 +124,33 @@ def plan(
         stack,
         coordinator,
     )
+    if not found.errors:
+        _ask_judges(found, load(config.RunConfig, files, overrides, resolve_paths=True), stack)
     print_plan(found, as_json=as_json)
     if found.errors:
         raise typer.Exit(USAGE)
+
+
+def _ask_judges(plan: Plan, run: config.RunConfig, stack: str | None) -> None:
+    """Add to a plan how far the judges of the run agree with their labelled examples, asked from here."""
+    if not run.judged_terms:
+        return
+    from flotilla_cli.reward import agreements
+    from flotilla_coordinator.plan.chapter import Chapter, Entry, Line, refusal
+
+    entries: list[Entry] = []
+    try:
+        for one in agreements(run, load_stack(stack)):
+            entries.append(Line(f"judge of {one.term}", f"{one.figure:.3f}", one.shown))
+            if not one.enough:
+                entries.append(
+                    refusal(f"the judge of reward {one.term} agrees by {one.figure:.3f}: {one.shown}")
+                )
+    except FlotillaError as error:
+        entries.append(
+            findings.warning(f"judges were not asked from here, the start of the run does so: {error}")
+        )
+    Chapter.of(entries).write(plan)
 
 
 @app.command("list")

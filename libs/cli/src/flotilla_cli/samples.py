@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from google.protobuf.json_format import MessageToDict
 
 from flotilla.coordinator.v1.coordinator_pb2 import GetRunResponse, Sample, SampleState
 from flotilla_cli.completion import RunId
 from flotilla_cli.options import Coordinator, Json, Stack, make_folder_of
-from flotilla_cli.output import print_json, print_line, print_table, say, version_text
+from flotilla_cli.output import print_json, print_line, print_table, say, short_reward, version_text
 from flotilla_cli.stack import ask
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFound
@@ -242,6 +243,7 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "drop_reason": sample.drop_reason or None,
         "reward": sample.reward if sample.HasField("reward") else None,
         "reward_parts": parts if sample.HasField("reward_parts") else None,
+        "verdicts": [MessageToDict(one, preserving_proto_field_name=True) for one in sample.verdicts],
         "policy_versions": list(dict.fromkeys(version_text(span.version) for span in sample.version_spans)),
         "tokens": sample.version_spans[-1].end if sample.version_spans else 0,
         "generator": sample.generator_id or None,
@@ -332,6 +334,8 @@ def _print_whole(sample: dict[str, Any]) -> None:
     print_line(f"reward {_reward(sample) or 'none'}  version {versions}{tokens}")
     if sample.get("reward_parts"):
         print_line("parts  " + ", ".join(_part(part) for part in sample["reward_parts"]))
+    for verdict in sample.get("verdicts") or ():
+        print_line(f"judged {_verdict(verdict)}")
     if sample.get("info"):
         print_line(f"info   {visible_json(sample['info'])}")
     for name in ("prompt", "response", "answer"):
@@ -346,7 +350,24 @@ def _tokens(sample: dict[str, Any]) -> int | None:
 
 
 def _part(part: dict[str, Any]) -> str:
-    return f"{Path(part['reward']).name} {part['value']:.4g}"
+    return f"{short_reward(part['reward'])} {part['value']:.4g}"
+
+
+def _verdict(verdict: dict[str, Any]) -> str:
+    """Say who judged a sample, how, in which time, and what is wrong."""
+    said = (
+        verdict["outcome"] if verdict.get("value") is None else f"{verdict['outcome']} {verdict['value']:.4g}"
+    )
+    told = [
+        f"{short_reward(verdict['reward'])} {said}",
+        f"by {verdict.get('version') or 'an unknown version'}",
+        f"in {verdict.get('seconds', 0.0) * 1000:.1f} ms",
+    ]
+    if verdict.get("extracted"):
+        told.append(f"read {_short(verdict['extracted'])!r}")
+    if verdict.get("message"):
+        told.append(verdict["message"])
+    return ", ".join(told)
 
 
 def _outcome(sample: dict[str, Any]) -> str:

@@ -43,6 +43,7 @@ from flotilla_launch.health import is_serving
 from flotilla_launch.launcher import launcher_of
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.state import find, is_up
+from flotilla_workers.jail import jail
 
 _LEAST_BYTES = 32 << 20
 """The space for ledger, samples, spans and logs of a short run."""
@@ -78,6 +79,7 @@ def stack_checks(given: str | None) -> tuple[StackConfig | None, list[Finding]]:
         credential_finding(config),
         _bind(config),
         *_interface(config),
+        *_isolation(config),
     ]
 
 
@@ -199,6 +201,11 @@ def _interface(config: StackConfig) -> list[Finding]:
     except FlotillaError as error:
         return [refused("interface", error)]
     return [passed("interface", f"{config.bind.interface} is up, with {address}")]
+
+
+def _isolation(config: StackConfig) -> list[Finding]:
+    """Look for the jail of functions of users here, where the stack starts rewards."""
+    return [jail.find(config.reward.isolation).finding] if config.reward.replicas else []
 
 
 async def service_checks(config: StackConfig) -> list[Finding]:

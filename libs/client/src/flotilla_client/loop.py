@@ -67,6 +67,11 @@ class HeldOutResult:
     pass_at: dict[int, float]
     """Values by k; empty where each prompt has one answer. The same holds for `maj_at`."""
     maj_at: dict[int, float]
+    pass_at_stderr: dict[int, float]
+    """Standard errors by k; empty for a single prompt."""
+    maj_at_stderr: dict[int, float]
+    unscored_rate: float
+    """Share of the answers whose reward failed, which are in no other figure; NaN for pairs."""
 
     @classmethod
     def from_proto(cls, message: pb.HeldOutResult) -> HeldOutResult:
@@ -88,6 +93,9 @@ class HeldOutResult:
             figure("reward_stderr"),
             by_number("pass"),
             by_number("maj"),
+            by_number("stderr_pass"),
+            by_number("stderr_maj"),
+            figure("unscored_rate"),
         )
 
 

@@ -195,6 +195,8 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MPLBACKEND": "agg",
+    # What goes by the order of a set of texts is the same each time.
+    "PYTHONHASHSEED": "0",
 }
 
 

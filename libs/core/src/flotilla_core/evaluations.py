@@ -12,8 +12,26 @@ ACCURACY, REWARD_MEAN = "eval/accuracy", "eval/reward_mean"
 BEFORE = {ACCURACY: "eval/accuracy_before", REWARD_MEAN: "eval/reward_mean_before"}
 """Figures of the first evaluation that stay among the metrics of the run."""
 ERRORS = {ACCURACY: "eval/accuracy_stderr", REWARD_MEAN: "eval/reward_stderr"}
+UNSCORED, UNVERIFIABLE = "eval/unscored_rate", "eval/unverifiable_rate"
+MOST_VOTERS = 16
+"""The largest team whose majority is measured, beside that of all answers: larger ones take long to count."""
 WORDS = {ACCURACY: "accuracy", REWARD_MEAN: "mean reward"}
 NONE_RIGHT = "no answer reached success_at"
+
+
+def error_of(name: str) -> str:
+    """Return the name of the standard error of a figure."""
+    return ERRORS.get(name) or f"eval/stderr_{name.removeprefix('eval/')}"
+
+
+def team_sizes(drawn: int) -> list[int]:
+    """Return the numbers k of answers for which pass@k is measured."""
+    return [1 << power for power in range(drawn.bit_length())]
+
+
+def majority_sizes(drawn: int) -> list[int]:
+    """Return the numbers k of answers for which maj@k is measured."""
+    return [*(k for k in team_sizes(drawn) if 1 < k < drawn and k <= MOST_VOTERS), drawn]
 
 
 def named(held_out: str, figures: Mapping[str, float]) -> dict[str, float]:
@@ -57,7 +75,8 @@ def told(metrics: Mapping[str, float]) -> tuple[str, ...]:
 def _text(metrics: Mapping[str, float]) -> str:
     names = told(metrics)
     text = ", ".join(f"{WORDS[name]} {_with_error(metrics, name)}" for name in names)
-    return text if ACCURACY in names else f"{text} ({NONE_RIGHT})"
+    text = text if ACCURACY in names else f"{text} ({NONE_RIGHT})"
+    return text + (f", {metrics[UNSCORED]:.1%} not scored" if metrics.get(UNSCORED) else "")
 
 
 def _with_error(metrics: Mapping[str, float], name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from flotilla_core.config import GangConfig, StackConfig, TrainerConfig
@@ -9,20 +10,23 @@ from flotilla_core.errors import FailedPrecondition
 from flotilla_core.roles import (
     CRITIC,
     KINDS,
+    NAMED,
     POLICY,
     REFERENCE,
+    REWARD_MODEL,
     TEACHER,
+    kind_of_role,
+    name_of_role,
+    named_role,
     process_name,
     role_of_process,
     section_of,
-    teacher_name,
-    teacher_role,
 )
 
 
 def roles_of(stack: StackConfig) -> tuple[str, ...]:
-    """Return all roles that gangs of a stack may have, named teachers last and in the order of the file."""
-    return (*KINDS, *map(teacher_role, stack.teachers))
+    """Return all roles that gangs of a stack may have: named teachers, then reward models, in the order of the file."""
+    return (*KINDS, *_named(stack))
 
 
 def gang_of(stack: StackConfig, role: str) -> TrainerConfig:
@@ -45,7 +49,8 @@ def with_model(stack: StackConfig, role: str, folder: Path | str) -> StackConfig
     gang = _beside(stack, role).model_copy(update={"model": folder})
     if role in KINDS:
         return stack.model_copy(update={role: gang})
-    return stack.model_copy(update={"teachers": {**stack.teachers, teacher_name(role): gang}})
+    kind = kind_of_role(role)
+    return stack.model_copy(update={NAMED[kind]: {**named_gangs(stack)[kind], name_of_role(role): gang}})
 
 
 def started(stack: StackConfig, role: str) -> bool:
@@ -65,16 +70,29 @@ def slots_of_role(stack: StackConfig, role: str) -> list[str]:
 
 
 def _beside(stack: StackConfig, role: str) -> GangConfig:
-    gangs = {CRITIC: stack.critic, REFERENCE: stack.reference, TEACHER: stack.teacher}
-    gangs |= {teacher_role(name): gang for name, gang in stack.teachers.items()}
+    gangs = {CRITIC: stack.critic, REFERENCE: stack.reference, TEACHER: stack.teacher, **_named(stack)}
     if role not in gangs:
+        kind = kind_of_role(role)
         raise FailedPrecondition(
-            f"the stack has no teacher {teacher_name(role)!r}",
-            where=f"stack {stack.name!r}, teachers",
-            why=f"it names {', '.join(stack.teachers) or 'none'}",
+            f"the stack has no {kind.replace('_', ' ')} {name_of_role(role)!r}",
+            where=f"stack {stack.name!r}, {NAMED[kind]}",
+            why=f"it names {', '.join(named_gangs(stack)[kind]) or 'none'}",
             next_step=f"write {section_of(role)} into stack.yaml, or take another name",
         )
     return gangs[role]
+
+
+def named_gangs(stack: StackConfig) -> dict[str, Mapping[str, GangConfig]]:
+    """Return the gangs that have names, by the kind of their roles."""
+    return {TEACHER: stack.teachers, REWARD_MODEL: stack.reward_models}
+
+
+def _named(stack: StackConfig) -> dict[str, GangConfig]:
+    return {
+        named_role(kind, name): gang
+        for kind, gangs in named_gangs(stack).items()
+        for name, gang in gangs.items()
+    }
 
 
 AT = "-at-"

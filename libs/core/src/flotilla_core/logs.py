@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 from flotilla_core.logger import EventDict, structlog
 
 # They are chatty below warnings, and our own lines report the same things better.
-_QUIET = ("grpc", "nats", "asyncio", "urllib3", "httpx", "filelock")
+_QUIET = ("grpc", "nats", "asyncio", "urllib3", "httpx", "httpx2", "httpcore2", "filelock")
 
 
 def configure_logs(service: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.files import open_regular, require_regular
-from flotilla_core.json_text import json_object, read_bounded
+from flotilla_core.json_text import json_object, read_bounded, read_json_object
 
 LONGEST_HEADER = 100 << 20
 """The most bytes of a header, which is the limit of the format."""
@@ -25,6 +25,11 @@ MOST_DIMENSIONS = 16
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 
 TOKENIZER_FILE = "tokenizer.json"
+SCORE_HEADS = ("score", "v_head.summary")
+"""Linear heads that give scores: those of transformers' classification of sequences or tokens, and TRL's value head."""
+_CLASSIFIER = "ForSequenceClassification"
+_UNSAID_LABELS = 2
+"""The labels of a classifier whose configuration names none, in transformers."""
 
 
 def model_folder(model: Path | str) -> Path:
@@ -73,6 +78,24 @@ def weight_files(folder: Path) -> list[Path]:
 def _unreadable(path: Path, error: OSError) -> InvalidConfig:
     why = error.strerror or str(error)
     return InvalidConfig("the file of weights cannot be read", where=str(path), why=why)
+
+
+def score_head(folder: Path) -> tuple[str, int]:
+    """Return the name of a model's linear head of scores, and the number of its labels; 0 where it gives no scores.
+
+    An encoder for sequence classification has labels too, and a head of another kind, which has no name here.
+    """
+    for file in weight_files(folder):
+        shapes = stored_shapes(file)
+        for head in SCORE_HEADS:
+            if len(shape := shapes.get(f"{head}.weight", ())) == 2:
+                return head, shape[0]
+    config = read_json_object(folder / "config.json")
+    kinds = config.get("architectures") or []
+    if config.get("is_encoder_decoder") or not any(str(kind).endswith(_CLASSIFIER) for kind in kinds):
+        return "", 0
+    labels = config.get("id2label")
+    return "", len(labels) if isinstance(labels, dict) else _UNSAID_LABELS
 
 
 def whole_number(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:

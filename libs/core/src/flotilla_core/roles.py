@@ -1,7 +1,7 @@
 """The roles that a gang of ranks can have for a run.
 
 Invariant: a process's name says its role, so a gang that is started by hand needs no further setting. The role is the
-part of the name; a teacher with a name of its own has a role of its own, the first two parts.
+part of the name; a teacher or a reward model with a name of its own has a role of its own, the first two parts.
 """
 
 from __future__ import annotations
@@ -10,23 +10,32 @@ POLICY = "policy"
 CRITIC = "critic"
 REFERENCE = "reference"
 TEACHER = "teacher"
+REWARD_MODEL = "reward_model"
 
 KINDS = (POLICY, CRITIC, REFERENCE, TEACHER)
-"""The kinds of roles: every named teacher is a teacher."""
-BESIDE_THE_POLICY = (CRITIC, REFERENCE, TEACHER)
+"""The kinds of roles with a section of their own: every named teacher is a teacher."""
+NAMED = {TEACHER: "teachers", REWARD_MODEL: "reward_models"}
+"""The sections of gangs that have names, by the kind of their roles."""
+BESIDE_THE_POLICY = (CRITIC, REFERENCE, TEACHER, REWARD_MODEL)
 LEARNING = (POLICY, CRITIC)
 
-TEACHER_NAME = r"^[a-z][a-z0-9_]{0,30}$"
-MOST_TEACHERS = 16
+GANG_NAME = r"^[a-z][a-z0-9_]{0,30}$"
+MOST_NAMED = 16
+"""The most gangs of one section of `NAMED`."""
+
+
+def named_role(kind: str, name: str) -> str:
+    """Return the role of the teacher, or of the reward model, with this name."""
+    return f"{kind}-{name}"
 
 
 def teacher_role(name: str) -> str:
     """Return the role of the teacher with this name."""
-    return f"{TEACHER}-{name}"
+    return named_role(TEACHER, name)
 
 
-def teacher_name(role: str) -> str:
-    """Return the name of a named teacher; empty for any other role."""
+def name_of_role(role: str) -> str:
+    """Return the name of a named teacher or of a reward model; empty for any other role."""
     return role.partition("-")[2]
 
 
@@ -42,9 +51,9 @@ def role_of_process(name: str) -> str:
     """
     first, _, rest = name.partition("-")
     second = rest.partition("-")[0]
-    # A number distinguishes replicas and is never the start of a teacher's name.
-    if first == TEACHER and second and not second[0].isdigit():
-        return teacher_role(second)
+    # A number distinguishes replicas and is never the start of a name.
+    if first in NAMED and second and not second[0].isdigit():
+        return named_role(first, second)
     return first if first in BESIDE_THE_POLICY else POLICY
 
 
@@ -55,5 +64,5 @@ def process_name(role: str) -> str:
 
 def section_of(role: str) -> str:
     """Return the section of the stack file that describes the gangs of a role."""
-    name = teacher_name(role)
-    return f"teachers.{name}" if name else process_name(role)
+    name = name_of_role(role)
+    return f"{NAMED[kind_of_role(role)]}.{name}" if name else process_name(role)

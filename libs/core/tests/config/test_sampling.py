@@ -44,6 +44,37 @@ def test_a_mistake_about_held_out_sets_is_named(data: str, message: str) -> None
         load(f"evaluation: {{data: {data}}}\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("reward_mode: gated", "no reward is a gate: give one gate_at"),
+        ("reward_mode: mean", "reward_mode: "),
+        (
+            "rewards: [{reward: exact, gate_at: 1}]",
+            "reward_mode is weighted, and reward exact has a gate_at",
+        ),
+        (
+            "reward_mode: min\nrewards: [{reward: exact, weight: 0}]",
+            "reward_mode is min, and every weight is 0",
+        ),
+        (
+            "reward_mode: max\nrewards: []\nalgorithm: {type: sft}",
+            "reward_mode is max, and there are no rewards",
+        ),
+        ("reward_mode: product\nalgorithm: {type: gdpo}", "gdpo normalises each reward by "),
+        (
+            "evaluation: {data: [{path: /a.jsonl, reward_mode: min}]}",
+            "reward_mode of a is min, and there are no rewards beside it",
+        ),
+    ],
+)
+def test_rewards_that_cannot_be_combined_as_the_run_says_are_refused(text: str, message: str) -> None:
+    run = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\n"
+    rewards = "" if "\nrewards:" in f"\n{text}" else "rewards: [{reward: exact}]\n"
+    with pytest.raises(InvalidConfig, match=message):
+        load_text(RunConfig, f"{run}{rewards}{text}\n", source="run.yaml")
+
+
 def test_every_held_out_set_is_judged_by_rewards_where_one_is() -> None:
     text = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nalgorithm: {type: dpo}\nevaluation: {data: [%s]}\n"
     judged = "{path: /a.jsonl, rewards: [{reward: exact}]}"

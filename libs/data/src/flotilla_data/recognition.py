@@ -70,6 +70,8 @@ class Answers(StrEnum):
     formulas = "formulas"
     short = "short"
     long = "long"
+    tasks = "tasks"
+    """Those of tasks of reasoning_gym, which say themselves what an answer is worth."""
 
 
 def recognised(rows: Values, source: str, reads: Reads | None = None) -> Fields:

@@ -25,9 +25,10 @@ import numpy.typing as npt
 
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.files import open_regular
+from flotilla_core.generated_tasks import PACKAGE, TaskSource, is_generated, package_version
 from flotilla_core.json_text import json_object
 from flotilla_data.columns import is_sent_as_text
-from flotilla_data.copies import copy_of
+from flotilla_data.copies import copy_of, rows_of_tasks
 from flotilla_data.files import Identity, content_digest, data_files, identity
 from flotilla_data.formats import (
     LONGEST_LINE,
@@ -231,7 +232,8 @@ class Rows:
         self.source = source
         self._rows = rows
         self._ends = list(accumulate(len(one) for one in rows))
-        self.digests = {str(file.path): content_digest(file) for file in files}
+        name = f"{source} of {PACKAGE} {package_version()}" if is_generated(source) else ""
+        self.digests = {name or str(file.path): content_digest(file) for file in files}
         """The digest of each file's content."""
         self.judged: dict[Any, tuple[frozenset[int], tuple[str, ...], npt.NDArray[np.int64] | None]] = {}
         """Results by the rules of the judgement: bad rows, the names of the first ones, and the order by difficulty."""
@@ -298,9 +300,13 @@ def _numbered(row: Row, first: int) -> Row:
 
 
 def open_rows(source: Path, split: str, copies: Path | None) -> Rows:
-    """Return the rows of a data set; `copies` gets the copies of files that cannot be read where they stand."""
-    files = tuple(identity(path) for path in data_files(source, split))
-    return _opened(source, files, copies or Path(_folder_of_process().name))
+    """Return the rows of a data set; `copies` gets those of tasks and of files that cannot be read where they stand."""
+    folder = copies or Path(_folder_of_process().name)
+    if is_generated(source):
+        paths = [rows_of_tasks(TaskSource.parse(source), split, folder)]
+    else:
+        paths = data_files(source, split)
+    return _opened(source, tuple(map(identity, paths)), folder)
 
 
 @lru_cache(maxsize=8)

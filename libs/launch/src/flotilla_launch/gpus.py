@@ -1,11 +1,11 @@
 """The assignment of this host's GPUs to the processes of a stack.
 
 Invariants: the trainers have the first GPUs, `trainer.nproc` each. The other gangs (critic, reference, teacher, named
-teachers) have the next ones in this order. Generator i has the i-th `tensor_parallel_size` after them, or where both
-are colocated the GPU of trainer rank i. So a process keeps its GPUs over restarts and while other replicas come and
-go. A process sees its own GPUs and no others. A stack that needs more than there are is refused before anything
-starts. On a host without GPUs nothing is set. CUDA_VISIBLE_DEVICES of the launcher narrows what there is: empty hides
-all GPUs, a number given twice is shared.
+teachers, reward models) have the next ones in this order. Generator i has the i-th `tensor_parallel_size` after them,
+or where both are colocated the GPU of trainer rank i. So a process keeps its GPUs over restarts and while other
+replicas come and go. A process sees its own GPUs and no others. A stack that needs more than there are is refused
+before anything starts. On a host without GPUs nothing is set. CUDA_VISIBLE_DEVICES of the launcher narrows what there
+is: empty hides all GPUs, a number given twice is shared.
 """
 
 from __future__ import annotations

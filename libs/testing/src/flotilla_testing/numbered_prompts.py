@@ -12,12 +12,13 @@ class NumberedPrompts:
     """Prompt n is the nth that was drawn, and its only token is n."""
 
     rest_epochs = 0
+    learns_outcomes = False
     left_out = None
 
     def __init__(self) -> None:
         self.drawn = 0
 
-    def next(self) -> Any:
+    def next(self, step: int = 0) -> Any:
         """One prompt after the other, from wherever the cursor says."""
         self.drawn += 1
         return self.known(0, self.drawn - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ LIMIT_S = 30.0
 class RewardProcess:
     """A running reward service and a channel to it."""
 
-    def __init__(self, process: ProcessGroup, channel: grpc.aio.Channel) -> None:
+    def __init__(self, process: ProcessGroup, address: str, channel: grpc.aio.Channel) -> None:
         self.process = process
+        self.address = address
         self.channel = channel
 
     async def outcomes(
@@ -42,11 +43,12 @@ class RewardProcess:
         run_id: str = "",
         timeout_s: float = 10.0,
         parameters: dict[str, Any] | None = None,
+        trusted: bool = False,
     ) -> list[pb.ScoreOutcome]:
         """Return one outcome for each response, in their order."""
         struct = Struct()
         struct.update(parameters or {})
-        spec = pb.RewardSpec(reward=reward, parameters=struct)
+        spec = pb.RewardSpec(reward=reward, parameters=struct, trusted=trusted)
         spec.timeout.FromMilliseconds(round(timeout_s * 1000))
         items = [
             pb.ScoreItem(sample_id=str(index), response=response, answer=answer)
@@ -59,13 +61,16 @@ class RewardProcess:
 
 
 @asynccontextmanager
-async def reward_process(folder: Path, *, workers: int = 2) -> AsyncIterator[RewardProcess]:
-    """Start a reward service whose state is below the folder, and end it."""
+async def reward_process(
+    folder: Path, *, workers: int = 2, isolation: Mapping[str, Any] | None = None
+) -> AsyncIterator[RewardProcess]:
+    """Start a reward service whose state is below the folder, and end it; functions run in no jail by default."""
     directory = folder / "state" / "tested"
     make_private_folder(directory)
     credential = make_credential(BindConfig(), directory)
     stack = folder / "stack.yaml"
-    stack.write_text(f"name: tested\nstate_dir: {folder}/state\nreward: {{workers: {workers}}}\n")
+    reward = {"workers": workers, "isolation": {"unsafe": True} if isolation is None else isolation}
+    stack.write_text(json.dumps({"name": "tested", "state_dir": f"{folder}/state", "reward": reward}))
     nats = await NatsServer.start(directory / "nats", credential=credential)
     try:
         process = await ProcessGroup.start(
@@ -74,11 +79,10 @@ async def reward_process(folder: Path, *, workers: int = 2) -> AsyncIterator[Rew
         try:
             announced = directory / "instances" / "reward-0.json"
             await exists(announced)
-            async with rpc.connect(
-                json.loads(announced.read_text())["address"], credential=credential
-            ) as channel:
+            address = json.loads(announced.read_text())["address"]
+            async with rpc.connect(address, credential=credential) as channel:
                 await _serves(channel)
-                yield RewardProcess(process, channel)
+                yield RewardProcess(process, address, channel)
         finally:
             await process.stop(LIMIT_S)
     finally:

@@ -1,7 +1,7 @@
 """Whether functions of users load, found out in a process of its own, which ends when it takes too long.
 
 A service that runs such functions has one of its own, `package.module:function`, that loads one by keyword arguments
-and says what is wrong with it. The process calls it for each of a JSON list.
+and says what is wrong with it. The process calls it for each of a JSON list, in the jail in which they will run.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ import signal
 import subprocess
 import sys
 
+from flotilla_workers.jail.jail import Cell
 
-def problems(problem: str, asked: str, limit_s: float) -> tuple[str, ...] | str:
+
+def problems(problem: str, asked: str, limit_s: float, cell: Cell) -> tuple[str, ...] | str:
     """Return what `problem` says of each that is asked for, or one text that says why there is no answer."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", __name__, problem],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-    )
+    with cell.start([sys.executable, "-m", __name__, problem]) as start:
+        child = subprocess.Popen(
+            start.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env=start.environment | {"PYTHONDONTWRITEBYTECODE": "1"},
+            pass_fds=start.descriptors,
+        )
     try:
         out, _ = child.communicate(asked, timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -37,6 +41,7 @@ def problems(problem: str, asked: str, limit_s: float) -> tuple[str, ...] | str:
         except ProcessLookupError:
             pass
         child.wait()
+        cell.close()
     if out:
         return tuple(json.loads(out))
     if child.returncode in (-signal.SIGKILL, -signal.SIGTERM):

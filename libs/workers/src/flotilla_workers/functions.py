@@ -41,6 +41,8 @@ class Target:
     parameters: dict[str, Any] = field(default_factory=dict)
     stamp: str = ""
     """State of the file when the target was made."""
+    trusted: bool = False
+    """Its run vouches for it: it needs no jail."""
 
     @cached_property
     def key(self) -> str:
@@ -96,7 +98,14 @@ def described(error: BaseException, ours: tuple[str, ...]) -> dict[str, Any]:
     if told.stack:
         last = told.stack[-1]
         message = f"{last.filename}:{last.lineno} in {last.name}: {message}"
-    return {"failed": message[:LONGEST_MESSAGE], "traceback": "".join(told.format())[-LONGEST_TRACEBACK:]}
+    said: dict[str, Any] = {
+        "failed": message[:LONGEST_MESSAGE],
+        "traceback": "".join(told.format())[-LONGEST_TRACEBACK:],
+    }
+    if isinstance(error, OSError) and type(error.errno) is int:
+        path = error.filename if type(error.filename) is str else ""
+        said["system"] = [error.errno, path[:LONGEST_MESSAGE]]
+    return said
 
 
 def _users_frames(stack: traceback.StackSummary, ours: tuple[str, ...]) -> list[traceback.FrameSummary]:

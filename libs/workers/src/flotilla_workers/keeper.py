@@ -1,7 +1,8 @@
 """The parent of one worker: it ends everything that the worker started, wherever that went.
 
-Run as `python -I -S keeper.py CHANNEL_FD COMMAND...`; only the standard library is imported, so it is small and starts
-fast. It runs the command as its child, with the channel, and ends as the command ended.
+Run as `python -I -S keeper.py CHANNEL_FD GROUPS COMMAND...`; only the standard library is imported, so it is small and
+starts fast. It runs the command as its child, with the channel and in the groups of the kernel whose entries it is
+given, and ends as the command ended.
 
 Invariants: whatever the command starts stays a descendant of this process, because orphans come back to it, even those
 that left the session (`PR_SET_CHILD_SUBREAPER`). When the command ends, or the other side of the channel closes, every
@@ -24,7 +25,7 @@ KILL_LIMIT_S = 5.0
 
 
 def main() -> None:
-    channel, command = int(sys.argv[1]), sys.argv[2:]
+    channel, groups, command = int(sys.argv[1]), sys.argv[2].split(":"), sys.argv[3:]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     wakes, awake = os.pipe()
     for end in (wakes, awake):
@@ -34,6 +35,9 @@ def main() -> None:
     worker = os.fork()
     if worker == 0:
         os.setsid()
+        for entry in filter(None, groups):
+            with open(entry, "w") as file:
+                file.write("0")
         # The argument that follows the command's own is the process that it must not outlive.
         os.execv(command[0], [*command, str(channel), str(os.getppid())])
     # A command that signals its parent must not keep it from its work.

@@ -2,22 +2,27 @@
 
 Invariants: runs share the pool fairly; a job waits for a free place without a limit of its own and is timed
 only while it runs; at most one worker of a place runs. A worker serves one run and one file of functions, and a worker
-that ran user code never serves anything else; only code of the service itself shares workers between runs. Each place
-keeps the workers of its last few owners, so that owners that alternate cost no restarts.
+that ran user code never serves anything else, not even a file that changed; only code of the service itself shares
+workers between runs. Code of users runs in the jail, but for what its run trusts. Each place keeps the workers of its
+last few owners, so that owners that alternate cost no restarts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from flotilla_core.logger import get_logger
 from flotilla_workers.functions import Target
+from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, no_jail, shown_for
 from flotilla_workers.process import AnswerT, Failure, Timeout, WorkerProcess
 
 MOST_OWNERS = 4
@@ -34,15 +39,25 @@ class Owner:
 
     run_id: str = ""
     source: str = ""
+    trusted: bool = False
+    stamp: str = ""
+    """State of the file."""
 
     @classmethod
     def of(cls, target: Target, run_id: str) -> Owner:
-        return BUILT_IN if target.kind == "builtin" else cls(run_id, target.source)
+        if target.kind == "builtin":
+            return BUILT_IN
+        return cls(run_id, target.source, target.trusted, target.stamp)
+
+    @property
+    def jailed(self) -> bool:
+        return self != BUILT_IN and not self.trusted
 
     def __str__(self) -> str:
         if self == BUILT_IN:
             return "built-in"
-        return f"{self.source} of run {self.run_id}" if self.run_id else self.source
+        source = f"trusted {self.source}" if self.trusted else self.source
+        return f"{source} of run {self.run_id}" if self.run_id else source
 
 
 BUILT_IN = Owner()
@@ -65,20 +80,33 @@ class WorkerPool(Generic[AnswerT]):
     """A fixed number of places for workers.
 
     They load by a function of the service, `package.module:function`. What such a worker says of a target's question is
-    read by `read`, which raises `NoAnswer` where no honest worker says that: then the worker is killed.
+    read by `read`, which raises `NoAnswer` where no honest worker says that: then the worker is killed. What runs code
+    of users is in the jail that the pool is given.
     """
 
-    def __init__(self, workers: int, loader: str, read: Callable[[Target, Any], AnswerT]) -> None:
+    def __init__(
+        self,
+        workers: int,
+        loader: str,
+        read: Callable[[Target, Any], AnswerT],
+        find_jail: Callable[[], Jail] = no_jail,
+    ) -> None:
+        self._find_jail = find_jail
+        self.jail = NO_JAIL
+        """The jail of code of users, once the pool has started."""
+        self._slots = itertools.count(64 * os.getpid())  # Other services of this host have others.
         self._places = [_Place(index) for index in range(workers)]
         self._loader = loader
         self._read = read
         self._share: FairShare[_Place] = FairShare()
-        self._proven: set[str] = set()
+        self.told: dict[str, str] = {}
+        """The texts that workers told of targets that have loaded once, by their keys."""
         self.replaced = 0
         """Workers that were killed for what they did or died, since the start."""
 
     async def start(self) -> None:
-        """Start a worker for every place."""
+        """Start a worker for every place, and look what jail this host has."""
+        self.jail = await asyncio.to_thread(self._find_jail)
         async with asyncio.TaskGroup() as group:
             for place in self._places:
                 group.create_task(self._start(place, None))
@@ -109,13 +137,16 @@ class WorkerPool(Generic[AnswerT]):
 
     async def prove(self, target: Target, run_id: str = "") -> Failure | None:
         """Return why `target` does not load; one that has loaded once is proven."""
-        if target.key in self._proven:
+        if target.key in self.told:
             return None
         owner = Owner.of(target, run_id)
+        if owner.jailed and self.jail.refusal:
+            return Failure(self.jail.refusal)
         async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
-            failure = await (await self._worker_of(place, owner)).load(target)
+            worker = await self._worker_of(place, owner)
+            failure = await worker.load(target)
         if failure is None:
-            self._proven.add(target.key)
+            self.told[target.key] = worker.loaded[target.key]
         return failure
 
     async def ask(
@@ -130,10 +161,14 @@ class WorkerPool(Generic[AnswerT]):
                 return failure, 0.0
             started = asyncio.get_running_loop().time()
             outcome = await worker.ask(target, question, limit_s, partial(self._read, target))
-            return outcome, asyncio.get_running_loop().time() - started
+            spent_s = asyncio.get_running_loop().time() - started
+            if worker.spent:
+                await place.workers.pop(owner).kill()
+            return outcome, spent_s
 
     async def _worker_of(self, place: _Place, owner: Owner) -> WorkerProcess:
-        for key in (owner, None):
+        # A worker that nobody owns yet is not in a jail.
+        for key in (owner,) if owner.jailed and self.jail.level else (owner, None):
             worker = place.workers.pop(key, None)
             if worker is not None and worker.quiet:
                 place.workers[owner] = worker
@@ -143,13 +178,19 @@ class WorkerPool(Generic[AnswerT]):
                 spoke = "it wrote to its channel unasked; " if worker.alive else ""
                 ended = spoke + await worker.kill()
                 log.warning("worker replaced", worker=place.index, of=str(key or "nobody"), ended=ended)
+        for former in [of for of in place.workers if of and replace(of, stamp=owner.stamp) == owner]:
+            await place.workers.pop(former).kill()
         while len(place.workers) >= MOST_OWNERS:
             idle = next(of for of in place.workers if of != BUILT_IN)
             await place.workers.pop(idle).kill()
         return await self._start(place, owner)
 
     async def _start(self, place: _Place, owner: Owner | None) -> WorkerProcess:
-        worker = await WorkerProcess.start(self._loader)
+        cell = Cell(NO_JAIL)
+        if owner is not None and owner.jailed and self.jail.level:
+            file = Path(owner.source)
+            cell = Cell(self.jail, [shown_for(file)] if file.is_absolute() else (), next(self._slots))
+        worker = await WorkerProcess.start(self._loader, cell)
         place.workers[owner] = worker
         return worker
 

@@ -8,6 +8,7 @@ everything that it started, by its keeper, so a late answer can never be taken f
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -23,6 +24,8 @@ from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import signal_child
 from flotilla_workers import frames, keeper
 from flotilla_workers.functions import Target
+from flotilla_workers.jail.jail import NO_JAIL, Cell
+from flotilla_workers.jail.level import Level
 
 START_LIMIT_S = 60.0
 LOAD_LIMIT_S = 60.0
@@ -51,36 +54,58 @@ class Timeout:
 class WorkerProcess:
     """One running worker with its keeper."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, channel: socket.socket, cell: Cell) -> None:
         self._keeper = process
         self._channel = channel
-        self._loaded: set[str] = set()
+        self._cell = cell
+        self.loaded: dict[str, str] = {}
+        """The texts that the worker told of the targets that it loaded, by their keys."""
         self.pid = 0
-        """Process id of the worker itself, once it has begun."""
+        """Process id of the worker, once it has begun; of its keeper where the jail numbers processes itself."""
+        self.spent = False
+        """Whether it found what an answer left, and could not remove it: it is to be ended."""
         self._identity: ProcessIdentity | None = None
 
     @classmethod
-    async def start(cls, loader: str) -> WorkerProcess:
-        """Start a worker that loads by `package.module:function`."""
+    async def start(cls, loader: str, cell: Cell | None = None) -> WorkerProcess:
+        """Start a worker that loads by `package.module:function`, in a jail where it is given one."""
+        cell = cell or Cell(NO_JAIL)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         log = _log()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno())),
-                # Only installed packages: nothing in the current folder can pose as one of them.
-                *(sys.executable, "-P", "-m", "flotilla_workers.worker", loader),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            # Only installed packages: nothing in the current folder can pose as one of them.
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "flotilla_workers.worker",
+                loader,
+                json.dumps(cell.preload),
+            ]
+            with cell.start(command) as start:
+                process = await asyncio.create_subprocess_exec(
+                    *(
+                        sys.executable,
+                        "-I",
+                        "-S",
+                        keeper.__file__,
+                        str(theirs.fileno()),
+                        ":".join(cell.groups),
+                    ),
+                    *start.command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=start.environment,
+                    pass_fds=(theirs.fileno(), *start.descriptors),
+                    start_new_session=True,
+                )
         finally:
             theirs.close()
             if log >= 0:
                 os.close(log)
-        worker = cls(process, ours)
+        worker = cls(process, ours, cell)
         begun = await worker._ask({"do": "begin"}, START_LIMIT_S, "started", lambda said: int(said["pid"]))
         if not isinstance(begun, int):
             raise Unavailable(
@@ -91,7 +116,7 @@ class WorkerProcess:
                 else f"no sign of life within {START_LIMIT_S:g} s",
                 next_step="Read the log of its service.",
             )
-        worker.pid = begun
+        worker.pid = process.pid if cell.level is Level.NAMESPACES else begun
         worker._identity = ProcessIdentity.of(worker.pid)
         return worker
 
@@ -115,19 +140,20 @@ class WorkerProcess:
 
     async def load(self, target: Target) -> Failure | None:
         """Return why the target does not load; without an answer of the worker's it is dead."""
-        if target.key in self._loaded:
+        if target.key in self.loaded:
             return None
         outcome = await self._ask(
             {"do": "load", "target": asdict(target)},
             LOAD_LIMIT_S,
             "loaded",
-            lambda said: None if "loaded" in said else _failure(said),
+            lambda said: _text(said["loaded"]) if "loaded" in said else self._failure(said),
         )
         if isinstance(outcome, Timeout):
             return Failure(f"did not finish loading within {LOAD_LIMIT_S:g} s")
-        if outcome is None:
-            self._loaded.add(target.key)
-        return outcome
+        if isinstance(outcome, Failure):
+            return outcome
+        self.loaded[target.key] = outcome
+        return None
 
     async def ask(
         self, target: Target, question: Any, limit_s: float, read: Callable[[Any], AnswerT]
@@ -140,7 +166,7 @@ class WorkerProcess:
             {"do": "answer", "key": target.key, "question": question},
             limit_s,
             "answered",
-            lambda said: read(said["value"]) if "value" in said else _failure(said),
+            lambda said: read(said["value"]) if "value" in said else self._failure(said),
         )
 
     async def _ask(
@@ -154,7 +180,9 @@ class WorkerProcess:
                 body = await self._read(length)
             if self._said():
                 raise frames.NoAnswer("more bytes follow it")
-            return read(frames.decode_answer(body))
+            said = frames.decode_answer(body)
+            self.spent |= "spent" in said
+            return read(said)
         except frames.NoAnswer as error:
             await self.kill()
             return Failure(
@@ -196,7 +224,15 @@ class WorkerProcess:
         finally:
             self._channel.close()
             self._end_group()
+            self._cell.close()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def _failure(self, said: dict[str, Any]) -> Failure:
+        message, traceback = _text(said.get("failed")), _text(said.get("traceback", ""))
+        match said.get("system"):
+            case [int(number), str(path)]:
+                message += self._cell.way_out(number, path)
+        return Failure(message, traceback)
 
     def _end_group(self) -> None:
         """Kill what the worker started in its group: user code can kill the keeper, which does this otherwise."""
@@ -206,11 +242,10 @@ class WorkerProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-def _failure(said: dict[str, Any]) -> Failure:
-    message, traceback = said.get("failed"), said.get("traceback", "")
-    if not isinstance(message, str) or not isinstance(traceback, str):
+def _text(said: object) -> str:
+    if not isinstance(said, str):
         raise frames.NoAnswer("it is neither a value nor a failure")
-    return Failure(unicode_text(message), unicode_text(traceback))
+    return unicode_text(said)
 
 
 def _log() -> int:

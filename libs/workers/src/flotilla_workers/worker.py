@@ -1,7 +1,9 @@
 """One worker: a process that loads code and answers questions until it is killed or its service goes away.
 
-Run as `python -m flotilla_workers.worker LOADER CHANNEL_FD PARENT_PID`. The loader is a function of the service,
-`package.module:function`. It makes of a target what gives a JSON value for a question, and either may raise `Refusal`.
+Run as `python -m flotilla_workers.worker LOADER PRELOAD CHANNEL_FD PARENT_PID`. The loader is a function of the
+service, `package.module:function`. It makes of a target what gives a JSON value for a question, and either may raise
+`Refusal`. A text `told` of what it makes says how the target is used. PRELOAD is `null`, or a JSON list of modules to
+import: then each answer has a process of its own.
 
 A worker holds no state that the service needs: whatever happens here, from an endless loop to a crash, costs one answer
 and one restart. Three questions: `begin`, `load` a target and `answer` by a loaded target. Only the process that was
@@ -13,15 +15,18 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import json
 import os
 import pkgutil
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flotilla_workers import frames
+from flotilla_workers.fork import Forks
 from flotilla_workers.functions import Refusal, Target, described
 
 PR_SET_PDEATHSIG = 1
@@ -37,8 +42,8 @@ def answer(request: dict[str, Any], load: Loader, loaded: dict[str, Answers]) ->
             return {"pid": os.getpid()}
         if request["do"] == "load":
             target = Target(**request["target"])
-            loaded[target.key] = load(target)
-            return {"loaded": target.key}
+            loaded[target.key] = answers = load(target)
+            return {"loaded": getattr(answers, "told", "")}
         return {"value": loaded[request["key"]](request["question"])}
     except Refusal as error:
         return {"failed": str(error)}
@@ -46,7 +51,7 @@ def answer(request: dict[str, Any], load: Loader, loaded: dict[str, Answers]) ->
         return described(error, tuple(map(os.path.dirname, (__file__, inspect.getfile(load)))))
 
 
-def serve(connection: socket.socket, load: Loader) -> None:
+def serve(connection: socket.socket, load: Loader, forks: Forks | None) -> None:
     """Answer questions until the service goes away."""
     # User code may replace what it finds in modules, but not these.
     process_id, leave = os.getpid, os._exit
@@ -54,22 +59,26 @@ def serve(connection: socket.socket, load: Loader) -> None:
     loaded: dict[str, Answers] = {}
     while True:
         secret, request = frames.receive_question(connection)
-        reply = answer(request, load, loaded)
+        if forks is not None and request["do"] == "answer":
+            reply = forks.answered(partial(answer, request, load, loaded))
+        else:
+            reply = answer(request, load, loaded)
         if process_id() != started_as:
             leave(0)  # A process that user code forked, with a copy of the secret: the answer is not its.
         connection.sendall(frames.encode(secret, reply))
 
 
 def main() -> None:
-    loader, channel, parent = sys.argv[1], *map(int, sys.argv[2:])
+    loader, preload, channel, parent = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    # The first process of a jail is 1 for those in it, and none of them outlives it.
+    if os.getppid() not in (parent, 1):
         sys.exit("the service went away before its worker started")
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)
     try:
-        serve(connection, pkgutil.resolve_name(loader))
+        serve(connection, pkgutil.resolve_name(loader), None if preload is None else Forks(preload))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 

@@ -172,7 +172,7 @@ def test_streamed_prompts_are_drawn_in_the_same_order(
         assert shown(one) == shown(other)
         drawn.append(shown(one))
         for each in (loaded, streamed):
-            each.note(one.epoch, one.index, solved=number % 3 == 0)
+            each.note(one.epoch, one.index, solved=number % 3 == 0, reward=0.0)
     assert (loaded.file.kept, loaded.file.rows) == (streamed.file.kept, streamed.file.rows)
     assert loaded.file.kept == (57 if overlong == "drop" else 76)
     assert not {3, 11, 12, 49} & {index for _, index, *_ in drawn}
@@ -182,7 +182,7 @@ def test_streamed_prompts_are_drawn_in_the_same_order(
     resumed.restore(cursor)
     solved = [(epoch, index, number % 3 == 0) for number, (epoch, index, *_) in enumerate(drawn)]
     for epoch, index, was_solved in solved:
-        resumed.note(epoch, index, solved=was_solved)
+        resumed.note(epoch, index, solved=was_solved, reward=0.0)
     assert [shown(resumed.next()) for _ in range(60)] == [shown(loaded.next()) for _ in range(60)]
     assert shown(resumed.known(5, drawn[0][1]))[1:] == drawn[0][1:]
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 
 from flotilla_coordinator.data.chat_template import ChatTemplate
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.data.prompts import load_prompts
+from flotilla_coordinator.data.prompts import PromptFile, load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import training_data
+from flotilla_coordinator.rollouts.scoring import score_item
 from flotilla_core.config import DataConfig, RunConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_core.generated_tasks import TaskSource
+from flotilla_core.structs import to_json
 from flotilla_data.files import data_files
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"
@@ -80,6 +84,33 @@ def test_messages_are_rendered_once_by_the_chat_template(tmp_path: Path, tokeniz
     assert prompt.token_ids.tolist().count(2) == 1, "the template's begin token is not doubled"
     config = data(tmp_path, {"prompt": "1+1="}, apply_chat_template=True)
     assert load_prompts(config.train, config, tokenizer).prompts[0].prompt_text == prompt.prompt_text
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "chat", "column"),
+    [
+        ({"answer": 4}, {}, [], {"answer": 4}),
+        ({"solution": [4]}, {"answer_field": "solution"}, [], {"solution": [4]}),
+        ({"reward_model": {"ground_truth": "4"}}, {}, [], {"reward_model.ground_truth": "4"}),
+        ({"answer": 2**60}, {}, [], {"answer": str(2**60)}),
+        ({"prompt": [{"role": "user", "content": "1"}]}, {}, [{"role": "user", "content": "1"}], {}),
+        ({}, {"apply_chat_template": True}, [{"role": "user", "content": "1+1="}], {}),
+    ],
+)
+def test_a_prompt_keeps_its_messages_and_its_answer_as_the_row_has_it_for_functions_of_trl(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    row: dict[str, Any],
+    options: dict[str, Any],
+    chat: list[Any],
+    column: dict[str, Any],
+) -> None:
+    config = data(tmp_path, {"prompt": "1+1="} | row, **options)
+    (prompt,) = load_prompts(config.train, config, tokenizer).prompts
+    assert (prompt.chat, prompt.answer_column) == (chat, column)
+    item = score_item("a", prompt, "2")
+    assert to_json(item.answer_column) == column
+    assert [(one.role, one.content) for one in item.chat] == [(one["role"], one["content"]) for one in chat]
 
 
 def test_epochs_follow_each_other_in_new_orders(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -171,7 +202,7 @@ def test_a_mixture_whose_solved_prompts_rest_goes_on_behind_what_was_drawn(
     for _ in range(chance.randrange(60)):
         prompt = source.next()
         outcomes.append((prompt.epoch, prompt.index, chance.random() < 0.6))
-        source.note(prompt.epoch, prompt.index, solved=outcomes[-1][2])
+        source.note(prompt.epoch, prompt.index, solved=outcomes[-1][2], reward=0.0)
     cursor = json.loads(json.dumps(source.cursor))
     since = [(p.epoch, p.index) for p in (source.next() for _ in range(chance.randrange(20)))]
 
@@ -179,10 +210,77 @@ def test_a_mixture_whose_solved_prompts_rest_goes_on_behind_what_was_drawn(
     restored.restore(cursor)
     restored.pass_by(since)
     for epoch, index, solved in outcomes:
-        restored.note(epoch, index, solved=solved)
+        restored.note(epoch, index, solved=solved, reward=0.0)
     following = [(p.epoch, p.index) for p in (source.next() for _ in range(40))]
     assert [(p.epoch, p.index) for p in (restored.next() for _ in range(40))] == following
     assert len({*following, *since}) == len(following) + len(since)
+
+
+def rising(tmp_path: Path, tokenizer: Tokenizer, *others: TrainingSet, **curriculum: object) -> PromptSource:
+    """Three levels of five prompts each, whose rows lie in files in place of being made."""
+
+    def load(path: Path, config: DataConfig, tokenizer: Tokenizer) -> PromptFile:
+        level = TaskSource.parse(path).level
+        file = tmp_path / f"{level}.jsonl"
+        file.write_text("".join(json.dumps({"prompt": f"{level}x{i}="}) + "\n" for i in range(5)))
+        return load_prompts(file, config, tokenizer)
+
+    levels = TrainingSet(path="reasoning_gym:sums?levels=0-2")  # type: ignore[arg-type]
+    config = DataConfig(train=(levels, *others), curriculum=curriculum)  # type: ignore[arg-type]
+    return PromptSource(config, tokenizer, seed=1, load=load)
+
+
+def test_levels_rise_by_step_and_the_last_one_stays(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = rising(tmp_path, tokenizer, every_steps=3)
+    drawn = [source.next(step) for step in range(12) for _ in range(2)]
+    assert [prompt.data_set for prompt in drawn[::2]] == [f"sums.{min(step // 3, 2)}" for step in range(12)]
+    of_last = [(prompt.epoch, prompt.index) for prompt in drawn if prompt.data_set == "sums.2"]
+    assert len(set(of_last)) == len(of_last) and {index for _, index in of_last} == set(range(10, 15))
+
+
+def test_the_levels_of_a_data_set_have_its_share_together(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    other = TrainingSet(path="reasoning_gym:words?level=7", weight=3)  # type: ignore[arg-type]
+    source = rising(tmp_path, tokenizer, other, every_steps=100)
+    drawn = [source.next(step).data_set for step in range(300)]
+    assert 190 <= drawn.count("words.7") <= 260
+    assert {*drawn[:100]} == {"sums.0", "words.7"} and {*drawn[200:]} == {"sums.2", "words.7"}
+
+
+def test_levels_rise_by_the_rewards_of_the_level_that_is_drawn(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = rising(tmp_path, tokenizer, reward=0.5, prompts=4)
+
+    def step(*rewards: float) -> str:
+        drawn = [source.next() for _ in rewards]
+        for prompt, reward in zip(drawn, rewards, strict=True):
+            source.note(prompt.epoch, prompt.index, solved=False, reward=reward)
+        return drawn[0].data_set
+
+    late = source.next()
+    assert step(0.1, 0.9, 0.9) == "sums.0"
+    assert step(0.0) == "sums.0", "the mean of the last four is 0.475"
+    assert step(0.9) == "sums.0", "that of 0.9, 0.9, 0.0 and 0.9 is more"
+    source.note(late.epoch, late.index, solved=False, reward=-1000.0)
+    assert step(0.5, 0.5, 0.5, 0.4) == "sums.1", "what the level before still brings counts for nothing"
+    assert step(0.6) == "sums.1"
+    assert step(*[1.0] * 9) == "sums.2" and step(1.0) == "sums.2"
+
+
+@pytest.mark.parametrize("drawn", [0, 3, 8, 30])
+def test_a_restart_reaches_the_same_level_by_the_same_outcomes(
+    tmp_path: Path, tokenizer: Tokenizer, drawn: int
+) -> None:
+    source = rising(tmp_path, tokenizer, reward=0.6, prompts=5)
+    chance, outcomes = random.Random(drawn), []
+    for _ in range(drawn):
+        prompt = source.next()
+        outcomes.append((prompt.epoch, prompt.index, chance.random()))
+        source.note(prompt.epoch, prompt.index, solved=False, reward=outcomes[-1][2])
+    restored = rising(tmp_path, tokenizer, reward=0.6, prompts=5)
+    restored.restore(json.loads(json.dumps(source.cursor)))
+    for epoch, index, reward in outcomes:
+        restored.note(epoch, index, solved=False, reward=reward)
+    following = [(p.epoch, p.index) for p in (source.next() for _ in range(12))]
+    assert [(p.epoch, p.index) for p in (restored.next() for _ in range(12))] == following
 
 
 def test_the_first_set_keeps_the_order_that_it_has_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:

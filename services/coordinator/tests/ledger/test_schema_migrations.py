@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.common.v1.finding_pb2 import Finding
-from flotilla_coordinator.ledger import queries
+from flotilla_coordinator.ledger import queries, sample_queries
 from flotilla_coordinator.ledger import schema as ledger_schema
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
@@ -35,10 +35,13 @@ RELEASED = {
         "bfbfcbc939eb93d5",
         "ae5a7f6dd35a55ec",
         "9ff2ec2f2db77e97",
+        "87f1d88590a4d27a",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }
 """The beginnings of the digests of what was released: one that users have does not change."""
+TRAINED_TOKENS = 9
+"""The first schema whose samples this release lists without a coordinator."""
 REASON_IN_PARTS = 10
 """The first schema that holds the reason of an end in parts."""
 
@@ -88,6 +91,9 @@ async def test_a_run_of_an_old_ledger_is_judged_and_goes_on(tmp_path: Path, numb
     old_ledger(path, number)
     with contextlib.closing(ledger_schema.connect_read_only(path)) as unmigrated:
         before = queries.run(unmigrated, RUN)
+        if number >= TRAINED_TOKENS:
+            kept = sample_queries.samples(unmigrated, RUN, None, None, 10, 0)
+            assert [(one.reward, one.verdicts) for one in kept] == [(1.0, ()), (None, ())]
     ledger = Ledger.open(path)
     assert check(path, RUN).passed
     assert before == await ledger.get_run(RUN) and before.reason == Finding(what="the trainer died")
@@ -96,8 +102,11 @@ async def test_a_run_of_an_old_ledger_is_judged_and_goes_on(tmp_path: Path, numb
     assert [update.update_id for update in voided] == [f"{RUN}/0.1"]
     fence = await ledger.begin(RUN, 1)
     assert fence.number == 1 and fence.ledger
-    states = [record.state for record in await ledger.samples(RUN)]
-    assert states == [SampleState.SCORED, SampleState.ISSUED]
+    samples = await ledger.samples(RUN)
+    assert [(one.state, one.verdicts) for one in samples] == [
+        (SampleState.SCORED, ()),
+        (SampleState.ISSUED, ()),
+    ]
     ledger.close()
     Ledger.open(path).close()  # what has been migrated is not migrated again
     db = sqlite3.connect(path)

@@ -15,6 +15,7 @@ import pytest
 from flotilla.coordinator.v1 import coordinator_pb2, run_pb2
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
+    DropReason,
     FinishedSample,
     GroupIssue,
     RunRecord,
@@ -22,7 +23,8 @@ from flotilla_coordinator.ledger.records import (
     SampleState,
     TokenSpan,
 )
-from flotilla_coordinator.rollouts.samples import recorded_samples
+from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
+from flotilla_coordinator.rollouts.samples import recorded_failures, recorded_samples
 from flotilla_core.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound
 from flotilla_core.findings import info
 from flotilla_core.version import Version
@@ -30,6 +32,10 @@ from flotilla_testing.ledger_counts import counts_of
 
 RUN = "count-20260314-0915-7f3a"
 START = Version(0, 0)
+VERDICTS = (
+    TermVerdict("exact", value=0.1, version="flotilla 0.3.0, rules 2", seconds=0.25, extracted="zwölf"),
+    TermVerdict("f.py:f", Said.UNVERIFIABLE, -1e300, {"acc": 0.5}, message="a tower of powers"),
+)
 
 
 def issue(group: int = 0, *, step: int = 0, size: int = 2, attempt: int = 0) -> GroupIssue:
@@ -102,12 +108,14 @@ async def test_a_sample_is_stored_byte_for_byte(ledger: Ledger) -> None:
         reward_terms=(0.1, -1e300),
         greedy_reward=0.1 + 0.7,
         trained=np.array([False, True]),
+        verdicts=VERDICTS,
     )
     await ledger.group_scored([sample])
     record, other = await ledger.samples(RUN, step=0)
     assert record.trained is not None and record.trained.tolist() == [False, True] and other.trained is None
     (kept,) = recorded_samples([record])
     assert kept.trained is record.trained, "a run that goes on trains the same tokens"
+    assert record.verdicts == kept.verdicts == VERDICTS and other.verdicts == ()
     assert (record.reward_terms, other.reward_terms) == (sample.reward_terms, ())
     assert (record.greedy_reward, other.greedy_reward) == (0.1 + 0.7, None)
     assert (record.sample_id, record.state, record.generator) == (
@@ -123,6 +131,25 @@ async def test_a_sample_is_stored_byte_for_byte(ledger: Ledger) -> None:
     assert record.logprobs.tobytes() == sample.logprobs.tobytes()
     assert record.prompt_token_ids.tolist() == [1, 2, 3]
     assert other.state is SampleState.ISSUED and other.token_ids is None
+
+
+async def test_a_dropped_sample_keeps_why_it_has_no_reward_until_it_is_asked_for_again(
+    ledger: Ledger,
+) -> None:
+    group = issue(size=3)
+    await ledger.group_issued(group)
+    first, second, third = group.sample_ids
+    raised = TermVerdict("f.py:f", Said.ERROR, message="KeyError: 'level'", file="/f.py", line=7)
+    await ledger.dropped(RUN, [first], DropReason.REWARD_ERROR, {first: (raised,)})
+    await ledger.group_scored([replace(scored(second), verdicts=VERDICTS)])
+    await ledger.dropped(RUN, [second], DropReason.UNIFORM)
+    records = {record.sample_id: record for record in await ledger.samples(RUN)}
+    assert records[first].verdicts == (raised,) and records[second].verdicts == VERDICTS
+    assert [one.failure for one in recorded_failures([records[first]])] == ["KeyError: 'level'"]
+    assert records[third].verdicts == ()
+    await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None, retry_rewards=True)
+    again = {record.sample_id: record for record in await ledger.samples(RUN)}
+    assert (again[first].state, again[first].verdicts) == (SampleState.ISSUED, ())
 
 
 async def test_progress_and_cursor_are_recorded_with_the_update(ledger: Ledger) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from flotilla_coordinator.plan import functions
 from flotilla_coordinator.plan.chapter import Chapter
-from flotilla_coordinator.plan.functions import file_errors, loading_problems
-from flotilla_core.config import RunConfig
+from flotilla_coordinator.plan.functions import file_errors, loading_problems, trusted_warnings
+from flotilla_core.config import EvaluationConfig, IsolationConfig, RunConfig
+from flotilla_workers.jail.jail import find
 
 REWARD = "def score(prompt, response, answer, info, scale=1.0):\n    return scale\n"
 
@@ -31,7 +32,7 @@ def run(rewards: list[dict[str, Any]], **algorithm: Any) -> RunConfig:
 
 def all_errors(config: RunConfig) -> list[str]:
     """Return the errors of the files, and those of loading the functions that they define."""
-    return Chapter.of(file_errors(config), loading_problems(config)).errors
+    return Chapter.of(file_errors(config), loading_problems(config, IsolationConfig())).errors
 
 
 def test_rewards_of_ours_are_asked_for_by_their_service() -> None:
@@ -40,6 +41,20 @@ def test_rewards_of_ours_are_asked_for_by_their_service() -> None:
     )
     assert unknown.startswith("rewards[0].reward: ") and "did you mean exact?" in unknown
     assert parameter.startswith("rewards[1].reward: ") and "unknown parameter ignore_cas" in parameter
+
+
+def test_a_function_that_runs_outside_of_the_jail_is_warned_of_by_its_key(tmp_path: Path) -> None:
+    terms = [{"reward": "a.py:score"}, {"reward": "b.py:score", "trusted": True}]
+    config = run(terms).model_copy(
+        update={
+            "evaluation": EvaluationConfig.model_validate(
+                {"data": [{"name": "held", "path": "b.jsonl", "rewards": terms[1:]}]}
+            )
+        }
+    )
+    one, other = Chapter.of(trusted_warnings(config)).warnings
+    assert one.startswith("rewards[1].reward: b.py:score is trusted, so it runs OUTSIDE OF THE JAIL")
+    assert other.startswith("evaluation.data[0].rewards[0].reward: b.py:score is trusted")
 
 
 WRONG_REWARDS = {
@@ -105,8 +120,31 @@ def test_functions_that_work_are_no_problem_and_never_run_here(tmp_path: Path) -
         [{"reward": f"{file}:score", "parameters": {"scale": 2}}, {"reward": "exact"}],
         loss={"type": f"{file}:mine", "parameters": {"scale": 2}},
     )
-    assert not [*file_errors(config), *loading_problems(config)]
+    assert not [*file_errors(config), *loading_problems(config, IsolationConfig())]
     assert not [name for name in sys.modules if "never_imported_here" in name]
+
+
+@pytest.mark.skipif(not find().level, reason="this host has no jail")
+def test_a_file_is_imported_in_the_jail_unless_its_run_trusts_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("open('/etc/passwd').close()\n" + REWARD)
+    (error,) = all_errors(run([{"reward": f"{file}:score"}]))
+    assert "/etc/passwd" in error
+    assert all_errors(run([{"reward": f"{file}:score", "trusted": True}])) == []
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "solution_str, ground_truth, extra_info=None, scale=1",
+        "completions, level, scale, **columns",
+        "prompt, responses, answer, info, scale",
+    ],
+)
+def test_functions_of_every_form_that_the_service_takes_are_no_problem(tmp_path: Path, head: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def score({head}):\n    return 1.0\n")
+    config = run([{"reward": f"{tmp_path}/mine.py:score", "parameters": {"scale": 2}}])
+    assert not [*file_errors(config), *loading_problems(config, IsolationConfig())]
 
 
 def test_an_import_without_an_end_is_a_warning_after_a_bounded_time(
@@ -116,7 +154,7 @@ def test_an_import_without_an_end_is_a_warning_after_a_bounded_time(
     file = tmp_path / "mine.py"
     file.write_text(REWARD + "while True:\n    pass\n")
     began = time.monotonic()
-    found = Chapter.of(loading_problems(run([{"reward": f"{file}:score"}])))
+    found = Chapter.of(loading_problems(run([{"reward": f"{file}:score"}]), IsolationConfig()))
     (warning,) = found.warnings
     assert time.monotonic() - began < 10
     assert found.errors == [] and "took longer than 1 s" in warning and "rewards[0].reward" in warning

@@ -9,7 +9,7 @@ import pytest
 from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.checks import role_errors
 from flotilla_coordinator.plan.update_lines import algorithm_chapter
-from flotilla_core.config import PolicyConfig, StackConfig
+from flotilla_core.config import PolicyConfig, RunConfig, StackConfig
 
 
 def stack_of(**teachers: dict[str, Any]) -> StackConfig:
@@ -43,7 +43,8 @@ def stack_of(**teachers: dict[str, Any]) -> StackConfig:
 def test_a_run_whose_teachers_the_stack_does_not_start_is_refused_by_their_keys(
     algorithm: dict[str, Any], said: str
 ) -> None:
-    asking = PolicyConfig.model_validate(algorithm)
+    run = {"name": "r", "steps": 1, "data": {"train": "x"}, "rewards": [{"reward": "exact"}]}
+    asking = RunConfig.model_validate({**run, "algorithm": algorithm})
     stack = stack_of(math={"replicas": 1}, far={"attach": "elsewhere:1"}, idle={})
     errors = Chapter.of(role_errors(asking, stack)).errors
     assert [error.startswith(said) for error in errors] == ([True] if said else [])

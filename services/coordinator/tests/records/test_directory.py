@@ -20,9 +20,11 @@ from flotilla.common.v1.version_pb2 import VersionSpan
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_coordinator.ledger.records import TokenSpan
+from flotilla_coordinator.ledger.verdicts import TermVerdict
 from flotilla_coordinator.records.directory import MOST_LOG_BYTES, RunDirectory
 from flotilla_coordinator.records.report import conclude, export_parquet, write_plots
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.views.samples import complete
 from flotilla_core.errors import AlreadyExists, DiskFull
 from flotilla_core.version import Version
@@ -149,6 +151,24 @@ def test_a_listed_sample_keeps_the_text_of_the_ledger_and_gets_the_rest_of_its_r
     assert (sample.answer, json.loads(sample.info_json)) == ("12", {"level": [1, "two"]})
     parts = [(part.reward, part.value) for part in sample.reward_parts.parts]
     assert parts == [("exact", 1.0), ("mine.py:shape", 0.0)]
+
+
+def test_what_a_function_returned_beside_its_value_is_kept_in_every_form(directory: RunDirectory) -> None:
+    parts = (("verl.py:judge", 0.5), ("verl.py:judge[acc]", 1.0))
+    verdict = TermVerdict("verl.py:judge", value=0.5, parts={"acc": 1.0}, version="sha256:0", seconds=0.25)
+    scored = batch(2)
+    for sample in scored.groups[0].samples:
+        sample.take_outcome(Outcome(0.5, terms=(0.5,), verdicts=(verdict,)))
+    directory.write_samples(scored, ["verl.py:judge"])
+    page = pb.ListSamplesResponse(samples=[pb.Sample(sample_id="run/0/0/0", step=2)])
+    complete(page, directory)
+    assert tuple((part.reward, part.value) for part in page.samples[0].reward_parts.parts) == parts
+    (path,) = [path for path in export_parquet(directory.path) if path.name == "samples.parquet"]
+    table = pq.read_table(path)
+    assert tuple((part["reward"], part["value"]) for part in table["reward_parts"].to_pylist()[0]) == parts
+    (told,) = table["verdicts"].to_pylist()[0]
+    assert told["parts"] == [{"name": "acc", "value": 1.0}]
+    assert (told["version"], told["seconds"], told["file"]) == ("sha256:0", 0.25, None)
 
 
 def test_an_earlier_attempt_is_never_overwritten(directory: RunDirectory) -> None:

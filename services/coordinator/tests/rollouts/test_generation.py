@@ -262,6 +262,15 @@ async def test_the_loss_of_a_reward_replica_is_never_a_score(kind: type[Flotilla
     assert {outcome.total for outcome in outcomes.values()} == {1.0} and pool.ejected == ["a"]
 
 
+async def test_what_rewards_take_is_asked_of_another_replica_where_one_is_lost() -> None:
+    async def tells(_: reward.ScoreRequest) -> AsyncIterator[reward.ScoreResponse]:
+        yield reward.ScoreResponse(terms=[reward.TermFacts(whole_groups=True)])
+
+    pool: Any = Pool([rewarder("a", Unavailable("it is gone")), Replica("b", tells)])
+    service = RewardServiceScorer("run", (RewardTermConfig(reward="f.py:ranks"),), pool, 1.0)
+    assert (await service.needs()).whole_groups and pool.ejected == ["a"]
+
+
 async def test_without_any_reward_replica_that_answers_the_error_is_raised() -> None:
     pool: Any = Pool([rewarder("a", Unavailable("it is gone"))])
     scorer = Scorer([RewardServiceScorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0)])

@@ -19,7 +19,7 @@ from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
 from flotilla_coordinator.rollouts.batch import Batch, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_coordinator.rollouts.scoring import Needs, Outcome
 from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config import RolloutConfig, SamplingConfig
@@ -58,6 +58,9 @@ class Task:
         for sample_id in request.sample_ids:
             tokens, logprobs = np.array([7], np.int32), np.array([-0.5], np.float32)
             yield RolloutSample(sample_id, tokens, logprobs, "7", (TokenSpan(request.min_version, 0, 1),))
+
+    async def needs(self) -> Needs:
+        return Needs()
 
     async def score(self, items: list[Any]) -> dict[str, Outcome]:
         return {item.sample_id: self.outcome(item.sample_id) for item in items}

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, get_args
 
+import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from opentelemetry.trace import SpanContext
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1.reward_pb2 import ScoreItem
-from flotilla_coordinator.rollouts.scoring import ScoreGathering, Scorer, weigh
-from flotilla_core.config import RewardTermConfig
+from flotilla_coordinator.ledger.records import DropReason
+from flotilla_coordinator.ledger.verdicts import Said, TermVerdict, named_parts
+from flotilla_coordinator.rollouts.batch import RolloutSample
+from flotilla_coordinator.rollouts.scoring import Needs, ScoreGathering, Scorer, weigh
+from flotilla_core.config import RewardMode, RewardTermConfig
 from flotilla_core.errors import Unavailable
 
 LIMIT_S = 10.0
@@ -104,7 +110,7 @@ async def test_a_call_ends_when_nobody_waits_for_it_any_more_and_not_before() ->
 @pytest.mark.parametrize("unreadable", [True, False])
 def test_a_response_that_broke_a_checker_has_its_reward_and_is_known_for_it(unreadable: bool) -> None:
     outcome = weigh([RewardTermConfig(reward="math")], [scored((0.0,), unreadable)])
-    assert (outcome.total, outcome.unreadable) == (0.0, unreadable)
+    assert (outcome.total, outcome.unverifiable) == (0.0, unreadable)
 
 
 def scored(values: tuple[float, ...], unreadable: bool = False) -> pb.ScoreOutcome:
@@ -119,6 +125,9 @@ class Terms:
         self.terms = tuple(RewardTermConfig(reward=name, weight=one) for name, one in weights.items())
         self._outcome = outcome
 
+    async def needs(self) -> Needs:
+        return Needs()
+
     async def outcomes(self, items: list[ScoreItem]) -> dict[str, pb.ScoreOutcome]:
         return {item.sample_id: self._outcome for item in items}
 
@@ -128,7 +137,67 @@ async def test_a_reward_is_the_weighted_sum_of_all_terms_whoever_gives_them() ->
     scorer = Scorer([first, Terms({"judge": 0.25}, scored((3.0,)))])
     outcome = (await scorer.score([ScoreItem(sample_id="a")]))["a"]
     assert outcome.total == 1.0 - 1.0 + 0.75
-    assert scorer.parts(outcome) == (("exact", 1.0), ("length", 2.0), ("judge", 3.0))
+    assert named_parts(outcome.verdicts) == [("exact", 1.0), ("length", 2.0), ("judge", 3.0)]
+
+
+# Values of `a`, `b` and `c`, whose weights are 2, 0.5 and 0; `a` has to be at least 0.5 where there are gates.
+@pytest.mark.parametrize(
+    ("mode", "values", "total"),
+    [
+        ("weighted", (1.0, 3.0, 9.0), 2 + 1.5),
+        ("weighted", (0.0, 3.0, 9.0), 1.5),
+        ("gated", (1.0, 3.0, 9.0), 2 + 1.5),
+        ("gated", (0.5, 3.0, 9.0), 1 + 1.5),
+        ("gated", (0.49, 3.0, 9.0), 0),
+        ("min", (1.0, 3.0, 9.0), 1.5),
+        ("min", (-1.0, 3.0, -9.0), -2),
+        ("max", (1.0, 3.0, 9.0), 2),
+        ("max", (-1.0, -3.0, 9.0), -1.5),
+        ("product", (1.0, 3.0, 9.0), 3),
+        ("product", (0.0, 3.0, 9.0), 0),
+        ("product", (-1.0, -3.0, 0.0), 3),
+        ("first", (1.0, 3.0, 9.0), 2),
+        ("first", (0.0, 3.0, 9.0), 1.5),
+        ("first", (-1.0, 3.0, 9.0), -2),
+        ("first", (0.0, 0.0, 9.0), 0),
+    ],
+)
+async def test_a_mode_makes_one_reward_of_all_terms_and_each_term_keeps_its_value(
+    mode: RewardMode, values: tuple[float, ...], total: float
+) -> None:
+    gate = 0.5 if mode == "gated" else None
+    given = Terms({}, scored(values))
+    given.terms = (
+        RewardTermConfig(reward="a", weight=2, gate_at=gate),
+        RewardTermConfig(reward="b", weight=0.5, name="named"),
+        RewardTermConfig(reward="c", weight=0),
+    )
+    outcome = (await Scorer([given], mode).score([ScoreItem(sample_id="s")]))["s"]
+    assert (outcome.total, outcome.terms) == (total, values)
+    assert named_parts(outcome.verdicts) == [*zip(("a", "named", "c"), values, strict=True)]
+
+
+def test_a_gate_without_a_weight_only_opens_or_closes() -> None:
+    terms = [RewardTermConfig(reward="a", weight=0, gate_at=1), RewardTermConfig(reward="b")]
+    assert weigh(terms, [scored((1.0, 0.25))], "gated").total == 0.25
+    assert weigh(terms, [scored((0.0, 0.25))], "gated").total == 0
+
+
+@pytest.mark.parametrize("mode", get_args(RewardMode))
+def test_a_term_that_failed_is_no_reward_by_any_mode(mode: RewardMode) -> None:
+    terms = [RewardTermConfig(reward="a"), RewardTermConfig(reward="b")]
+    failed = pb.ScoreOutcome(error=pb.RewardError(message="it raised"))
+    assert weigh(terms, [scored((1.0,)), failed], mode).total is None
+    assert weigh(terms, [scored((1.0, float("nan")))], mode).total is None
+    assert weigh(terms, [scored((float("nan"), 1.0))], mode).total is None
+
+
+def test_what_a_function_returned_beside_its_value_is_named_behind_it_and_weighs_nothing() -> None:
+    component = pb.RewardComponent(value=0.5, parts=[pb.NamedPart(name="acc", value=1.0)])
+    scores = pb.ScoreOutcome(value=pb.RewardValue(components=[component]))
+    outcome = weigh([RewardTermConfig(reward="f.py:f", weight=2.0)], [scores])
+    assert (outcome.total, outcome.terms) == (1.0, (0.5,))
+    assert named_parts(outcome.verdicts) == [("f.py:f", 0.5), ("f.py:f[acc]", 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -145,4 +214,54 @@ async def test_what_is_no_finite_sum_of_all_terms_is_a_failure_and_never_a_rewar
 ) -> None:
     scorer = Scorer([Terms({"a": 1.0, "b": 0.5}, outcome)])
     found = (await scorer.score([ScoreItem(sample_id="s")]))["s"]
-    assert (found.total, found.failure, scorer.parts(found)) == (None, says, ())
+    assert (found.total, found.failure, found.failed) == (None, says, True)
+
+
+@pytest.mark.parametrize(("worth", "total"), [(0, 1.0), (-2.0, 0.0), ("drop", None)])
+def test_a_run_says_what_an_unverifiable_response_is_worth(worth: Any, total: float | None) -> None:
+    terms = [
+        RewardTermConfig(reward="exact"),
+        RewardTermConfig(reward="math", weight=0.5, on_unverifiable=worth),
+    ]
+    components = [
+        pb.RewardComponent(reward="exact", value=1.0),
+        pb.RewardComponent(reward="math", unreadable=True, why="a tower of powers"),
+    ]
+    outcome = weigh(terms, [pb.ScoreOutcome(value=pb.RewardValue(components=components))])
+    assert (outcome.total, outcome.unverifiable, outcome.failed) == (total, True, False)
+    verdict = outcome.verdicts[1]
+    assert (verdict.outcome, verdict.message) == (Said.UNVERIFIABLE, "a tower of powers")
+    assert verdict.value == (None if worth == "drop" else worth)
+    sample = RolloutSample("s", np.empty(0, np.int32), None, "")
+    sample.take_outcome(outcome)
+    assert sample.drop_reason == (DropReason.UNVERIFIABLE if worth == "drop" else None)
+
+
+def test_a_failure_keeps_the_verdicts_before_it_and_its_place() -> None:
+    terms = [RewardTermConfig(reward="exact"), RewardTermConfig(reward="f.py:f")]
+    before = [pb.RewardComponent(reward="exact", value=1.0, version="flotilla 1, rules 2", extracted="4")]
+    error = pb.RewardError(reward="f.py:f", message="it raised", file="/f.py", line=7, version="sha256:0")
+    late = pb.RewardTimeout(reward="f.py:f", limit=Duration(seconds=2), version="sha256:0")
+    said = TermVerdict("exact", value=1.0, version="flotilla 1, rules 2", extracted="4")
+    raised = weigh(terms, [pb.ScoreOutcome(error=error, before=before)])
+    assert raised.verdicts == (
+        said,
+        TermVerdict("f.py:f", Said.ERROR, version="sha256:0", message="it raised", file="/f.py", line=7),
+    )
+    slow = weigh(terms, [pb.ScoreOutcome(timeout=late, before=before)])
+    assert slow.verdicts[0] == said and slow.timed_out
+    assert (slow.verdicts[1].outcome, slow.verdicts[1].seconds) == (Said.TIMEOUT, 2.0)
+
+
+def test_a_verdict_before_a_failure_is_that_of_the_term_that_said_it() -> None:
+    """A term of whole groups fails after those that follow it in the run file have a value."""
+    terms = [RewardTermConfig(reward="f.py:ranks"), RewardTermConfig(reward="exact", name="right")]
+    before = [pb.RewardComponent(reward="right", value=1.0)]
+    outcome = weigh(
+        terms,
+        [pb.ScoreOutcome(error=pb.RewardError(reward="f.py:ranks", message="it raised"), before=before)],
+    )
+    assert outcome.verdicts == (
+        TermVerdict("right", value=1.0),
+        TermVerdict("f.py:ranks", Said.ERROR, message="it raised"),
+    )

@@ -20,7 +20,7 @@ from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
 from flotilla_coordinator.rollouts.batch import Batch, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_coordinator.rollouts.scoring import Needs, Outcome
 from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_core.config import DataConfig, DynamicSamplingConfig, RolloutConfig
 from flotilla_core.config.advantages import GrpoAdvantage
@@ -71,6 +71,9 @@ class Task:
             sample = RolloutSample(sample_id, tokens, logprobs, str(tokens), spans)
             sample.instance_ids = frozenset({self.writer})
             yield sample
+
+    async def needs(self) -> Needs:
+        return Needs()
 
     async def score(self, items: list[Any]) -> dict[str, Outcome]:
         outcomes = {}

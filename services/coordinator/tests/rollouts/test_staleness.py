@@ -24,7 +24,7 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_coordinator.rollouts.scoring import Needs, Outcome
 from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import ReinforceAdvantage
@@ -56,6 +56,9 @@ class Fleet:
 
 
 class Scorer:
+    async def needs(self) -> Needs:
+        return Needs()
+
     async def score(self, items: list[Any]) -> dict[str, Outcome]:
         return {item.sample_id: Outcome(1.0) for item in items}
 

@@ -18,7 +18,7 @@ from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState
 from flotilla_coordinator.rollouts.batch import Batch, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_coordinator.rollouts.scoring import Needs, Outcome
 from flotilla_coordinator.rollouts.source import RolloutSource
 from flotilla_coordinator.runs.client.sampling import ClientSource
 from flotilla_core.config import RolloutConfig
@@ -56,6 +56,9 @@ class Scorer:
 
     def __init__(self) -> None:
         self.broken_for: tuple[str, ...] = ()
+
+    async def needs(self) -> Needs:
+        return Needs()
 
     async def score(self, items: list[Any]) -> dict[str, Outcome]:
         return {

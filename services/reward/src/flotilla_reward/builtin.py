@@ -1,4 +1,4 @@
-"""Rewards that come with the service, and the base of each.
+"""Rewards that compare with an answer, and the base of all that come with the service.
 
 Invariants: the fields are the reward's parameters and the docstring is what `ListRewards` shows, so neither can drift
 from the code. A reward that is not `bounded` runs in a process that can be killed: math-verify's own time limits use
@@ -11,9 +11,10 @@ import logging
 import re
 from abc import abstractmethod
 from decimal import Decimal, InvalidOperation, localcontext
-from typing import Any, ClassVar, Literal, NamedTuple
+from importlib import metadata
+from typing import Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from flotilla_workers.functions import Refusal
 
@@ -38,14 +39,35 @@ class Sample(NamedTuple):
     response: str
     answer: str
     info: dict[str, Any]
+    means: dict[str, Any] | None = None
+    """The jail and the time limit, for a reward that runs code of responses."""
 
 
 class CannotScore(Refusal):
     """The sample cannot be judged, for example because its answer is missing: an error, never a score."""
 
 
-class Unreadable(Exception):
-    """The response broke a checker of ours: it is worth 0, and that is counted."""
+class Unverifiable(Exception):
+    """The response made its verifier fail: `on_unverifiable` of the term says what that is worth."""
+
+
+class Unreadable(Unverifiable):
+    """The response cannot be read by a checker of ours."""
+
+
+class Judged(float):
+    """A score, with the numbers that it is made of and the answer that was read in the response."""
+
+    parts: dict[str, float]
+    extracted: str | None
+
+    def __new__(
+        cls, value: float, *, parts: dict[str, float] | None = None, extracted: str | None = None
+    ) -> Self:
+        """Return the score."""
+        made = super().__new__(cls, value)
+        made.parts, made.extracted = parts or {}, extracted
+        return made
 
 
 class BuiltinReward(BaseModel):
@@ -58,15 +80,33 @@ class BuiltinReward(BaseModel):
 
     bounded: ClassVar[bool]
     """True where the time grows no faster than the text, whatever the text: such a reward runs inside the service."""
+    jailed: ClassVar[bool] = False
+    """True where code of others sees the response and may run it: such a reward runs where functions of users do."""
     blames_response: ClassVar[bool] = False
-    """A response that takes too long is worth 0, for nothing else could be the reason."""
+    """A response that takes too long, or ends the worker, is unverifiable: nothing else could be the reason."""
+    runs_code: ClassVar[bool] = False
+    """True where it runs code of responses in a jail, so that it needs a host that has one."""
+    rules: ClassVar[int] = 1
+    """A number that grows whenever a response may be judged differently than before."""
+    judges_by: ClassVar[tuple[str, ...]] = ()
+    """Packages whose rules are among its own."""
+
+    def require(self) -> None:
+        """Raise where this host lacks what scoring needs."""
 
     def prepare(self) -> None:
         """Import what scoring needs, so that it takes nothing of the time of a sample."""
 
     @abstractmethod
     def score(self, sample: Sample) -> float:
-        """Return the score; `CannotScore` says that there is none, `Unreadable` that this is the response's fault."""
+        """Return the score, also as `Judged`; raise `CannotScore`, or `Unverifiable`, which blames the response."""
+
+    @classmethod
+    def version(cls) -> str:
+        """Return what decides how a response is judged."""
+        packages = ("flotilla-reward", *cls.judges_by)
+        names = (f"{name.removesuffix('-reward')} {metadata.version(name)}" for name in packages)
+        return f"{', '.join(names)}, rules {cls.rules}"
 
 
 def answer_of(sample: Sample) -> str:
@@ -107,8 +147,8 @@ class Exact(BuiltinReward):
             return 0.0
         text = text.strip()
         if self.ignore_case:
-            return float(text.casefold() == answer.casefold())
-        return float(text == answer)
+            text, answer = text.casefold(), answer.casefold()
+        return Judged(text == answer, extracted=text)
 
 
 class Numeric(BuiltinReward):
@@ -146,7 +186,7 @@ class Numeric(BuiltinReward):
         with localcontext(prec=PRECISION) as context:
             context.clear_traps()
             allowed = max(Decimal(self.absolute_tolerance), Decimal(self.relative_tolerance) * abs(expected))
-            return float(abs(got - expected) <= allowed)
+            return Judged(abs(got - expected) <= allowed, extracted=str(got.normalize()))
 
 
 def _number(text: str) -> Decimal | None:
@@ -155,57 +195,6 @@ def _number(text: str) -> Decimal | None:
     except InvalidOperation:
         return None
     return number if number.is_finite() else None
-
-
-class Regex(BuiltinReward):
-    """Matching by a pattern of the user's.
-
-    1 when the response matches a Python regular expression (and a group of it is the answer); else 0.
-    """
-
-    # A pattern may backtrack for longer than the universe is old.
-    bounded: ClassVar[bool] = False
-
-    pattern: str = Field(min_length=1, description="Syntax of Python's `re`.")
-    match: Literal["search", "whole"] = Field(
-        default="search",
-        description="`search` finds the pattern anywhere, `whole` wants it to cover the response.",
-    )
-    ignore_case: bool = Field(default=False, description="Upper and lower case are the same.")
-    multi_line: bool = Field(default=False, description="`^` and `$` also match at line ends.")
-    dot_matches_newline: bool = Field(default=False, description="`.` also matches the end of a line.")
-    group: int | str | None = Field(
-        default=None,
-        description="Number or name of a group that must be the answer, outer white space aside.",
-    )
-
-    _compiled: re.Pattern[str] = PrivateAttr()
-
-    @model_validator(mode="after")
-    def _compile(self) -> Regex:
-        flags = re.NOFLAG
-        flags |= re.IGNORECASE if self.ignore_case else re.NOFLAG
-        flags |= re.MULTILINE if self.multi_line else re.NOFLAG
-        flags |= re.DOTALL if self.dot_matches_newline else re.NOFLAG
-        try:
-            self._compiled = re.compile(self.pattern, flags)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"pattern {self.pattern!r:.200} is not a regular expression: {error}") from error
-        known = set(range(self._compiled.groups + 1)) | set(self._compiled.groupindex)
-        if self.group is not None and self.group not in known:
-            raise ValueError(f"pattern {self.pattern!r:.200} has no group {self.group!r}")
-        return self
-
-    def score(self, sample: Sample) -> float:
-        answer = answer_of(sample) if self.group is not None else ""
-        find = self._compiled.search if self.match == "search" else self._compiled.fullmatch
-        found = find(sample.response)
-        if found is None:
-            return 0.0
-        if self.group is None:
-            return 1.0
-        captured: str | None = found.group(self.group)
-        return float(captured is not None and captured.strip() == answer)
 
 
 class Format(BuiltinReward):
@@ -262,6 +251,7 @@ class Math(BuiltinReward):
     # Simplification may never end.
     bounded: ClassVar[bool] = False
     blames_response: ClassVar[bool] = True
+    judges_by: ClassVar[tuple[str, ...]] = ("math-verify", "sympy")
 
     significant_digits: int = Field(
         default=15, ge=1, le=50, description="Precision of comparisons that have to be done numerically."
@@ -286,17 +276,24 @@ class Math(BuiltinReward):
         if not expected:
             raise CannotScore(f"the answer {answer!r:.200} is not an expression that can be read")
         try:
-            return float(any(self._equal(expected, text) for text in _readings(sample.response)))
+            told = None
+            for text in _readings(sample.response):
+                read = _expressions(text)
+                if self._equal(expected, read):
+                    # Expressions that are equal and look different are one answer.
+                    return Judged(1.0, extracted=answer)
+                told = str(read[-1]) if read else told
+            return Judged(0.0, extracted=told)
         # Whatever the text of a model makes of sympy.
         except Exception as error:
-            raise Unreadable from error
+            raise Unreadable(f"{error!r:.200}") from error
 
-    def _equal(self, expected: list[Any], response: str) -> bool:
+    def _equal(self, expected: list[Any], response: list[Any]) -> bool:
         from math_verify import verify
 
         equal: bool = verify(
             expected,
-            _expressions(response),
+            response,
             float_rounding=self.decimals,
             numeric_precision=self.significant_digits,
             timeout_seconds=None,
@@ -325,12 +322,3 @@ def _readings(response: str) -> list[str]:
     """Return the response, and its last box alone where it has several: math-verify takes several boxes for a list."""
     last = response.rfind(BOX)
     return [response, response[last:]] if response.find(BOX) < last else [response]
-
-
-BUILTIN: dict[str, type[BuiltinReward]] = {
-    "exact": Exact,
-    "numeric": Numeric,
-    "regex": Regex,
-    "format": Format,
-    "math": Math,
-}

@@ -7,7 +7,8 @@ imported into the service: a worker loads it, and `problem` in the process of a 
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from google.protobuf import struct_pb2
 from pydantic import ValidationError
 
 from flotilla.reward.v1 import reward_pb2 as pb
+from flotilla_core.config.judges import judge_of
 from flotilla_core.errors import FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.structs import to_json
-from flotilla_reward.builtin import BUILTIN, BuiltinReward
-from flotilla_reward.worker import load
+from flotilla_reward.builtin import BuiltinReward
+from flotilla_reward.judges.judge import Judge, Judges
+from flotilla_reward.table import BUILTIN
+from flotilla_reward.worker import IN_JAIL, is_ours, load
 from flotilla_workers.functions import Target
 from flotilla_workers.worker import answer
 
@@ -29,7 +33,7 @@ DEFAULT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Term:
-    """One term of a reward, ready to score. Exactly one of `builtin` and `target` is set."""
+    """One term of a reward, ready to score. Exactly one of `builtin`, `target` and `judge` is set."""
 
     name: str
     timeout_s: float
@@ -38,25 +42,50 @@ class Term:
     target: Target | None
     """Runs in a worker."""
     blames_response: bool = False
-    """A response that takes until the limit is worth 0."""
+    """A response that takes until the limit, or ends the worker, is unverifiable."""
+    version: str = ""
+    """What decides how a built-in reward or a judge judges; a function's is told by its worker."""
+    runs_code: bool = False
+    """Code of responses runs in the jail of its pool, in processes beside its worker."""
+    judge: Judge | None = None
+    """Asks a language model."""
+
+    @property
+    def is_builtin(self) -> bool:
+        """Return whether it is code of this service."""
+        return self.target is None or is_ours(self.target)
+
+    @property
+    def needs_jail(self) -> bool:
+        """Return whether code runs for it that nobody vouches for."""
+        return self.runs_code or (
+            self.target is not None and self.target.kind != "builtin" and not self.target.trusted
+        )
 
 
-def resolve(spec: pb.RewardSpec, code: Path | None = None) -> Term:
+def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None = None) -> Term:
     """Return the term behind a spec; `code` is where the file of its function is on this host."""
-    timeout_s = DEFAULT_TIMEOUT_S
+    name, timeout_s = spec.name or spec.reward, DEFAULT_TIMEOUT_S
     if spec.HasField("timeout"):
         timeout_s = spec.timeout.seconds + spec.timeout.nanos / 1e9
     if timeout_s <= 0:
-        raise InvalidRequest(f"timeout of reward {spec.reward} is {timeout_s:g} s: it must be above 0")
+        raise InvalidRequest(f"timeout of reward {name} is {timeout_s:g} s: it must be above 0")
     parameters = to_json(spec.parameters)
+    if judge_of(spec.reward):
+        judge = (judges or Judges({})).resolve(spec.reward, parameters)
+        return Term(name, timeout_s, None, None, version=judge.version, judge=judge)
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)
+        builtin.require()
+        version = _version_of(spec.reward)
         if builtin.bounded:
-            return Term(spec.reward, timeout_s, builtin, None)
+            return Term(name, timeout_s, builtin, None, version=version)
         target = Target("builtin", spec.reward, parameters=parameters)
-        return Term(spec.reward, timeout_s, None, target, builtin.blames_response)
-    target = _user_target(spec.reward, parameters, code)
-    return Term(spec.reward, timeout_s, None, target)
+        if builtin.jailed:
+            target = Target("entry_point", IN_JAIL, spec.reward, parameters)
+        return Term(name, timeout_s, None, target, builtin.blames_response, version, builtin.runs_code)
+    target = replace(_user_target(spec.reward, parameters, code), trusted=spec.trusted)
+    return Term(name, timeout_s, None, target, spec.blames_response)
 
 
 def problem(reward: str, parameters: dict[str, Any]) -> str:
@@ -139,6 +168,11 @@ def _user_target(name: str, parameters: dict[str, Any], code: Path | None) -> Ta
         f"there is no reward {name!r}{_did_you_mean(name, known)}",
         next_step=f"Known are {', '.join(known)}; a function of your own is path.py:function.",
     )
+
+
+@lru_cache
+def _version_of(builtin: str) -> str:
+    return BUILTIN[builtin].version()
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:

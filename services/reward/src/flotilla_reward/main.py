@@ -10,7 +10,7 @@ def build(host: Host) -> Service:
     """Return the service inside its host."""
     from flotilla_reward.service import RewardHostService
 
-    return RewardHostService(host.stack.reward.workers, host.files)
+    return RewardHostService(host.stack.reward, host.files, host.stack.judges)
 
 
 def main() -> None:

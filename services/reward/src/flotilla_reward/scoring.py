@@ -1,16 +1,22 @@
 """Scores the items of one call.
 
-Invariants: every item ends in exactly one outcome, under its own sample id; terms run in the order of the spec and
-the first one that fails or times out decides; a value is finite or it is an error. The caller weighs the values of the
-terms. When it goes away, the work stops. While it waits, it gets an outcome or a sign of life every `SIGN_OF_LIFE_S`,
-for as long as the event loop of this process runs. Every task is yielded once; a caller that leaves early ends those
-that still run.
+Invariants: every item ends in exactly one outcome, under its own sample id; where a judge is away, the items that need
+it have none, and the call fails when all others have one. Terms that score a response by itself run
+first, then those that compare the responses of a group, both in the order of the spec, and the first one that fails or
+times out decides. What has failed is not among the responses that are compared. A value is finite or it is an error.
+The caller weighs the values of the terms. When it goes away, the work stops. While it waits, it gets an outcome or a
+sign of life every `SIGN_OF_LIFE_S`, for as long as the event loop of this process runs. Every task is yielded once; a
+caller that leaves early ends those that still run.
+
+A response is unverifiable where the verifier says so, and where a verifier that blames responses passes its limit with
+it or dies twice. What ends a worker once, or this service, is never blamed on a response.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import re
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -21,14 +27,17 @@ from google.protobuf.duration_pb2 import Duration
 
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.config import LARGEST_REWARD
-from flotilla_core.errors import InvalidConfig, InvalidRequest
+from flotilla_core.errors import InvalidConfig, InvalidRequest, Unavailable
 from flotilla_core.structs import to_json
+from flotilla_core.tasks import gather_or_cancel
+from flotilla_core.tensors import from_tensor
 from flotilla_reward import catalog
-from flotilla_reward.builtin import CannotScore, Sample
+from flotilla_reward.answers import Answer, Outcome, Value, Workers
+from flotilla_reward.builtin import BuiltinReward, CannotScore, Sample, Unverifiable
 from flotilla_reward.catalog import Term
-from flotilla_workers.frames import NoAnswer
-from flotilla_workers.functions import Target
-from flotilla_workers.pool import WorkerPool
+from flotilla_reward.judges.judge import Judge, Judges
+from flotilla_reward.verifiers.verification import JAIL, OF_JAIL, STARTS_S
+from flotilla_reward.worker import Facts
 from flotilla_workers.process import Failure, Timeout
 
 MOST_TOGETHER = 64
@@ -39,47 +48,41 @@ T = TypeVar("T")
 SIGN_OF_LIFE_S = 5.0
 """A caller takes a replica for dead that is silent for several times as long."""
 
+DEATH = re.compile(r"the worker .* while it answered|its process .* before it answered", re.DOTALL)
+"""The beginning of what is told of a worker, or of its process for one answer, that died during a question."""
+PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d{1,7}) in [^:]+: (?P<message>.*)", re.DOTALL)
+"""What is told of an exception: the user's line that it came from, and what it says."""
+
 
 @dataclass(frozen=True)
-class Value:
-    """A finite number."""
+class Run:
+    """The run that a call is made for."""
 
-    value: float
-    unreadable: bool = False
-    """The response broke a built-in checker or kept it busy until the limit, and is worth 0 for that."""
-
-
-Outcome = Value | Failure | Timeout
-"""A failure or a timeout carries no number that could be mistaken for a score."""
-Workers = WorkerPool[Value]
+    run_id: str = ""
+    total_steps: int | None = None
 
 
-def workers(count: int) -> Workers:
-    """Return a pool whose workers score samples."""
-    return WorkerPool(count, "flotilla_reward.worker:load", _value)
+NO_RUN = Run()
 
 
-def _value(target: Target, said: Any) -> Value:
-    # No code of a user's says of its own responses what built-in rewards say.
-    if said is None and target.kind == "builtin":
-        return Value(0.0, unreadable=True)
-    if not isinstance(said, float) or not math.isfinite(said):
-        raise NoAnswer("it is no finite number")
-    return Value(said)
-
-
-def resolve(specs: Sequence[pb.RewardSpec], code: Mapping[str, Path] | None = None) -> list[Term]:
+def resolve(
+    specs: Sequence[pb.RewardSpec], code: Mapping[str, Path] | None = None, judges: Judges | None = None
+) -> list[Term]:
     """Return the terms of a call; `code` says where the files of functions are on this host."""
     if not specs:
         raise InvalidRequest("the request has no rewards", next_step="Add a term to the run.")
-    return [catalog.resolve(spec, (code or {}).get(spec.reward)) for spec in specs]
+    return [catalog.resolve(spec, (code or {}).get(spec.reward), judges) for spec in specs]
 
 
 async def load(terms: Sequence[Term], pool: Workers, run_id: str = "") -> AsyncGenerator[pb.ScoreResponse]:
     """Has a worker load each term that needs one, once; the responses are signs of life."""
     for term in terms:
+        if term.judge is not None:
+            term.judge.check()
         if term.target is None:
             continue
+        if term.runs_code and pool.jail.refusal:
+            raise InvalidConfig(f"reward {term.name} cannot run code", why=pool.jail.refusal)
         loading = asyncio.create_task(pool.prove(term.target, run_id))
         async with aclosing(endings([loading])) as moments:
             async for ended in moments:
@@ -93,22 +96,53 @@ async def load(terms: Sequence[Term], pool: Workers, run_id: str = "") -> AsyncG
             )
 
 
+def facts_of(terms: Sequence[Term], pool: Workers) -> pb.ScoreResponse:
+    """Return what the loaded terms take."""
+    found = [pool.facts(term) for term in terms]
+    facts = [pb.TermFacts(whole_groups=one.whole_groups, token_ids=one.token_ids) for one in found]
+    return pb.ScoreResponse(terms=facts)
+
+
 async def score_items(
-    items: Sequence[pb.ScoreItem], terms: Sequence[Term], pool: Workers, run_id: str = ""
+    items: Sequence[pb.ScoreItem], terms: Sequence[Term], pool: Workers, run: Run = NO_RUN
 ) -> AsyncGenerator[pb.ScoreResponse]:
     """One outcome an item, in the order in which they end; a response without any is a sign of life."""
     _check_ids(items)
+    scoring = _Scoring(terms, pool, run)
     if all(term.builtin is not None for term in terms):
         for first in range(0, len(items), MOST_TOGETHER):
-            outcomes = [
-                await _score(item, terms, pool, run_id) for item in items[first : first + MOST_TOGETHER]
-            ]
+            outcomes = [(await scoring.outcomes([item]))[0] for item in items[first : first + MOST_TOGETHER]]
             yield pb.ScoreResponse(outcomes=outcomes)
         return
-    tasks = [asyncio.create_task(_score(item, terms, pool, run_id)) for item in items]
+    groups = _groups(items) if scoring.compares else [[item] for item in items]
+    tasks = [asyncio.create_task(_score_or_wait(scoring, group)) for group in groups]
+    away: Unavailable | None = None
     async with aclosing(endings(tasks)) as moments:
         async for ended in moments:
-            yield pb.ScoreResponse(outcomes=[task.result() for task in ended])
+            found = [task.result() for task in ended]
+            away = next((one for one in found if isinstance(one, Unavailable)), away)
+            scored = [one for one in found if not isinstance(one, Unavailable)]
+            yield pb.ScoreResponse(outcomes=[outcome for group in scored for outcome in group])
+    if away is not None:
+        raise away
+
+
+async def _score_or_wait(
+    scoring: _Scoring, group: Sequence[pb.ScoreItem]
+) -> list[pb.ScoreOutcome] | Unavailable:
+    """Return the outcomes of a group, or why a judge that it needs is away."""
+    try:
+        return await scoring.outcomes(group)
+    except Unavailable as error:
+        return error
+
+
+def _groups(items: Sequence[pb.ScoreItem]) -> list[list[pb.ScoreItem]]:
+    groups: dict[str, list[pb.ScoreItem]] = {}
+    for item in items:
+        # No name of a group is that of a sample and a line end.
+        groups.setdefault(item.group or f"{item.sample_id}\n", []).append(item)
+    return [*groups.values()]
 
 
 def _check_ids(items: Sequence[pb.ScoreItem]) -> None:
@@ -121,46 +155,194 @@ def _check_ids(items: Sequence[pb.ScoreItem]) -> None:
         seen.add(item.sample_id)
 
 
-async def _score(item: pb.ScoreItem, terms: Sequence[Term], pool: Workers, run_id: str) -> pb.ScoreOutcome:
-    sample = Sample(item.prompt, item.response, item.answer, to_json(item.info))
-    value = pb.RewardValue()
-    spent_s = 0.0
-    for term in terms:
-        outcome, elapsed_s = await _run(term, sample, pool, run_id)
-        spent_s += elapsed_s
+class _Response:
+    """One response on its way through the terms."""
+
+    def __init__(self, item: pb.ScoreItem) -> None:
+        self.item = item
+        self.failed = False
+        self._components: dict[int, pb.RewardComponent] = {}
+        self._outcome = pb.ScoreOutcome(sample_id=item.sample_id)
+        self._spent_s = 0.0
+
+    def take(self, place: int, term: Term, version: str, outcome: Outcome, elapsed_s: float) -> None:
+        """Take what a term says; a failure is the last thing that is taken."""
+        self._spent_s += elapsed_s
         if isinstance(outcome, Value) and abs(outcome.value) > LARGEST_REWARD:
             outcome = Failure(f"returned {outcome.value:g}, expected at most {LARGEST_REWARD:g} either way")
-        if not isinstance(outcome, Value):
-            return _unscored(item.sample_id, term, outcome, spent_s)
-        value.components.add(reward=term.name, value=outcome.value, unreadable=outcome.unreadable)
-    return pb.ScoreOutcome(sample_id=item.sample_id, value=value, elapsed=_duration(spent_s))
+        if isinstance(outcome, Value):
+            self._components[place] = pb.RewardComponent(
+                reward=term.name,
+                value=outcome.value,
+                unreadable=outcome.unverifiable is not None,
+                why=outcome.unverifiable,
+                parts=[pb.NamedPart(name=name, value=part) for name, part in outcome.parts.items()],
+                extracted=outcome.extracted,
+                version=version,
+                elapsed=_duration(elapsed_s),
+            )
+            return
+        self.failed = True
+        if isinstance(outcome, Timeout):
+            limit = _duration(outcome.limit_s)
+            self._outcome.timeout.CopyFrom(pb.RewardTimeout(reward=term.name, limit=limit, version=version))
+            return
+        place_of = PLACE.fullmatch(outcome.message)
+        error = pb.RewardError(
+            reward=term.name,
+            message=f"reward {term.name}: {outcome.message}",
+            traceback=outcome.traceback,
+            file=place_of["file"] if place_of else "",
+            line=int(place_of["line"]) if place_of else 0,
+            version=version,
+            elapsed=_duration(elapsed_s),
+        )
+        self._outcome.error.CopyFrom(error)
+
+    def outcome(self) -> pb.ScoreOutcome:
+        """Return the outcome, with what the terms said in their order."""
+        said = [component for _, component in sorted(self._components.items(), key=lambda one: one[0])]
+        self._outcome.elapsed.CopyFrom(_duration(self._spent_s))
+        if self.failed:
+            self._outcome.before.extend(said)
+        else:
+            self._outcome.value.components.extend(said)
+        return self._outcome
 
 
-async def _run(term: Term, sample: Sample, pool: Workers, run_id: str) -> tuple[Outcome, float]:
+class _Scoring:
+    """The terms of a call, as they score its responses."""
+
+    def __init__(self, terms: Sequence[Term], pool: Workers, run: Run) -> None:
+        self._pool = pool
+        self._run = run
+        self._facts = [pool.facts(term) for term in terms]
+        whole = [facts.whole_groups for facts in self._facts]
+        self._alone = [(place, term) for place, term in enumerate(terms) if not whole[place]]
+        self._comparing = [(place, term) for place, term in enumerate(terms) if whole[place]]
+
+    @property
+    def compares(self) -> bool:
+        """Return whether a term compares responses with each other."""
+        return bool(self._comparing)
+
+    async def outcomes(self, items: Sequence[pb.ScoreItem]) -> list[pb.ScoreOutcome]:
+        """Return the outcome of each response of a group."""
+        responses = [_Response(item) for item in items]
+        if len(responses) == 1:
+            await self._score_alone(responses[0])
+        else:
+            await gather_or_cancel(map(self._score_alone, responses))
+        if self._comparing:
+            await self._compare(responses)
+        return [response.outcome() for response in responses]
+
+    async def _score_alone(self, response: _Response) -> None:
+        """Score a response by itself."""
+        for place, term in self._alone:
+            if term.builtin is not None:
+                outcome, elapsed_s = _now(term.builtin, response.item)
+            elif term.judge is not None:
+                outcome, elapsed_s = await _judged(term.judge, response.item)
+            else:
+                answers, elapsed_s = await self._ask(place, term, [response.item])
+                (outcome,) = answers
+            response.take(place, term, self._version(place, term), outcome, elapsed_s)
+            if response.failed:
+                return
+
+    async def _compare(self, responses: Sequence[_Response]) -> None:
+        """Compare the responses that have not failed; where one fails now, the others are compared without it."""
+        whole = False
+        while not whole and (left := [one for one in responses if not one.failed]):
+            for place, term in self._comparing:
+                answers, elapsed_s = await self._ask(place, term, [one.item for one in left])
+                for one, answer in zip(left, answers, strict=True):
+                    one.take(place, term, self._version(place, term), answer, elapsed_s / len(left))
+                if not (whole := not any(one.failed for one in left)):
+                    break
+
+    def _version(self, place: int, term: Term) -> str:
+        return term.version or self._facts[place].version
+
+    async def _ask(
+        self, place: int, term: Term, items: Sequence[pb.ScoreItem]
+    ) -> tuple[Sequence[Outcome], float]:
+        """Return what a worker says of each response, and the seconds that it took."""
+        assert term.target is not None
+        question = self._question(term, items, self._facts[place])
+        limit_s = term.timeout_s * len(items) + (STARTS_S if term.runs_code else 0)
+        said, elapsed_s = await self._pool.ask(term.target, question, limit_s, self._run.run_id)
+        blamed = term.blames_response and len(items) == 1
+        if blamed and _is_death(said) and not self._pool.stopping:
+            # Whatever ended the worker did so by chance, if the response does not end another one.
+            said, more_s = await self._pool.ask(term.target, question, limit_s, self._run.run_id)
+            elapsed_s += more_s
+        if blamed and not self._pool.stopping:
+            said = _blamed(term, said)
+        if isinstance(said, tuple) and len(said) == len(items):
+            return said, elapsed_s
+        if isinstance(said, tuple):
+            said = Failure(f"its worker told {len(said)} scores of {len(items)} responses")
+        return [said] * len(items), elapsed_s
+
+    def _question(self, term: Term, items: Sequence[pb.ScoreItem], facts: Facts) -> dict[str, Any]:
+        first = items[0]
+        question: dict[str, Any] = {
+            "prompt": first.prompt,
+            "responses": [item.response for item in items],
+            "answer": first.answer,
+            "info": to_json(first.info),
+        }
+        if term.runs_code:
+            jail = JAIL.dump_python(self._pool.jail, mode="json", include=OF_JAIL)
+            question["means"] = {"jail": jail, "limit_s": term.timeout_s}
+        if not term.is_builtin:
+            question["chat"] = [{"role": one.role, "content": one.content} for one in first.chat]
+            question["answer_column"] = to_json(first.answer_column)
+            if facts.token_ids and all(item.HasField("token_ids") for item in items):
+                question["token_ids"] = [from_tensor(item.token_ids).tolist() for item in items]
+            if first.HasField("step") and self._run.total_steps is not None:
+                question |= {"step": first.step, "total_steps": self._run.total_steps}
+        return question
+
+
+def _now(builtin: BuiltinReward, item: pb.ScoreItem) -> tuple[Outcome, float]:
+    """Score a response in this process."""
+    started = time.perf_counter()
+    sample = Sample(item.prompt, item.response, item.answer, to_json(item.info))
     outcome: Outcome
-    if term.target is not None:
-        outcome, elapsed_s = await pool.ask(term.target, sample._asdict(), term.timeout_s, run_id)
-        if isinstance(outcome, Timeout) and term.blames_response:
-            return Value(0.0, unreadable=True), elapsed_s
-        return outcome, elapsed_s
-    assert term.builtin is not None
-    started = asyncio.get_running_loop().time()
     try:
-        outcome = Value(term.builtin.score(sample))
+        outcome = Value.of(builtin.score(sample))
     except CannotScore as error:
         outcome = Failure(str(error))
-    return outcome, asyncio.get_running_loop().time() - started
+    except Unverifiable as error:
+        outcome = Value(0.0, unverifiable=str(error))
+    return outcome, time.perf_counter() - started
 
 
-def _unscored(sample_id: str, term: Term, outcome: Failure | Timeout, spent_s: float) -> pb.ScoreOutcome:
-    unscored = pb.ScoreOutcome(sample_id=sample_id, elapsed=_duration(spent_s))
-    if isinstance(outcome, Timeout):
-        unscored.timeout.CopyFrom(pb.RewardTimeout(reward=term.name, limit=_duration(outcome.limit_s)))
-    else:
-        message = f"reward {term.name}: {outcome.message}"
-        error = pb.RewardError(reward=term.name, message=message, traceback=outcome.traceback)
-        unscored.error.CopyFrom(error)
-    return unscored
+async def _judged(judge: Judge, item: pb.ScoreItem) -> tuple[Outcome, float]:
+    """Ask a judge of a response."""
+    started = time.perf_counter()
+    outcome: Outcome
+    try:
+        outcome = Value.of(await judge.judged(item))
+    except CannotScore as error:
+        outcome = Failure(str(error))
+    return outcome, time.perf_counter() - started
+
+
+def _is_death(said: Answer | Failure | Timeout) -> bool:
+    return isinstance(said, Failure) and DEATH.match(said.message) is not None
+
+
+def _blamed(term: Term, said: Answer | Failure | Timeout) -> Answer | Failure | Timeout:
+    """Return what is said of a response to a verifier that blames it for its limit and its death."""
+    if isinstance(said, Timeout):
+        return Value(0.0, unverifiable=f"it kept {term.name} busy until the limit of {said.limit_s:g} s")
+    if isinstance(said, Failure) and _is_death(said):
+        return Value(0.0, unverifiable=f"{said.message}, twice")
+    return said
 
 
 def _duration(seconds: float) -> Duration:

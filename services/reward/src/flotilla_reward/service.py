@@ -7,8 +7,9 @@ how long that takes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,11 +19,15 @@ from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.operate_pb2 import ProcessStacks
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
+from flotilla_core.config import JudgeConfig, RewardServiceConfig
 from flotilla_core.errors import Unavailable
 from flotilla_core.findings import failed, passed, warned
 from flotilla_core.rpc import RpcServer
 from flotilla_core.transfer import Files
 from flotilla_reward import catalog, scoring
+from flotilla_reward.answers import Workers
+from flotilla_reward.judges.judge import Judges
+from flotilla_workers.jail.jail import find
 
 SERVICE_NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 
@@ -35,8 +40,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     A call knows everything that it needs; calls are only counted, because a drain waits until none runs.
     """
 
-    def __init__(self, pool: scoring.Workers, files: Files) -> None:
+    def __init__(self, pool: Workers, files: Files, judges: Judges | None = None) -> None:
         self._pool = pool
+        self._judges = judges or Judges({})
         self._files = files
         self._running = 0
         self._idle = asyncio.Event()
@@ -51,7 +57,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def ListRewards(
         self, request: reward_pb2.ListRewardsRequest, context: Context
     ) -> reward_pb2.ListRewardsResponse:
-        return reward_pb2.ListRewardsResponse(rewards=catalog.list_rewards())
+        rewards = [*catalog.list_rewards(), *self._judges.infos()]
+        return reward_pb2.ListRewardsResponse(rewards=rewards, isolation=self._pool.jail.isolation)
 
     async def Score(
         self, request: reward_pb2.ScoreRequest, context: Context
@@ -64,11 +71,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 for spec in request.rewards
                 if spec.HasField("code")
             }
-            terms = scoring.resolve(request.rewards, code)
+            terms = scoring.resolve(request.rewards, code, self._judges)
             async with aclosing(scoring.load(terms, self._pool, request.run_id)) as signs:
                 async for sign in signs:
                     yield sign
-            responses = scoring.score_items(request.items, terms, self._pool, request.run_id)
+            yield scoring.facts_of(terms, self._pool)
+            total_steps = request.total_steps if request.HasField("total_steps") else None
+            run = scoring.Run(request.run_id, total_steps)
+            responses = scoring.score_items(request.items, terms, self._pool, run)
             async with aclosing(responses):
                 async for response in responses:
                     yield response
@@ -88,10 +98,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 class RewardHostService:
     """Owns the worker pool; calls come and go on the host's server."""
 
-    def __init__(self, workers: int, files: Files) -> None:
-        self._workers = workers
-        self._pool = scoring.workers(workers)
-        self._servicer = RewardServicer(self._pool, files)
+    def __init__(
+        self, config: RewardServiceConfig, files: Files, judges: Mapping[str, JudgeConfig] | None = None
+    ) -> None:
+        self._workers = config.workers
+        self._pool = Workers(config.workers, partial(find, config.isolation))
+        self._judges = Judges(judges or {})
+        self._servicer = RewardServicer(self._pool, files, self._judges)
 
     def add_to(self, server: RpcServer) -> None:
         add = reward_pb2_grpc.add_RewardServiceServicer_to_server
@@ -102,6 +115,7 @@ class RewardHostService:
 
     def describe(self, registration: Registration) -> None:
         registration.capacity["workers"] = self._workers
+        registration.isolation = self._pool.jail.isolation
 
     async def check(self) -> list[Finding]:
         alive, dead = len(self._pool.pids), self._pool.dead
@@ -113,6 +127,7 @@ class RewardHostService:
             findings = [
                 short("reward workers", found, "Read the log of this service: user code may crash or hang.")
             ]
+        findings += [self._pool.jail.finding, *self._judges.findings()]
         if hidden := catalog.hidden_entry_points():
             found = f"{', '.join(hidden)}: hidden by the built-in reward of the same name"
             findings.append(warned("reward entry points", found, "Give the entry point another name."))
@@ -131,6 +146,7 @@ class RewardHostService:
 
     async def stop(self) -> None:
         await self._pool.stop()
+        await self._judges.close()
 
 
 def _state_of(pid: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flotilla_core.config.judges import AgreementConfig, JudgeConfig
 from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
 from flotilla_core.config.model import ConfigModel, SecretReference
 from flotilla_core.config.stack import (
@@ -17,6 +18,7 @@ from flotilla_core.config.stack import (
     CoordinatorConfig,
     GangConfig,
     GeneratorConfig,
+    IsolationConfig,
     NatsConfig,
     RayConfig,
     RewardServiceConfig,
@@ -36,16 +38,21 @@ if TYPE_CHECKING:
         SftConfig,
     )
     from flotilla_core.config.data import (
-        LARGEST_REWARD,
+        CurriculumConfig,
         DataConfig,
         DynamicSamplingConfig,
         EvaluationConfig,
         HeldOutSet,
-        RewardTermConfig,
         RolloutConfig,
         SamplingConfig,
         StopConfig,
         TrainingSet,
+    )
+    from flotilla_core.config.rewards import (
+        LARGEST_REWARD,
+        RewardMode,
+        RewardModelChoice,
+        RewardTermConfig,
     )
     from flotilla_core.config.run import (
         DIRECT,
@@ -69,7 +76,7 @@ if TYPE_CHECKING:
         bucket_size_mib,
     )
 
-_OF_RUNS = ("training", "data", "algorithm", "run")
+_OF_RUNS = ("training", "rewards", "data", "algorithm", "run")
 
 
 def __getattr__(name: str) -> Any:

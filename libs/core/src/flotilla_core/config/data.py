@@ -1,27 +1,27 @@
-"""The data of a run and its evaluation: prompts, rollouts, rewards and evaluation."""
+"""The data of a run and its evaluation: prompts, rollouts and evaluation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.model import ConfigModel, DataSource, Parameters, function_path, possible_function
-
-LARGEST_REWARD = 1e38
-"""Largest absolute value: sums and squares of such rewards stay finite. The trainer's contract has the same bound."""
+from flotilla_core.config.model import ConfigModel, DataSource
+from flotilla_core.config.rewards import RewardMode, RewardTermConfig
+from flotilla_core.evaluations import majority_sizes, team_sizes
+from flotilla_core.generated_tasks import TaskSource, is_generated
 
 
 class TrainingSet(ConfigModel):
     """One of several data sets of prompts."""
 
     path: DataSource
-    """File, folder, pattern or `hub:owner/name`."""
+    """File, folder, pattern, `hub:owner/name` or tasks, as `data.train`."""
     weight: float = Field(default=1.0, gt=0, le=1e9)
     """Weight of the set in the draw: its share is this divided by the sum of all weights, however long the file is."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
-    """Names its metrics; empty takes the file name without its extension."""
+    """Names its metrics; empty takes the file name without its extension, or the name of the task."""
 
 
 def _form(train: Any) -> str | None:
@@ -39,12 +39,29 @@ TrainingData = Annotated[
 ]
 
 
+class CurriculumConfig(ConfigModel):
+    """Raise the level of tasks that name a range of them, such as `reasoning_gym:countdown?levels=0-4`."""
+
+    every_steps: int | None = Field(default=None, ge=1, le=10_000_000)
+    """Steps at each level."""
+    reward: float | None = Field(default=None, ge=-1e6, le=1e6)
+    """Mean reward of the last `prompts` prompts of a level, all of that level, from which on the next one is drawn."""
+    prompts: int = Field(default=64, ge=1, le=100_000)
+    """Prompts that `reward` is the mean of."""
+
+    @model_validator(mode="after")
+    def _rises_in_one_way(self) -> CurriculumConfig:
+        if (self.every_steps is None) == (self.reward is None):
+            raise ValueError("name one of every_steps and reward, by which the level rises")
+        return self
+
+
 class DataConfig(ConfigModel):
     """Prompts to train on."""
 
     train: TrainingData
-    """JSONL, JSON or Parquet file, folder, pattern such as `part-*.parquet`, or `hub:owner/name`; or a list of several,
-    each with `path`, `weight` and `name`."""
+    """JSONL, JSON or Parquet file, folder, pattern such as `part-*.parquet`, `hub:owner/name`, or
+    `reasoning_gym:TASK?size=500&seed=1&level=0`; or a list of several, each with `path`, `weight` and `name`."""
     split: str = Field(default="train", pattern=r"^[A-Za-z0-9_.-]+$")
     """Split to read where a folder or a hub name has several."""
     prompt_field: str = Field(default="prompt", min_length=1)
@@ -76,6 +93,31 @@ class DataConfig(ConfigModel):
     rest_epochs: int = Field(default=0, ge=0, le=1023)
     """Maximum number of epochs that a prompt rests after it was solved: 1, after the second time in a row 3, then 7,
     15, and so on. 0 draws every prompt in every epoch."""
+    curriculum: CurriculumConfig | None = None
+    """How the level of generated tasks rises; absent: each has one level."""
+
+    @property
+    def training_sets(self) -> tuple[TrainingSet, ...]:
+        """Return every data set as it is written; one alone has no weight and no name of its own."""
+        return (TrainingSet(path=self.train),) if isinstance(self.train, Path) else self.train
+
+    @property
+    def learns_outcomes(self) -> bool:
+        """True where what is drawn depends on what came of earlier prompts."""
+        return bool(self.rest_epochs) or (self.curriculum is not None and self.curriculum.reward is not None)
+
+    @model_validator(mode="after")
+    def _rises_where_there_are_levels(self) -> DataConfig:
+        ranges = [one.path for one in self.training_sets if _is_range(one.path)]
+        if ranges and self.curriculum is None:
+            raise ValueError(
+                f"{ranges[0]} names a range of levels: say in data.curriculum how the level rises"
+            )
+        if self.curriculum is not None and not ranges:
+            raise ValueError(
+                "curriculum raises levels, and no data set has levels=0-4 or the like in its name"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_prompts_in_an_order(self) -> DataConfig:
@@ -89,23 +131,8 @@ class DataConfig(ConfigModel):
         return self
 
 
-class RewardTermConfig(ConfigModel):
-    """Section `rewards` of `run.yaml`: the terms of a sample's reward.
-
-    One term of the weighted sum.
-    """
-
-    reward: Annotated[str, AfterValidator(possible_function)]
-    """Built-in name, entry point, or path.py:function."""
-    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
-    """Factor of this term."""
-    parameters: Parameters = Field(default_factory=dict)
-    """Passed to the reward function by keyword."""
-    timeout_s: float = Field(default=10.0, gt=0, le=86_400)
-    """Time limit for one sample; beyond it the result is a timeout, never a score."""
-
-    def with_paths_from(self, directory: Path) -> Self:
-        return self.model_copy(update={"reward": function_path(self.reward, directory)})
+def _is_range(path: Path) -> bool:
+    return is_generated(path) and TaskSource.parse(path).highest is not None
 
 
 UNREPRODUCIBLE = (
@@ -247,6 +274,8 @@ class HeldOutSet(ConfigModel):
     """Names its metrics; empty takes the file name without its extension."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
     """The rewards of its answers; empty takes those of the run."""
+    reward_mode: RewardMode = "weighted"
+    """Combination of `rewards` of its own, as `reward_mode` of the run."""
     success_at: float | None = Field(default=None, ge=-1e12, le=1e12)
     """An answer is right when its total reward is at least this."""
     max_prompts: int | None = Field(default=None, ge=1, le=100_000)
@@ -258,12 +287,20 @@ class HeldOutSet(ConfigModel):
     temperature: float | None = Field(default=None, ge=0, le=100)
     """0 is greedy."""
     answer_after: str | None = Field(default=None, max_length=256)
-    """Text before the final answer of a response, for `eval/maj@n`."""
+    """Text before the final answer of a response, for `eval/maj@k`."""
 
     @property
     def shown(self) -> str:
         """The name of its metrics."""
+        if is_generated(self.path):
+            return self.name or TaskSource.parse(self.path).name
         return self.name or self.path.stem
+
+    @model_validator(mode="after")
+    def _has_one_level(self) -> HeldOutSet:
+        if _is_range(self.path):
+            raise ValueError(f"{self.path} names a range of levels: evaluations have one each, as level=4")
+        return self
 
 
 HeldOutData = Annotated[
@@ -281,8 +318,8 @@ class EvaluationConfig(ConfigModel):
     """Evaluation on held-out prompts or pairs; before, during and after training."""
 
     data: HeldOutData
-    """File, folder, pattern or `hub:owner/name`, as `data.train`; or a list of several, each with `path`, `name` and
-    settings of its own. The first one decides what `stop` sees."""
+    """File, folder, pattern, `hub:owner/name` or tasks, as `data.train`; or a list of several, each with `path`, `name`
+    and settings of its own. The first one decides what `stop` sees."""
     split: str = Field(default="test", pattern=r"^[A-Za-z0-9_.-]+$")
     """Split to read where a folder or a hub name has several."""
     prompt_field: str = ""
@@ -302,13 +339,13 @@ class EvaluationConfig(ConfigModel):
     max_response_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     """Length limit of a response; empty takes the rollout's limit."""
     samples_per_prompt: int = Field(default=1, ge=1, le=10_000)
-    """Answers drawn for each prompt; above 1 `eval/mean@n`, `eval/pass@k` and `eval/maj@n` are measured as well."""
+    """Answers drawn for each prompt; above 1 `eval/mean@n`, `eval/pass@k` and `eval/maj@k` are measured as well."""
     temperature: float = Field(default=0.0, ge=0, le=100)
     """0 is greedy, which would make several answers to a prompt all equal."""
     answer_after: str = Field(default="", max_length=256)
-    """Text before the final answer of a response, such as `####`: `eval/maj@n` compares the rest of the line after its
-    last occurrence, or the next line where that rest is blank. A response without it has no vote. Empty compares whole
-    responses."""
+    """Text before the final answer of a response, such as `####`: `eval/maj@k` compares the rest of the line after its
+    last occurrence, or the next line where that rest is blank. A response without it has no vote. Empty compares what
+    the rewards read as the answer, or whole responses where they do not say that."""
     pinned: bool = False
     """Evaluate during the next steps: with two or more generators, one keeps the version until the evaluation ends."""
 
@@ -324,8 +361,8 @@ class EvaluationConfig(ConfigModel):
             drawn = one.samples_per_prompt or self.samples_per_prompt
             figures = ["accuracy"] if pairs else ["accuracy", "reward_mean"]
             if drawn > 1:
-                figures += [f"mean@{drawn}", *(f"pass@{1 << power}" for power in range(drawn.bit_length()))]
-                figures.append(f"maj@{drawn}")
+                figures += [f"mean@{drawn}", *(f"pass@{k}" for k in team_sizes(drawn))]
+                figures += [f"maj@{k}" for k in majority_sizes(drawn)]
             if not found:
                 found += [f"eval/{figure}" for figure in figures]
             if not isinstance(self.data, Path):

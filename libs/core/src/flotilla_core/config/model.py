@@ -34,7 +34,8 @@ from pydantic import (
 )
 
 from flotilla_core.addresses import canonical
-from flotilla_core.roles import TEACHER_NAME
+from flotilla_core.generated_tasks import TASKS, TaskSource, is_generated
+from flotilla_core.roles import GANG_NAME
 from flotilla_core.structs import unfit
 
 LONGEST_TEXT = 4096
@@ -98,7 +99,7 @@ ModelName = Annotated[Path | str, BeforeValidator(_folder_or_name)]
 HostName = Annotated[str, AfterValidator(canonical)]
 """An address, or a name of a host; brackets around one of IPv6 are taken off."""
 
-TeacherName = Annotated[str, StringConstraints(pattern=TEACHER_NAME)]
+GangName = Annotated[str, StringConstraints(pattern=GANG_NAME)]
 """Lower-case letters, digits and `_`, starting with a letter."""
 
 
@@ -108,6 +109,8 @@ def data_source(source: object) -> object:
     It is one where this host has neither such a path nor a folder `owner`, and the name does not end like a file's.
     """
     name = str(source)
+    if is_generated(name):
+        TaskSource.parse(name)
     if not isinstance(source, str | Path) or not _DATA_ON_HUB.fullmatch(name):
         return source
     here = os.path.lexists(name) or os.path.lexists(os.path.dirname(name))
@@ -115,7 +118,7 @@ def data_source(source: object) -> object:
 
 
 DataSource = Annotated[Path, BeforeValidator(data_source)]
-"""Files of this host, or a data set on the hub."""
+"""Files of this host, a data set on the hub, or tasks of reasoning_gym."""
 
 AgreementLimit = Annotated[float, Field(gt=0, le=1, strict=True)] | Literal["auto"]
 """A mean difference of token probabilities between generator and trainer; `auto` is what rounding explains."""
@@ -216,7 +219,7 @@ def _absolute(value: Any, directory: Path) -> Any:
     if isinstance(value, ConfigModel):
         return value.with_paths_from(directory)
     if isinstance(value, Path):
-        return value if str(value).startswith(HUB) else directory / expanded(value)
+        return value if str(value).startswith((HUB, TASKS)) else directory / expanded(value)
     if isinstance(value, tuple):
         return tuple(_absolute(item, directory) for item in value)
     if isinstance(value, dict):

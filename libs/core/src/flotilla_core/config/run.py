@@ -19,11 +19,11 @@ from flotilla_core.config.algorithm import AlgorithmConfig, DpoConfig, PolicyCon
 from flotilla_core.config.data import (
     DataConfig,
     EvaluationConfig,
-    RewardTermConfig,
     RolloutConfig,
     StopConfig,
 )
 from flotilla_core.config.model import ConfigModel, FolderOrUrl, kind_of
+from flotilla_core.config.rewards import RewardMode, RewardTermConfig, can_combine
 from flotilla_core.config.training import (
     MOST_SAMPLE_BYTES,
     BatchingConfig,
@@ -32,6 +32,7 @@ from flotilla_core.config.training import (
     OptimizerConfig,
     WeightSyncConfig,
 )
+from flotilla_core.roles import REWARD_MODEL, named_role
 
 DIRECT = "none"
 """The value of `proxy` that uses none, whatever the environment says."""
@@ -184,7 +185,10 @@ class RunConfig(ConfigModel):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Generation; `sft`, `dpo` and `reward_model` use `prompts_per_step` alone, as answers or pairs per step."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
-    """The terms of the weighted sum; evaluation uses the same, unless a held-out set names its own."""
+    """The terms of a sample's reward; evaluation uses the same, unless a held-out set names its own."""
+    reward_mode: RewardMode = "weighted"
+    """Combination of weight x value of the terms: their sum (`weighted`), their sum or 0 where a term is below its
+    `gate_at` (`gated`), the smallest (`min`), the largest (`max`), their product, or the first that is not 0."""
     algorithm: AlgorithmConfig = Field(default_factory=PolicyConfig)
     """The objective."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -211,6 +215,23 @@ class RunConfig(ConfigModel):
     """Trackers of the run's metrics beside its own files: names (`[tensorboard, wandb]`), or sections with keys."""
 
     @property
+    def all_rewards(self) -> tuple[RewardTermConfig, ...]:
+        """The terms by which its samples and its held-out answers are scored."""
+        held_out = () if self.evaluation is None else self.evaluation.sets_of_data
+        return (*self.rewards, *(term for one in held_out for term in one.rewards))
+
+    @property
+    def reward_models(self) -> list[str]:
+        """The names of the reward models that it asks, each once."""
+        return [*dict.fromkeys(term.model.model for term in self.all_rewards if term.model is not None)]
+
+    @property
+    def gangs_beside_the_policy(self) -> list[str]:
+        """The roles for which the run needs a gang in addition to the policy's."""
+        learning = self.algorithm.gangs_beside_the_policy if isinstance(self.algorithm, PolicyConfig) else []
+        return [*learning, *(named_role(REWARD_MODEL, name) for name in self.reward_models)]
+
+    @property
     def learns_from_pairs(self) -> bool:
         """Return whether every prompt comes with a preferred answer and another one."""
         return isinstance(self.algorithm, DpoConfig | RewardModelConfig)
@@ -224,6 +245,12 @@ class RunConfig(ConfigModel):
     def learns_by_rewards(self) -> bool:
         """Return whether samples teach nothing when their rewards are equal."""
         return isinstance(self.algorithm, PolicyConfig) and self.algorithm.needs_rewards
+
+    @property
+    def judged_terms(self) -> tuple[RewardTermConfig, ...]:
+        """Return the terms whose judges have labelled examples to agree with, each once."""
+        asked = [term for term in self.all_rewards if term.agreement is not None]
+        return tuple(term for place, term in enumerate(asked) if term not in asked[:place])
 
     @property
     def evaluates_pairs(self) -> bool:
@@ -306,7 +333,7 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _solved_prompts_are_known(self) -> RunConfig:
-        if not self.data.rest_epochs:
+        if not self.data.learns_outcomes:
             return self
         why = ""
         if not isinstance(self.algorithm, PolicyConfig):
@@ -316,8 +343,21 @@ class RunConfig(ConfigModel):
         elif not self.rewards:
             why = "rewards is empty"
         if why:
+            rests = "data.rest_epochs lets prompts rest whose answers earn a reward of 1"
+            rises = "data.curriculum.reward raises levels by rewards"
+            raise ValueError(f"{rests if self.data.rest_epochs else rises}, and {why}: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _combines_its_rewards(self) -> RunConfig:
+        can_combine(self.reward_mode, self.rewards)
+        for one in () if self.evaluation is None else self.evaluation.sets_of_data:
+            can_combine(one.reward_mode, one.rewards, f" of {one.shown}")
+        advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
+        if isinstance(advantage, GdpoAdvantage) and self.reward_mode != "weighted":
             raise ValueError(
-                f"data.rest_epochs lets prompts rest whose answers earn a reward of 1, and {why}: leave it out"
+                f"reward_mode is {self.reward_mode}, and algorithm.advantage.type gdpo normalises each reward by "
+                "itself before it adds them: leave reward_mode out, or take another advantage"
             )
         return self
 

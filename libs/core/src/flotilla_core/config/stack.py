@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from flotilla_core.addresses import loopback
-from flotilla_core.config.model import ConfigModel, Environment, HostName, ModelName, TeacherName
-from flotilla_core.roles import MOST_TEACHERS
+from flotilla_core.config.judges import MOST_JUDGES, JudgeConfig, JudgeName
+from flotilla_core.config.model import ConfigModel, Environment, GangName, HostName, ModelName
+from flotilla_core.roles import MOST_NAMED
 
 MOST_REPLICAS = 256
 """Limit for one kind on one host."""
@@ -316,6 +317,35 @@ class GangConfig(TrainerConfig):
     """Hugging Face folder (or hub name) with the stack's tokenizer; empty takes the stack's model."""
 
 
+class RewardModelGangConfig(GangConfig):
+    """A gang with a reward model, which scores the samples of a run."""
+
+    replicas: int = Field(default=1, ge=0, le=MOST_REPLICAS)
+    """Whole gangs that the launcher starts, one for each run that asks it at once."""
+    model: ModelName
+    """Hugging Face folder (or hub name) of a model with a head of scores, and its own tokenizer and chat template."""
+
+
+class IsolationConfig(ConfigModel):
+    """The jail that functions of users run in, on the host of a reward replica."""
+
+    at_least: Literal["landlock", "namespaces"] = "landlock"
+    """The lowest level that is accepted; functions of users are refused on a host that has a lower one."""
+    unsafe: bool = False
+    """Run functions of users as the reward service itself, with all that it may read, write and reach."""
+    memory_gib: float = Field(default=4.0, gt=0, le=4096)
+    """Memory of each process of a function."""
+    processes: int = Field(default=128, ge=1, le=65536)
+    """Processes of a function at the same time."""
+    readable: tuple[Path, ...] = Field(default=(), max_length=64)
+    """Files and folders that functions may read beside their own folder and the packages of the service."""
+    environment: tuple[str, ...] = Field(default=(), max_length=64)
+    """Names of variables of the service that functions see."""
+    preload: tuple[str, ...] | None = Field(default=None, max_length=64)
+    """Names of modules that workers import once. Then each sample has a process of its own, forked from such a worker,
+    and finds nothing that one before it left; `[]` imports nothing. Empty keeps a process from sample to sample."""
+
+
 class RewardServiceConfig(ConfigModel):
     """One reward replica."""
 
@@ -325,6 +355,8 @@ class RewardServiceConfig(ConfigModel):
     """Killable worker processes for checkers and user functions that run at the same time."""
     environment: Environment = Field(default={})
     """Variables of each replica, in addition to those of the launcher: text, or the place of a secret."""
+    isolation: IsolationConfig = Field(default_factory=IsolationConfig)
+    """The jail of functions of users."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that were started outside this stack."""
 
@@ -489,10 +521,14 @@ class StackConfig(ConfigModel):
     """Holds the first policy of runs with algorithm.kl.reference: service."""
     teacher: GangConfig = Field(default_factory=GangConfig)
     """Holds the model that runs with algorithm.advantage.type: distill or algorithm.teacher learn from."""
-    teachers: dict[TeacherName, GangConfig] = Field(default={}, max_length=MOST_TEACHERS)
+    teachers: dict[GangName, GangConfig] = Field(default={}, max_length=MOST_NAMED)
     """Named teachers, for runs that learn from several or choose one: a section like `teacher` for each name."""
+    reward_models: dict[GangName, RewardModelGangConfig] = Field(default={}, max_length=MOST_NAMED)
+    """Models that give rewards, by the names that `rewards` of runs have."""
     reward: RewardServiceConfig = Field(default_factory=RewardServiceConfig)
     """Reward replicas."""
+    judges: dict[JudgeName, JudgeConfig] = Field(default={}, max_length=MOST_JUDGES)
+    """Language models that score samples, by the names that runs give them."""
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
     """The coordinator."""
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)

@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, StrictBool, model_validator
 
-from flotilla_core.config.model import AgreementLimit, ConfigModel, FolderOrUrl, TeacherName, checked_url
-from flotilla_core.roles import MOST_TEACHERS, TEACHER, teacher_role
+from flotilla_core.config.model import AgreementLimit, ConfigModel, FolderOrUrl, GangName, checked_url
+from flotilla_core.roles import MOST_NAMED, TEACHER, teacher_role
 
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -191,9 +191,7 @@ class AskedTeachers(ConfigModel):
     asked_by: ClassVar[str] = "advantage"
     """The section that names the teachers, for messages."""
 
-    teachers: dict[TeacherName, Annotated[float, Field(gt=0, le=1e6)]] = Field(
-        default={}, max_length=MOST_TEACHERS
-    )
+    teachers: dict[GangName, Annotated[float, Field(gt=0, le=1e6)]] = Field(default={}, max_length=MOST_NAMED)
     """Weights by the names in the stack's `teachers`; every sample is compared with the weighted mean of their
     log-probabilities. Empty: the stack's `teacher` alone."""
     teacher_field: str | None = None

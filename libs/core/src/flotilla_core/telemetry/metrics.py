@@ -36,9 +36,27 @@ METRICS = (
     Metric("reward/error_rate", "share", "Share of the samples whose reward failed."),
     Metric("reward/timeout_rate", "share", "Share of the samples whose reward took too long."),
     Metric(
-        "reward/unreadable_rate",
+        "reward/unverifiable_rate",
         "share",
-        "Share of the samples whose response broke the reward `math`, or kept it busy until its limit: worth 0.",
+        "Share of the samples whose response made a verifier fail, for example kept it busy until its limit.",
+    ),
+    Metric(
+        "reward/part/<part>",
+        "",
+        "Mean value of one of several rewards, and of what a reward says beside its value, as `reward[part]`.",
+    ),
+    Metric(
+        "reward/cut/<reward model>",
+        "texts",
+        "Texts since the step before that lost their beginning to fit the model (with `too_long: cut`).",
+    ),
+    Metric(
+        "judge/tokens/<reward>",
+        "tokens",
+        "Tokens that a judge read and wrote for values of this reward, evaluations included.",
+    ),
+    Metric(
+        "judge/cache_hit_ratio/<reward>", "share", "Share of a judge's verdicts that were kept from before."
     ),
     Metric("data/share/<data set>", "share", "Share of the groups from one of several data sets."),
     Metric(
@@ -142,7 +160,19 @@ METRICS = (
     Metric("eval/step", "steps", "Steps before the newest evaluation (`run show` alone)."),
     Metric("eval/mean@<n>", "share", "Share of right answers among n to each prompt."),
     Metric("eval/pass@<k>", "share", "Chance that one of k answers to a prompt is right."),
-    Metric("eval/maj@<n>", "share", "Share of prompts whose most frequent of n answers is right."),
+    Metric("eval/maj@<k>", "share", "Chance that the most frequent of k answers to a prompt is right."),
+    Metric("eval/stderr_<figure>", "share", "Standard error over prompts of `mean@n`, `pass@k` and `maj@k`."),
+    Metric(
+        "eval/part:<part>",
+        "",
+        "Mean of what a reward says of held-out answers beside its value, as `reward[part]`.",
+    ),
+    Metric(
+        "eval/unscored_rate",
+        "share",
+        "Share of the held-out answers whose reward failed; in no other figure.",
+    ),
+    Metric("eval/unverifiable_rate", "share", "Share of the held-out answers that made a verifier fail."),
     Metric("eval/<set>/<figure>", "", "The same figure of one of several held-out sets."),
     Metric("sync/bytes", "bytes", "Size of the weights that were sent."),
     Metric("sync/stage_s", "seconds", "Time to bring the weights to the members."),
@@ -220,7 +250,7 @@ GROUPS = (
         "update",
         r"(loss$|grad_norm$|learning_rate$|entropy$|clip_fraction$|ratio_mean$|optimizer/|advantages/|kl/|tokens/|microbatches$)",
     ),
-    ("roles", r"(critic|teacher)/"),
+    ("roles", r"(critic|teacher|judge)/"),
     ("agreement", r"(probs_diff|logprob_diff|rollout_|correction|canary)"),
     ("time", r"(tokens_per_s$|time/|idle/|compilations$)"),
     ("weights and checkpoints", r"(sync|checkpoint)/"),
@@ -229,9 +259,11 @@ GROUPS = (
 REST = "the rest"
 
 HIGHER_IS_BETTER = re.compile(
-    r"(reward/(greedy_)?mean|eval/(?!step|.*(stderr|_before))|preference/(accuracy|margin)|tokens_per_s|critic/explained_variance)"
+    r"(reward/(greedy_)?mean|eval/(?!step|.*(stderr|_before|_rate$)|part:)|preference/(accuracy|margin)|tokens_per_s|critic/explained_variance)"
 )
-LOWER_IS_BETTER = re.compile(r"(reward/(error|timeout)_rate|time/step_s|tokens/padding_share)")
+LOWER_IS_BETTER = re.compile(
+    r"((reward|eval)/(error|timeout|unscored)_rate|time/step_s|tokens/padding_share)"
+)
 
 
 def higher_is_better(name: str) -> bool | None:

@@ -19,7 +19,7 @@ from flotilla_core.config.model import Environment
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.gangs import gang_of, model_of, roles_of
 from flotilla_core.kinds import KINDS
-from flotilla_core.roles import section_of
+from flotilla_core.roles import NAMED, section_of
 from flotilla_launch.cluster import check_several_hosts
 from flotilla_launch.placement import refuse
 
@@ -165,8 +165,8 @@ def _stack_values(stack: StackConfig) -> Values:
         del values["nats"]
     for section in (*_COMPONENTS, "critic", "reference", "teacher"):
         del values[section]["environment"]
-    for teacher in values["teachers"].values():
-        del teacher["environment"]
+    for gang in (gang for section in NAMED.values() for gang in values[section].values()):
+        del gang["environment"]
     return values
 
 

@@ -16,6 +16,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
 from flotilla.common.v1 import version_pb2
+from flotilla.common.v1.chat_pb2 import Message
 from flotilla.coordinator.v1 import loop_pb2 as pb
 from flotilla.coordinator.v1.loop_pb2_grpc import LoopServiceServicer
 from flotilla.reward.v1 import reward_pb2
@@ -103,7 +104,11 @@ class LoopServicer(LoopServiceServicer):
     async def ScoreGroups(self, request: pb.ScoreGroupsRequest, context: Context) -> pb.ScoreGroupsResponse:
         """Score samples by the rewards of the run."""
         loop = await self._loop(request.run_id)
-        items = [_score_item(group.prompt, sample) for group in request.groups for sample in group.samples]
+        items = [
+            _score_item(group, sample, loop.run.steps_done)
+            for group in request.groups
+            for sample in group.samples
+        ]
         outcomes = await loop.scores(items)
         reply = pb.ScoreGroupsResponse()
         for item in items:
@@ -234,11 +239,16 @@ def _group_message(group: RolloutGroup, prompt: pb.LoopPrompt) -> pb.LoopGroup:
     return message
 
 
-def _score_item(prompt: pb.LoopPrompt, sample: pb.LoopSample) -> reward_pb2.ScoreItem:
+def _score_item(group: pb.LoopGroup, sample: pb.LoopSample, step: int) -> reward_pb2.ScoreItem:
+    prompt = group.prompt
     return reward_pb2.ScoreItem(
         sample_id=sample.sample_id,
         prompt=prompt.text,
         response=sample.text,
         answer=prompt.answer,
         info=prompt.info,
+        chat=[Message(role=one.role, content=one.content) for one in prompt.chat],
+        group=group.group_id,
+        token_ids=sample.token_ids if sample.HasField("token_ids") else None,
+        step=step,
     )

@@ -1,18 +1,20 @@
 """Draws the prompts of a run without end, in an order that a restart repeats exactly.
 
 Invariants: the data set of a draw depends on the seed and the number of the draw alone, so the shares hold from the
-first draws on. Each data set has its own epochs, and no prompt is drawn twice in one. An order is one of all rows, and
-the draw passes over those that are left out: prompts that are streamed come in the same order as others. Everything
-before a cursor was drawn, rested or left out. A saved cursor fits only the same data that it was saved with.
+first draws on. Its level depends on the step, or on the outcomes of the steps before, which the ledger keeps. Each data
+set has its own epochs, and no prompt is drawn twice in one. An order is one of all rows, and the draw passes over those
+that are left out: prompts that are streamed come in the same order as others. Everything before a cursor was drawn,
+rested or left out. A saved cursor fits only the same data that it was saved with.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ import numpy.typing as npt
 from flotilla_coordinator.data.prompts import Load, Prompt, load_prompts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import JoinedSets, LoadedSet, read_sets
-from flotilla_core.config import DataConfig
+from flotilla_core.config import CurriculumConfig, DataConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.ids import derive_seed
 
@@ -109,6 +111,33 @@ class _Stream:
         return np.argsort(keys, kind="stable")
 
 
+class _Levels:
+    """The streams of one data set, one for each level, of which one is drawn from."""
+
+    def __init__(self, streams: Sequence[_Stream], config: CurriculumConfig | None) -> None:
+        self.streams = streams
+        self._config = config
+        self._reached = 0
+        self._rewards: deque[float] = deque(maxlen=config.prompts if config else None)
+
+    def at(self, step: int) -> _Stream:
+        """Return the stream that a step draws from: a step alone decides, or the rewards that are known."""
+        last = len(self.streams) - 1
+        every = self._config.every_steps if self._config else None
+        return self.streams[min(step // every, last) if every else self._reached]
+
+    def note(self, stream: _Stream, reward: float) -> None:
+        """Take note of the mean reward of a prompt; those of levels that are left count no more."""
+        config = self._config
+        if config is None or config.reward is None or stream is not self.streams[self._reached]:
+            return
+        self._rewards.append(reward)
+        full = len(self._rewards) == config.prompts
+        if full and sum(self._rewards) / config.prompts >= config.reward and stream is not self.streams[-1]:
+            self._reached += 1
+            self._rewards.clear()
+
+
 class PromptSource:
     """Draws prompts from all data sets of a run."""
 
@@ -116,6 +145,7 @@ class PromptSource:
         self.sets = read_sets(config, tokenizer, load or load_prompts)
         self.file = JoinedSets(self.sets)
         self.rest_epochs = config.rest_epochs
+        self.learns_outcomes = config.learns_outcomes
         self._seed = seed
         self._fingerprint = _fingerprint(self.sets)
         self._files = _changes_by_file(self.sets)
@@ -126,15 +156,17 @@ class PromptSource:
             _Stream(one, own if shuffled else None, config.rest_epochs)
             for one, own in zip(self.sets, seeds, strict=True)
         ]
-        self._bounds = list(accumulate(one.share for one in self.sets[:-1]))
+        by_set = groupby(self._streams, lambda stream: stream.data.of)
+        self._levels = [_Levels([*streams], config.curriculum) for _, streams in by_set]
+        self._bounds = list(accumulate(one.streams[0].data.share for one in self._levels[:-1]))
 
     def __len__(self) -> int:
         """Return the number of prompts of all data sets together."""
         return self.file.kept
 
-    def next(self) -> Prompt:
-        """Return the next prompt that does not rest; each data set begins its next epoch when one ends."""
-        return self._drawn_from(sum(stream.drawn for stream in self._streams)).next()
+    def next(self, step: int = 0) -> Prompt:
+        """Return the next prompt, for a step, that does not rest; a data set begins its next epoch when one ends."""
+        return self._drawn_from(sum(stream.drawn for stream in self._streams)).at(step).next()
 
     def known(self, epoch: int, index: int) -> Prompt:
         """Return a prompt that was drawn before."""
@@ -143,10 +175,12 @@ class PromptSource:
             raise other_data(f"there is no prompt {index} any more")
         return prompt
 
-    def note(self, epoch: int, index: int, *, solved: bool) -> None:
-        """Take note of whether a prompt was solved; call it in the order of the steps that the answers count for."""
+    def note(self, epoch: int, index: int, *, solved: bool, reward: float) -> None:
+        """Take note of a prompt's outcome and mean reward; call it in the order of the steps that answers count for."""
         stream, number = self._found_at(index)
-        stream.note(epoch, number, solved=solved)
+        self._levels[stream.data.of].note(stream, reward)
+        if self.rest_epochs:
+            stream.note(epoch, number, solved=solved)
 
     @property
     def resting_share(self) -> float:
@@ -207,8 +241,8 @@ class PromptSource:
                 return stream, index - stream.data.before
         raise other_data(f"there is no prompt {index} any more")
 
-    def _drawn_from(self, draw: int) -> _Stream:
-        return self._streams[bisect(self._bounds, derive_seed(self._seed, "data mixture", draw) / SEEDS)]
+    def _drawn_from(self, draw: int) -> _Levels:
+        return self._levels[bisect(self._bounds, derive_seed(self._seed, "data mixture", draw) / SEEDS)]
 
 
 def other_data(why: str) -> FailedPrecondition:

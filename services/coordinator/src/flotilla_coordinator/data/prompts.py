@@ -21,6 +21,8 @@ from flotilla_coordinator.data.chat_turns import Chat, prompt_texts
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig
+from flotilla_core.structs import unfit
+from flotilla_data.chats import Messages
 from flotilla_data.columns import Columns, Reads, all_usable, value_at
 from flotilla_data.formats import no_rows
 from flotilla_data.layouts import Example, as_messages, read_example
@@ -65,6 +67,10 @@ class Prompt:
     """The name of its data set, where the run has several."""
     teacher: str = ""
     """The role of the teacher that scores its samples, where its row chooses one."""
+    chat: Messages = field(default_factory=list)
+    """The messages of the prompt, where it is a chat."""
+    answer_column: dict[str, Any] = field(default_factory=dict)
+    """The answer as the row has it, under the name of its column."""
 
 
 @dataclass
@@ -376,8 +382,23 @@ class PromptMaker:
             )
         cut = np.asarray(token_ids[-config.max_prompt_tokens :], dtype=np.int32)
         others = self.columns.others(row.values, self.reads)
-        prompt = Prompt(0, row.number, text.text, cut, example.answer, others)
+        prompt = Prompt(
+            0,
+            row.number,
+            text.text,
+            cut,
+            example.answer,
+            others,
+            chat=as_messages(example.prompt, config) or [],
+            answer_column=self._answer_column(row, example),
+        )
         return Made(prompt, row.where, row.values, example, token_ids, was_long)
+
+    def _answer_column(self, row: Row, example: Example) -> dict[str, Any]:
+        raw = value_at(row.values, self.columns.answer)
+        if raw is None or self.reads is not Reads.prompts:
+            return {}
+        return {self.columns.answer: example.answer if unfit(raw, self.columns.answer) else raw}
 
     def _finished(self, made: list[Made]) -> Iterator[Made | LeftOut]:
         for stage in self.stages:

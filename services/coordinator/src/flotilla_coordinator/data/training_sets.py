@@ -28,6 +28,7 @@ from flotilla_core.config import (
     EvaluationConfig,
     HeldOutSet,
     PolicyConfig,
+    RewardMode,
     RewardTermConfig,
     RunConfig,
     StackConfig,
@@ -36,6 +37,7 @@ from flotilla_core.config import (
 from flotilla_core.config.document import describe
 from flotilla_core.config.training import AskedTeachers
 from flotilla_core.errors import InvalidConfig
+from flotilla_core.generated_tasks import TaskSource, is_generated
 from flotilla_core.roles import teacher_role
 from flotilla_data.columns import Columns, Reads, value_at
 from flotilla_data.files import set_name
@@ -49,11 +51,13 @@ class LoadedSet:
     path: Path
     file: PromptFile
     share: float
-    """The share of the draws."""
+    """The share of the draws, of all levels of a data set together."""
     before: int = 0
     """The number of rows of the sets before it."""
     shown: str = ""
     """The name that its prompts carry; empty where the run has one set."""
+    of: int = 0
+    """The place of its data set in `data.train`; the levels of one follow each other."""
 
     def read(self, numbers: Sequence[int], epoch: int = 0) -> list[Prompt | None]:
         """Return the prompts of these rows as those of the run."""
@@ -115,19 +119,28 @@ class JoinedSets(PromptFile):
 
 def read_sets(config: DataConfig, tokenizer: Tokenizer, load: Load) -> list[LoadedSet]:
     """Read all of `data.train`."""
-    train = config.train
-    sets = (TrainingSet(path=train),) if isinstance(train, Path) else train
-    names = [one.name or set_name(one.path) for one in sets]
-    _refuse_equal(names)
+    sets = config.training_sets
     weights = sum(one.weight for one in sets)
+    parts = [(of, path, name) for of, one in enumerate(sets) for path, name in _levels(one)]
+    _refuse_equal([name for _, _, name in parts])
     loaded: list[LoadedSet] = []
     before = 0
-    for one, name in zip(sets, names, strict=True):
-        file = load(one.path, config, tokenizer)
-        shown = name if len(sets) > 1 else ""
-        loaded.append(LoadedSet(name, one.path, file, one.weight / weights, before, shown))
+    for of, path, name in parts:
+        file = load(path, config, tokenizer)
+        shown = name if len(parts) > 1 else ""
+        loaded.append(LoadedSet(name, path, file, sets[of].weight / weights, before, shown, of))
         before += file.rows
     return loaded
+
+
+def _levels(one: TrainingSet) -> list[tuple[Path, str]]:
+    """Return the sources of a data set with their names: one for each level where it names several."""
+    if not is_generated(one.path):
+        return [(one.path, one.name or set_name(one.path))]
+    sources = TaskSource.parse(one.path).by_level
+    if len(sources) == 1:
+        return [(one.path, one.name or sources[0].name)]
+    return [(Path(str(source)), f"{one.name or source.task}.{source.level}") for source in sources]
 
 
 def copies_folder(stack: StackConfig) -> Path:
@@ -172,6 +185,7 @@ class HeldOut:
     data: DataConfig
     """The settings by which its rows are read: those of the training rows, but for the split and columns of its own."""
     rewards: tuple[RewardTermConfig, ...]
+    reward_mode: RewardMode
     success_at: float
     max_prompts: int
     max_response_tokens: int
@@ -191,10 +205,11 @@ def held_out_sets(config: RunConfig) -> list[HeldOut]:
 def _held_out(one: HeldOutSet, evaluation: EvaluationConfig, config: RunConfig) -> HeldOut:
     longest = one.max_response_tokens or evaluation.max_response_tokens
     return HeldOut(
-        name=one.name or one.path.stem,
+        name=one.shown,
         path=one.path,
         data=_read_like(config.data, one, evaluation),
         rewards=one.rewards or config.rewards,
+        reward_mode=one.reward_mode if one.rewards else config.reward_mode,
         success_at=evaluation.success_at if one.success_at is None else one.success_at,
         max_prompts=one.max_prompts or evaluation.max_prompts,
         max_response_tokens=longest or config.rollout.sampling.max_response_tokens,

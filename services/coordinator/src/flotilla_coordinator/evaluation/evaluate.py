@@ -1,10 +1,11 @@
 """Evaluates the policy on sets of held-out prompts, and on held-out pairs of answers.
 
 Invariants: evaluation samples never enter the ledger or an update. An answer is right when its reward total reaches the
-threshold of its set, and each prompt of a set gets equally many answers. A reward error or timeout is a failure of the
-evaluation, never a wrong answer. Accuracy is the share of all answers that are right; for pairs it is the share in
-which the trainer ranks the preferred answer higher, however the pairs are cut into calls. Of several sets, the plain
-names are those of the first.
+threshold of its set, and each prompt of a set gets equally many answers. An answer that has no reward is counted and
+is in no figure: a reward error or timeout is never a wrong answer. Where that happens to more answers of a set than
+training bears, the evaluation fails. Accuracy is the mean over prompts of the share of their answers that are right;
+for pairs it is the share in which the trainer ranks the preferred answer higher, however the pairs are cut into calls.
+Of several sets, the plain names are those of the first.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from typing import Any
 from flotilla_coordinator.data.prompts import Prompt, PromptFile
 from flotilla_coordinator.data.training_sets import HeldOut
 from flotilla_coordinator.evaluation.figures import figures_of, vote_of
+from flotilla_coordinator.ledger.verdicts import extracted, named_parts, part_means
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample, given_group
 from flotilla_coordinator.rollouts.generation import EVALUATION, GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
 from flotilla_coordinator.trainers.messages import parts
 from flotilla_coordinator.trainers.roles import PolicyTrainer
 from flotilla_core import telemetry
-from flotilla_core.config import RewardTermConfig, RunConfig, SamplingConfig
+from flotilla_core.config import RewardMode, RewardTermConfig, RunConfig, SamplingConfig
 from flotilla_core.errors import UserCodeError
-from flotilla_core.evaluations import ACCURACY, named
+from flotilla_core.evaluations import ACCURACY, UNSCORED, UNVERIFIABLE, named
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
@@ -45,9 +47,12 @@ class HeldOutAnswer:
     """The name of its set."""
     prompt: Prompt
     sample: RolloutSample
-    reward: float
-    parts: tuple[tuple[str, float], ...]
-    """Each reward with its value."""
+    outcome: Outcome
+
+    @property
+    def reward(self) -> float | None:
+        """Return the total, or None where a reward failed; no response leaves the figures by being unverifiable."""
+        return 0.0 if self.outcome.total is None and self.outcome.unverifiable else self.outcome.total
 
     def record(self, step: int, version: Version) -> dict[str, Any]:
         """Return the line that the run directory keeps."""
@@ -63,7 +68,11 @@ class HeldOutAnswer:
             "answer": prompt.answer,
             "info": prompt.info,
             "reward": self.reward,
-            "reward_parts": [{"reward": name, "value": value} for name, value in self.parts],
+            "reward_parts": [
+                {"reward": name, "value": value} for name, value in named_parts(self.outcome.verdicts)
+            ],
+            "verdicts": [verdict.record() for verdict in self.outcome.verdicts],
+            "failure": self.outcome.failure,
             "prompt_tokens": len(prompt.token_ids),
             "response_tokens": len(sample.token_ids),
             "truncated": sample.truncated,
@@ -79,6 +88,8 @@ class HeldOutResult:
     """The number of prompts, or of pairs."""
     metrics: dict[str, float]
     """Metrics by their plain names."""
+    unscored: str = ""
+    """The number of answers that have no reward, and why the first of them has none; empty where all have one."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,11 @@ class Evaluation:
         return cls(accuracy, metrics, tuple(answers), sets)
 
     @property
+    def unscored(self) -> str:
+        """Return what is known of answers that have no reward; empty where all have one."""
+        return "; ".join(one.unscored for one in self.sets.values() if one.unscored)
+
+    @property
     def figures(self) -> dict[str, float]:
         """All metrics, with the accuracy."""
         return {ACCURACY: self.accuracy, **self.metrics}
@@ -125,7 +141,7 @@ class HeldOutPrompts:
 def held_out_prompts(
     config: RunConfig,
     held_out: Iterable[tuple[HeldOut, PromptFile]],
-    scorer_of: Callable[[tuple[RewardTermConfig, ...]], Scorer],
+    scorer_of: Callable[[tuple[RewardTermConfig, ...], RewardMode], Scorer],
 ) -> list[HeldOutPrompts]:
     """Return the sets of a run as it evaluates them; answers end as rollouts do."""
     rollout = config.rollout.sampling
@@ -133,7 +149,7 @@ def held_out_prompts(
         HeldOutPrompts(
             one.name,
             file.prompts,
-            scorer_of(one.rewards),
+            scorer_of(one.rewards, one.reward_mode),
             SamplingConfig(
                 temperature=one.temperature,
                 max_response_tokens=one.max_response_tokens,
@@ -164,12 +180,19 @@ class Evaluator:
     needs_generators = True
 
     def __init__(
-        self, run_id: str, sets: Sequence[HeldOutPrompts], sampler: Sampler, timeout_s: float
+        self,
+        run_id: str,
+        sets: Sequence[HeldOutPrompts],
+        sampler: Sampler,
+        timeout_s: float,
+        max_failure_rate: float = 0.0,
     ) -> None:
+        """`max_failure_rate` is the largest share of the answers of a set that may have no reward."""
         self._run_id = run_id
         self._sets = sets
         self._sampler = sampler
         self._timeout_s = timeout_s
+        self._max_failure_rate = max_failure_rate
 
     async def evaluate(self, version: Version, step: int, on: str = "") -> Evaluation:
         """Evaluate `version` on all sets, with the instance `on` alone where one is given."""
@@ -179,10 +202,12 @@ class Evaluator:
             answered = await gather_or_cancel(
                 self._answers(one, version, step, gate, on) for one in self._sets
             )
-        sets = {
-            one.name: HeldOutResult(len(one.prompts), _figures(one, answers))
-            for one, answers in zip(self._sets, answered, strict=True)
-        }
+        sets = {}
+        for one, answers in zip(self._sets, answered, strict=True):
+            unscored = self._unscored(one, answers, step)
+            # Many answers to a prompt have many majorities: other work of the coordinator goes on meanwhile.
+            figures = await asyncio.to_thread(_figures, one, answers)
+            sets[one.name] = HeldOutResult(len(one.prompts), figures, unscored)
         return Evaluation.of_sets(sets, (answer for answers in answered for answer in answers))
 
     async def _answers(
@@ -191,17 +216,43 @@ class Evaluator:
         """Return the scored answers to each prompt of a set in turn, each prompt's in the order of their ids."""
         drawn = await gather_or_cancel(self._drawn(one, prompt, version, gate, on) for prompt in one.prompts)
         answers = [(prompt, sample) for prompt, of in zip(one.prompts, drawn, strict=True) for sample in of]
+        needs = await one.scorer.needs()
         outcomes: dict[str, Outcome] = {}
-        for start in range(0, len(answers), ANSWERS_PER_SCORE_CALL):
-            chunk = answers[start : start + ANSWERS_PER_SCORE_CALL]
-            items = [score_item(sample.sample_id, prompt, sample.text) for prompt, sample in chunk]
+        # The answers to a prompt stay together.
+        most = max(1, ANSWERS_PER_SCORE_CALL // one.samples_per_prompt) * one.samples_per_prompt
+        for start in range(0, len(answers), most):
+            items = [
+                score_item(
+                    sample.sample_id,
+                    prompt,
+                    sample.text,
+                    group=sample.sample_id.rpartition("/")[0],
+                    token_ids=sample.token_ids if needs.token_ids else None,
+                    step=step,
+                )
+                for prompt, sample in answers[start : start + most]
+            ]
             outcomes |= await one.scorer.score(items)
-        _refuse_failures(list(outcomes.values()), step)
-        scored = ((prompt, sample, outcomes[sample.sample_id]) for prompt, sample in answers)
         return [
-            HeldOutAnswer(one.name, prompt, sample, outcome.total or 0.0, one.scorer.parts(outcome))
-            for prompt, sample, outcome in scored
+            HeldOutAnswer(one.name, prompt, sample, outcomes[sample.sample_id]) for prompt, sample in answers
         ]
+
+    def _unscored(self, one: HeldOutPrompts, answers: Sequence[HeldOutAnswer], step: int) -> str:
+        """Say which answers have no reward; raise where they are too many."""
+        failed = [answer.outcome for answer in answers if answer.outcome.failed]
+        if not failed:
+            return ""
+        found = f"{len(failed)} of {len(answers)} held-out answers could not be scored"
+        scored = any(answer.reward is not None for answer in answers)
+        if len(failed) <= self._max_failure_rate * len(answers) and scored:
+            of = f" ({one.name})" if len(self._sets) > 1 else ""
+            return f"{found}{of}: {failed[0].report}"
+        raise UserCodeError(
+            found,
+            where=f"evaluation at step {step}",
+            why=failed[0].report,
+            next_step="fix the reward function or raise its timeout_s (limit: rollout.max_reward_failure_rate)",
+        )
 
     async def _drawn(
         self, one: HeldOutPrompts, prompt: Prompt, version: Version, gate: asyncio.Semaphore, on: str
@@ -224,25 +275,28 @@ class Evaluator:
         return [ended[sample_id] for sample_id in sample_ids]
 
 
-def _refuse_failures(outcomes: list[Outcome], step: int) -> None:
-    failed = [outcome for outcome in outcomes if outcome.total is None]
-    if failed:
-        raise UserCodeError(
-            f"{len(failed)} of {len(outcomes)} held-out answers could not be scored",
-            where=f"evaluation at step {step}",
-            why=failed[0].report,
-            next_step="fix the reward function or raise its timeout_s",
-        )
-
-
 def _figures(one: HeldOutPrompts, answers: list[HeldOutAnswer]) -> dict[str, float]:
     drawn = one.samples_per_prompt
     of_prompts = [answers[start : start + drawn] for start in range(0, len(answers), drawn)]
-    return figures_of(
+    read = {answer.sample.sample_id: extracted(answer.outcome.verdicts) for answer in answers}
+    by_verifier = not one.answer_after and any(vote is not None for vote in read.values())
+
+    def vote(answer: HeldOutAnswer) -> str | None:
+        if by_verifier:
+            return read[answer.sample.sample_id]
+        return vote_of(answer.sample.text, one.answer_after)
+
+    found = figures_of(
         [[answer.reward for answer in of] for of in of_prompts],
-        [[vote_of(answer.sample.text, one.answer_after) for answer in of] for of in of_prompts],
+        [[vote(answer) for answer in of] for of in of_prompts],
         one.success_at,
     )
+    outcomes = [answer.outcome for answer in answers]
+    means = part_means(outcome.verdicts for outcome in outcomes)
+    found |= {f"eval/part:{name}": mean for name, mean in means.items() if name.endswith("]")}
+    found[UNSCORED] = sum(outcome.failed for outcome in outcomes) / len(outcomes)
+    found[UNVERIFIABLE] = sum(outcome.unverifiable for outcome in outcomes) / len(outcomes)
+    return found
 
 
 class PairEvaluator:

@@ -1,9 +1,10 @@
 """The figures of evaluations, from the rewards of the answers.
 
-Errors are standard errors over prompts, because answers to one prompt depend on each other; one prompt alone has none.
-pass@k is the unbiased estimate of how often at least one of k answers to a prompt is right, from all answers that were
-drawn, so k is never above their number. maj@n lets the n answers to a prompt vote: the answer with most votes is as
-right as its voters are on average, and a tie counts as the mean of those who lead, so that the order of the answers
+An answer without a reward is in no figure, and neither is a prompt that has no other one. Errors are standard errors
+over prompts, because answers to one prompt depend on each other; one prompt alone has none. pass@k is the unbiased
+estimate of how often at least one of k answers to a prompt is right, from all answers that were scored, so k is never
+above their number. maj@k lets k answers to a prompt vote: the answer with most votes is as right as its voters are on
+average, and a tie counts as the mean of those who lead. It is the mean over all teams of k answers, so that their order
 changes nothing.
 """
 
@@ -11,9 +12,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from flotilla_core.evaluations import ACCURACY, ERRORS, REWARD_MEAN
+import numpy as np
+
+from flotilla_core.evaluations import ACCURACY, REWARD_MEAN, error_of, majority_sizes, team_sizes
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The scored answers to one prompt."""
+
+    rewards: Sequence[float]
+    right: Sequence[bool]
+    votes: Sequence[str | None]
+
+    @property
+    def share(self) -> float:
+        """Return the share of right answers."""
+        return sum(self.right) / len(self.right)
 
 
 def pass_at(k: int, right: int, drawn: int) -> float:
@@ -29,41 +47,98 @@ def vote_of(response: str, after: str) -> str | None:
     return next(iter(rest.strip().splitlines()), "").strip() if found else None
 
 
-def majority_right(votes: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Return how right the answer with most votes is; 0 where nobody votes."""
+def majority_at(k: int, votes: Sequence[str | None], right: Sequence[bool]) -> float:
+    """Return how right the answer with most votes is, on the mean over all teams of k answers; 0 where nobody votes.
+
+    Each answer is counted by the number m of votes with which it leads. Of all ways to draw the teams, `ways` counts
+    those by the number of leaders and of answers so far, and `shares` sums up how right these leaders are.
+    """
     voters: defaultdict[str, list[bool]] = defaultdict(list)
     for vote, is_right in zip(votes, right, strict=True):
         if vote is not None:
             voters[vote].append(is_right)
     most = max(map(len, voters.values()), default=0)
-    leaders = [sum(group) / most for group in voters.values() if len(group) == most]
-    return sum(leaders) / len(leaders) if leaders else 0.0
+    if k == len(votes):
+        leaders = [sum(group) / most for group in voters.values() if len(group) == most]
+        return sum(leaders) / len(leaders) if leaders else 0.0
+    silent, found = len(votes) - sum(map(len, voters.values())), 0.0
+    for m in range(1, min(k, most) + 1):
+        ways = np.zeros((k // m + 1, k + 1))
+        ways[0] = [math.comb(silent, drawn) for drawn in range(k + 1)]
+        shares = np.zeros_like(ways)
+        for group in voters.values():
+            ways, shares = _with_group(ways, shares, m, len(group), sum(group) / len(group))
+        found += sum(shares[leaders, k] / leaders for leaders in range(1, len(ways)))
+    return float(found) / math.comb(len(votes), k)
+
+
+def _with_group(
+    ways: np.ndarray, shares: np.ndarray, m: int, size: int, share: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Let teams draw from one more group of equal votes: fewer than m of them, or m, which leads."""
+    more_ways, more_shares = np.zeros_like(ways), np.zeros_like(shares)
+    end = ways.shape[1]
+    for drawn in range(min(size, m - 1) + 1):
+        teams = math.comb(size, drawn)
+        more_ways[:, drawn:] += teams * ways[:, : end - drawn]
+        more_shares[:, drawn:] += teams * shares[:, : end - drawn]
+    if size >= m:
+        teams = math.comb(size, m)
+        more_ways[1:, m:] += teams * ways[:-1, : end - m]
+        more_shares[1:, m:] += teams * (shares[:-1, : end - m] + share * ways[:-1, : end - m])
+    return more_ways, more_shares
 
 
 def figures_of(
-    rewards: Sequence[Sequence[float]], votes: Sequence[Sequence[str | None]], success_at: float
+    rewards: Sequence[Sequence[float | None]], votes: Sequence[Sequence[str | None]], success_at: float
 ) -> dict[str, float]:
-    """Return the figures of one held-out set from the rewards and the votes of the answers to each prompt."""
+    """Return the figures of one held-out set from the rewards and the votes of the answers to each prompt.
+
+    At least one answer has a reward.
+    """
     drawn = len(rewards[0])
-    right = [[reward >= success_at for reward in answers] for answers in rewards]
-    counts = [sum(answers) for answers in right]
-    found = {ACCURACY: sum(counts) / (len(counts) * drawn)}
-    found |= _error(ACCURACY, [count / drawn for count in counts])
-    means = [math.fsum(answers) / drawn for answers in rewards]
-    found |= {REWARD_MEAN: math.fsum(means) / len(means)} | _error(REWARD_MEAN, means)
+    prompts = [
+        found for of, voted in zip(rewards, votes, strict=True) if (found := _scored(of, voted, success_at))
+    ]
+    found = _mean(ACCURACY, (one.share for one in prompts))
+    found |= _mean(REWARD_MEAN, (math.fsum(one.rewards) / len(one.rewards) for one in prompts))
     if drawn == 1:
         return found
-    found[f"eval/mean@{drawn}"] = found[ACCURACY]
-    for k in (1 << power for power in range(drawn.bit_length())):
-        found[f"eval/pass@{k}"] = sum(pass_at(k, count, drawn) for count in counts) / len(counts)
-    found[f"eval/maj@{drawn}"] = math.fsum(map(majority_right, votes, right)) / len(votes)
+    found |= _mean(f"eval/mean@{drawn}", (one.share for one in prompts))
+    for k in team_sizes(drawn):
+        found |= _mean_at(
+            f"eval/pass@{k}", k, prompts, lambda k, one: pass_at(k, sum(one.right), len(one.right))
+        )
+    for k in majority_sizes(drawn):
+        found |= _mean_at(f"eval/maj@{k}", k, prompts, lambda k, one: majority_at(k, one.votes, one.right))
     return found
 
 
-def _error(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return the standard error of the mean of the values, where there are several."""
-    if len(values) < 2:
+def _scored(
+    rewards: Sequence[float | None], votes: Sequence[str | None], success_at: float
+) -> Answered | None:
+    """Return the answers that have a reward."""
+    scored = [(reward, vote) for reward, vote in zip(rewards, votes, strict=True) if reward is not None]
+    if not scored:
+        return None
+    known = [reward for reward, _ in scored]
+    return Answered(known, [reward >= success_at for reward in known], [vote for _, vote in scored])
+
+
+def _mean_at(
+    name: str, k: int, prompts: Sequence[Answered], figure: Callable[[int, Answered], float]
+) -> dict[str, float]:
+    """Return the mean of a figure of k answers over the prompts that have as many."""
+    return _mean(name, [figure(k, one) for one in prompts if len(one.rewards) >= k])
+
+
+def _mean(name: str, values: Iterable[float]) -> dict[str, float]:
+    """Return the mean of the values, where there are some, and its standard error, where there are several."""
+    values = list(values)
+    if not values:
         return {}
     mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return {name: mean}
     squares = math.fsum((value - mean) ** 2 for value in values)
-    return {ERRORS[name]: math.sqrt(squares / (len(values) - 1) / len(values))}
+    return {name: mean, error_of(name): math.sqrt(squares / (len(values) - 1) / len(values))}

@@ -30,7 +30,7 @@ from flotilla_coordinator.fleet.leases import (
     LeaseFile,
 )
 from flotilla_coordinator.fleet.run_fleet import RunFleet
-from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_core.config import RunConfig
 from flotilla_core.errors import FailedPrecondition, NotFound
 from flotilla_core.kinds import SCALABLE, SHARED, kind_name
 from flotilla_core.protocol import limits, refusal
@@ -60,10 +60,8 @@ class ResourceRequest:
     @classmethod
     def of(cls, config: RunConfig) -> ResourceRequest:
         """Derive the request from the configuration of the run."""
-        algorithm = config.algorithm
-        beside = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else ()
         return cls(
-            roles=(POLICY, *beside),
+            roles=(POLICY, *config.gangs_beside_the_policy),
             generates=config.needs_generators,
             most_generators=config.rollout.generators,
         )

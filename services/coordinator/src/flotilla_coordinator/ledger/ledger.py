@@ -38,6 +38,7 @@ from flotilla_coordinator.ledger.records import (
     SampleState,
     VoidedUpdate,
 )
+from flotilla_coordinator.ledger.verdicts import TermVerdict
 from flotilla_coordinator.ledger.writer import Owner, WriterThread, renew_ownership
 from flotilla_core.disk import names_full_disk
 from flotilla_core.errors import DiskFull
@@ -148,9 +149,17 @@ class Ledger:
 
         await self._writer.submit(record)
 
-    async def dropped(self, run_id: str, sample_ids: Sequence[str], reason: DropReason) -> Recorded:
-        """Drop samples from the run, for a reason that is counted."""
-        return await self._writer.submit(lambda db: transitions.dropped(db, run_id, sample_ids, reason))
+    async def dropped(
+        self,
+        run_id: str,
+        sample_ids: Sequence[str],
+        reason: DropReason,
+        judged: Mapping[str, Sequence[TermVerdict]] = transitions.NOT_JUDGED,
+    ) -> Recorded:
+        """Drop samples from the run, for a reason that is counted, with the verdicts of those that were judged."""
+        return await self._writer.submit(
+            lambda db: transitions.dropped(db, run_id, sample_ids, reason, judged)
+        )
 
     async def passed_by(
         self,

@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
 
 from flotilla.common.v1.finding_pb2 import Finding
+from flotilla_coordinator.ledger.verdicts import TermVerdict
 from flotilla_core.version import Version
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class DropReason(StrEnum):
     """The batch was full before the sample ended, and it would be too old for the next one."""
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
+    UNVERIFIABLE = "unverifiable"
+    """The response made a verifier fail, and its run drops such a sample (`on_unverifiable: drop`)."""
     GROUP_TOO_SMALL = "group_too_small"
 
 
@@ -131,6 +134,8 @@ class GroupOutcome:
     group_id: str
     solved: bool
     """True where every scored answer was right."""
+    reward: float
+    """The mean of the scored answers."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,8 @@ class FinishedSample:
     """The reward of the greedy response to its prompt, where the run compares with it."""
     trained: BoolArray | None = None
     """The tokens that are trained, the others being context; None where all are."""
+    verdicts: tuple[TermVerdict, ...] = ()
+    """How each reward judged it; none where an older Flotilla recorded it."""
 
     @property
     def oldest_version(self) -> Version | None:
@@ -221,6 +228,7 @@ class SampleRecord:
     reward_terms: tuple[float, ...] = ()
     greedy_reward: float | None = None
     trained: BoolArray | None = None
+    verdicts: tuple[TermVerdict, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import sqlite3
 
 import numpy as np
 
+from flotilla_coordinator.ledger import verdicts
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
     GroupOutcome,
@@ -36,12 +37,12 @@ def outcomes(
 ) -> list[GroupOutcome]:
     """Return the outcomes of groups of the steps from `first_step` to before `end_step`, in the order of steps."""
     rows = db.execute(
-        "SELECT g.group_id, min(s.reward) >= ? FROM samples s JOIN groups g ON g.key = s.grp "
+        "SELECT g.group_id, min(s.reward) >= ?, avg(s.reward) FROM samples s JOIN groups g ON g.key = s.grp "
         "WHERE s.run = (SELECT key FROM runs WHERE run_id = ?) AND s.step >= ? AND s.step < ? "
         "AND s.reward IS NOT NULL GROUP BY s.grp ORDER BY min(s.step), min(s.key)",
         (right_at, run_id, first_step, end_step),
     )
-    return [GroupOutcome(group_id, bool(solved)) for group_id, solved in rows]
+    return [GroupOutcome(group_id, bool(solved), reward) for group_id, solved, reward in rows]
 
 
 def samples(
@@ -64,7 +65,8 @@ def samples(
     rows = db.execute(
         "SELECT s.sample_id, g.group_id, s.state, s.attempt, s.step, s.key, s.generator, s.reward, s.truncated, "
         "s.drop_reason, coalesce(u.update_id, ''), g.prompt_text, g.prompt_token_ids, "
-        "p.text, p.token_ids, p.logprobs, p.spans, s.reward_terms, s.greedy_reward, p.trained "
+        "p.text, p.token_ids, p.logprobs, p.spans, s.reward_terms, s.greedy_reward, p.trained, "
+        f"{_verdicts(db)} "
         "FROM samples s JOIN runs r ON r.key = s.run JOIN groups g ON g.key = s.grp "
         "LEFT JOIN updates u ON u.key = s.update_key LEFT JOIN payloads p ON p.sample = s.key "
         f"WHERE {' AND '.join(conditions)} ORDER BY s.key LIMIT ?",
@@ -73,10 +75,16 @@ def samples(
     return [_sample_record(row) for row in rows]
 
 
+def _verdicts(db: sqlite3.Connection) -> str:
+    """Return where verdicts are; a ledger that no coordinator of this release has opened holds none."""
+    columns = [name for _, name, *_ in db.execute("PRAGMA table_info (samples)")]
+    return "s.verdicts" if "verdicts" in columns else "''"
+
+
 def _sample_record(row: tuple[object, ...]) -> SampleRecord:
     (sample_id, group_id, state, attempt, step, key, generator, reward, truncated) = row[:9]
     (drop_reason, update_id, prompt_text, prompt_ids, text, token_ids, logprobs, spans) = row[9:17]
-    terms, greedy, trained = row[17:]
+    terms, greedy, trained, said = row[17:]
     return SampleRecord(
         sample_id=str(sample_id),
         group_id=str(group_id),
@@ -98,6 +106,7 @@ def _sample_record(row: tuple[object, ...]) -> SampleRecord:
         reward_terms=tuple(np.frombuffer(terms, "<f8").tolist()) if isinstance(terms, bytes) else (),
         greedy_reward=None if greedy is None else float(str(greedy)),
         trained=_array(trained, "?"),
+        verdicts=verdicts.from_text(str(said)),
     )
 
 

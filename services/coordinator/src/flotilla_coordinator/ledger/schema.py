@@ -174,6 +174,11 @@ _LAST_METRICS = """
 ALTER TABLE runs ADD COLUMN last_metrics TEXT NOT NULL DEFAULT '{}';
 """
 
+# How each reward judged a sample: by which verifier, in which time, and why there is no score.
+_VERDICTS = """
+ALTER TABLE samples ADD COLUMN verdicts TEXT NOT NULL DEFAULT '';
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _BEGINNINGS,
@@ -186,6 +191,7 @@ MIGRATIONS: tuple[str, ...] = (
     _TRAINED_TOKENS,
     _REASON_IN_PARTS,
     _LAST_METRICS,
+    _VERDICTS,
 )
 
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flotilla_coordinator.ledger import rows
+from flotilla_coordinator.ledger import rows, verdicts
 from flotilla_coordinator.ledger.records import (
     START,
     DropReason,
@@ -36,10 +36,13 @@ from flotilla_core.errors import FailedPrecondition, InvalidRequest
 State = SampleState
 IN_FLIGHT = (State.ISSUED, State.GENERATED, State.SCORED)
 
+NOT_JUDGED: Mapping[str, Sequence[verdicts.TermVerdict]] = {}
+
 MOST_PAYLOADS = 32
 """The most payloads of one statement, a power of two: each may have many tokens."""
 _REWARDED = (
-    f"state = {State.SCORED:d}, reward = new.column2, reward_terms = new.column3, greedy_reward = new.column4"
+    f"state = {State.SCORED:d}, reward = new.column2, reward_terms = new.column3, greedy_reward = new.column4, "
+    "verdicts = new.column5"
 )
 
 
@@ -127,7 +130,7 @@ def scored(db: sqlite3.Connection, deliveries: Sequence[Sequence[FinishedSample]
     _store_responses(db, arrived)
     rows.for_all(
         db,
-        f"UPDATE samples SET {_REWARDED}, generator = new.column5, truncated = new.column6 "
+        f"UPDATE samples SET {_REWARDED}, generator = new.column6, truncated = new.column7 "
         "FROM (VALUES {rows}) AS new WHERE key = new.column1",
         [(known.key, *_rewarded(s), s.generator, s.truncated) for known, s in arrived],
     )
@@ -208,9 +211,10 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[rows.Known, F
     )
 
 
-def _rewarded(sample: FinishedSample) -> tuple[float, bytes, float | None]:
+def _rewarded(sample: FinishedSample) -> tuple[float, bytes, float | None, str]:
     """Return the values of the columns in `_REWARDED`."""
-    return sample.reward, terms_to_bytes(sample.reward_terms), sample.greedy_reward
+    said = verdicts.to_text(sample.verdicts)
+    return sample.reward, terms_to_bytes(sample.reward_terms), sample.greedy_reward, said
 
 
 def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:
@@ -224,8 +228,14 @@ def terms_to_bytes(terms: Sequence[float]) -> bytes:
     return np.array(terms, dtype="<f8").tobytes()
 
 
-def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reason: DropReason) -> Recorded:
-    """Drop samples, for a reason that is counted."""
+def dropped(
+    db: sqlite3.Connection,
+    run_id: str,
+    sample_ids: Sequence[str],
+    reason: DropReason,
+    judged: Mapping[str, Sequence[verdicts.TermVerdict]] = NOT_JUDGED,
+) -> Recorded:
+    """Drop samples, for a reason that is counted, with the verdicts of those that were judged for it."""
     if not reason:
         raise InvalidRequest("a sample is dropped without a reason", where=run_id)
     run = rows.run_key(db, run_id)
@@ -235,9 +245,10 @@ def dropped(db: sqlite3.Connection, run_id: str, sample_ids: Sequence[str], reas
     rows.require(leaving, IN_FLIGHT, State.DROPPED)
     rows.for_all(
         db,
-        f"UPDATE samples SET state = {State.DROPPED:d}, drop_reason = new.column2 "
+        f"UPDATE samples SET state = {State.DROPPED:d}, drop_reason = new.column2, "
+        "verdicts = iif(new.column3 = '', verdicts, new.column3) "
         "FROM (VALUES {rows}) AS new WHERE key = new.column1",
-        [(sample.key, reason) for sample in leaving],
+        [(sample.key, reason, verdicts.to_text(judged.get(sample.sample_id, ()))) for sample in leaving],
     )
     rows.log(
         db,

@@ -215,7 +215,7 @@ def _reopen(db: sqlite3.Connection, run: int, step: int, reasons: tuple[DropReas
 
 
 def _return_to(db: sqlite3.Connection, run: int, samples: list[rows.Known], state: State) -> None:
-    forgotten = ", reward = NULL" if state is State.ISSUED else ""
+    forgotten = ", reward = NULL, verdicts = ''" if state is State.ISSUED else ""
     rows.for_all(
         db,
         f"UPDATE samples SET state = {state:d}, drop_reason = ''{forgotten} WHERE key IN (VALUES {{rows}})",

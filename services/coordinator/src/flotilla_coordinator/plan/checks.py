@@ -6,14 +6,14 @@ Invariants: every problem is one sentence that names the key and what to do; all
 from __future__ import annotations
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
-from flotilla_coordinator.plan.functions import file_errors
+from flotilla_coordinator.plan.functions import file_errors, judge_errors, trusted_warnings
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import count_errors
 from flotilla_coordinator.trainers.spec import critic_of, critic_warmup_steps
-from flotilla_core.config import AlgorithmConfig, OptimizerConfig, PolicyConfig, RunConfig, StackConfig
+from flotilla_core.config import OptimizerConfig, PolicyConfig, RunConfig, StackConfig
 from flotilla_core.findings import warning
 from flotilla_core.gangs import started
-from flotilla_core.roles import TEACHER, kind_of_role, section_of, teacher_name
+from flotilla_core.roles import NAMED, REWARD_MODEL, TEACHER, kind_of_role, name_of_role, section_of
 from flotilla_trackers.environment import tracker_errors
 
 WHY = {
@@ -27,8 +27,10 @@ def settings_chapter(config: RunConfig, stack: StackConfig) -> Entries:
     """Refuse and warn of what the files of run and stack tell by themselves."""
     yield from config_errors(config)
     yield from fleet_warnings(config, stack)
-    yield from role_errors(config.algorithm, stack)
+    yield from role_errors(config, stack)
+    yield from judge_errors(config, stack)
     yield from map(refusal, tracker_errors(config))
+    yield from trusted_warnings(config)
 
 
 def config_errors(config: RunConfig) -> Entries:
@@ -52,6 +54,10 @@ def config_errors(config: RunConfig) -> Entries:
             f"stop.accuracy_at_most = {stop.accuracy_at_most} is below "
             f"stop.accuracy_at_least = {stop.accuracy_at_least}: no evaluation can satisfy both"
         )
+    shown = [term.shown for term in config.rewards]
+    for name in dict.fromkeys(term.name for term in config.rewards if term.name):
+        if (terms := shown.count(name)) > 1:
+            yield refusal(f"rewards: {terms} terms have the name {name}: give each its own")
     pinned = evaluation is not None and evaluation.pinned
     if pinned and config.evaluates_pairs:
         yield refusal(
@@ -100,24 +106,26 @@ def fleet_warnings(config: RunConfig, stack: StackConfig) -> Entries:
             "evaluation.pinned needs a second generator (`flotilla scale generator 2`): until there is one, "
             "training waits for evaluations"
         )
-    if config.rewards and stack.reward.replicas == 0 and not stack.reward.attach:
+    asks_functions = any(term.model is None for term in config.rewards)
+    if asks_functions and stack.reward.replicas == 0 and not stack.reward.attach:
         yield warning("reward.replicas is 0: the run waits until `flotilla scale reward 1`")
 
 
-def role_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> Entries:
+def role_errors(config: RunConfig, stack: StackConfig) -> Entries:
     """Refuse each gang that the run needs and the stack does not start."""
-    if not isinstance(algorithm, PolicyConfig):
-        return
-    for role in algorithm.gangs_beside_the_policy:
+    for role in config.gangs_beside_the_policy:
         if not started(stack, role):
             yield refusal(
-                f"{_why(algorithm, role)}, but the stack has no {section_of(role)}: write `{_section(role)}` into its "
+                f"{_why(config, role)}, but the stack has no {section_of(role)}: write `{_section(role)}` into its "
                 "stack.yaml (nproc, dtype and model as for trainer), then flotilla down and flotilla up"
             )
 
 
-def _why(algorithm: PolicyConfig, role: str) -> str:
-    asked, name = algorithm.asked_teachers, teacher_name(role)
+def _why(config: RunConfig, role: str) -> str:
+    algorithm, name = config.algorithm, name_of_role(role)
+    if kind_of_role(role) == REWARD_MODEL:
+        return f"a reward is the model {name}"
+    asked = algorithm.asked_teachers if isinstance(algorithm, PolicyConfig) else None
     if asked is None or kind_of_role(role) != TEACHER:
         return WHY[role]
     if not name:
@@ -126,5 +134,6 @@ def _why(algorithm: PolicyConfig, role: str) -> str:
 
 
 def _section(role: str) -> str:
-    name = teacher_name(role)
-    return f"teachers: {{{name}: {{replicas: 1}}}}" if name else f"{role}: {{replicas: 1}}"
+    name, kind = name_of_role(role), kind_of_role(role)
+    keys = "model: FOLDER" if kind == REWARD_MODEL else "replicas: 1"
+    return f"{NAMED[kind]}: {{{name}: {{{keys}}}}}" if name else f"{role}: {{replicas: 1}}"

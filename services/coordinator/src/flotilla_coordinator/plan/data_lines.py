@@ -7,6 +7,7 @@ are sent, after the weights under them were sent once to each weight group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -106,13 +107,16 @@ def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> It
             yield Line(f"columns of {one.name}", columns.layout, columns.shown(reads_of(config)))
     if len(sets) == 1:
         return
+    levels = Counter(one.of for one in sets)
     for one in sets:
         own = one.file.kept
-        yield Line(
-            f"data set {one.name}",
-            f"{own:,} prompts",
-            f"{one.share:.1%} of the draws, about {draws * one.share / own:.2f} epochs; {one.path}",
-        )
+        drawn = f"about {draws * one.share / own:.2f} epochs"
+        if levels[one.of] > 1 and (curriculum := config.data.curriculum):
+            mean = f"a mean reward of {curriculum.reward} on {curriculum.prompts} prompts"
+            rises = f"{curriculum.every_steps} steps" if curriculum.every_steps else mean
+            drawn = f"one of {levels[one.of]} levels, of which the next one is drawn after {rises}"
+        shown = f"{one.share:.1%} of the draws, {drawn}; {one.path}"
+        yield Line(f"data set {one.name}", f"{own:,} prompts", shown)
 
 
 def first_row_chapter(run: RunFacts) -> Entries:

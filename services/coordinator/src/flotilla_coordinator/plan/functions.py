@@ -1,8 +1,8 @@
 """Checks that the functions which a run names exist, and that they take the parameters that the run gives them.
 
 Invariants: no code of a user runs in this process: files are parsed here, and imported by a short-lived process of the
-service that will run them. Where that process does not answer in time, the plan warns and never refuses, so that a busy
-machine refuses no run.
+service that will run them, in the jail where that has one. Where that process does not answer in time, the plan warns
+and never refuses, so that a busy machine refuses no run.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
-from flotilla_core.config import PolicyConfig, RunConfig
+from flotilla_core.config import IsolationConfig, PolicyConfig, RewardTermConfig, RunConfig, StackConfig
 from flotilla_core.config.model import UserFunction
 from flotilla_core.findings import warning
 from flotilla_workers import check
+from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, find, shown_for
 
 LONGEST_CHECK_S = 12.0
 """The time for all functions of one service together; most of it is the start of Python."""
@@ -31,7 +32,6 @@ REWARD_CHECK = "flotilla_reward.catalog:problem"
 TRAINER_CHECK = "flotilla_trainer.wire.user_functions:problem"
 HEAVY = ("torch", "transformers", "vllm")
 """Imports that take too long for a plan: such files are only parsed, and their other imports are looked up."""
-_SAMPLE = ("prompt", "response", "answer", "info")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Function:
     name: str
     parameters: dict[str, Any]
     is_reward: bool
+    trusted: bool = False
 
     @property
     def file(self) -> Path | None:
@@ -49,27 +50,24 @@ class Function:
         file, colon, _ = self.name.rpartition(":")
         return Path(file) if colon and file.endswith(".py") else None
 
-    @property
-    def arguments(self) -> tuple[tuple[object, ...], dict[str, Any]]:
-        """Return the arguments of a call: rewards take all by name, the others take one positional argument first."""
-        if self.is_reward:
-            return (), dict.fromkeys(_SAMPLE, "") | self.parameters
-        return (object(),), self.parameters
+
+def terms_of(config: RunConfig) -> Iterator[tuple[str, RewardTermConfig]]:
+    """Yield the terms of all rewards, those of held-out sets too, by their keys."""
+    yield from ((f"rewards[{index}]", term) for index, term in enumerate(config.rewards))
+    held_out = () if config.evaluation is None else config.evaluation.sets_of_data
+    for place, one in enumerate(held_out):
+        yield from (
+            (f"evaluation.data[{place}].rewards[{index}]", term) for index, term in enumerate(one.rewards)
+        )
 
 
 def functions_of(config: RunConfig) -> list[Function]:
     """Return the functions that the run names; built-in ones only where their service checks more than the schema."""
     found = [
-        Function(f"rewards[{index}].reward", term.reward, term.parameters, True)
-        for index, term in enumerate(config.rewards)
+        Function(f"{key}.reward", str(term.reward), term.parameters, True, term.trusted)
+        for key, term in terms_of(config)
+        if term.kind == "function"
     ]
-    data = () if config.evaluation is None else config.evaluation.data
-    if not isinstance(data, Path):
-        found += [
-            Function(f"evaluation.data[{place}].rewards[{index}].reward", term.reward, term.parameters, True)
-            for place, one in enumerate(data)
-            for index, term in enumerate(one.rewards)
-        ]
     if isinstance(config.algorithm, PolicyConfig):
         for section in ("advantage", "loss"):
             chosen = getattr(config.algorithm, section)
@@ -83,7 +81,27 @@ def file_errors(config: RunConfig) -> Entries:
     return (refusal(error) for function in functions_of(config) if (error := _file_error(function)))
 
 
-def loading_problems(config: RunConfig) -> Entries:
+def trusted_warnings(config: RunConfig) -> Entries:
+    """Warn of each function that runs outside of the jail."""
+    for function in functions_of(config):
+        if function.trusted:
+            yield warning(
+                f"{function.key}: {function.name} is trusted, so it runs OUTSIDE OF THE JAIL, as the reward service "
+                "itself: with its files, its network and its variables"
+            )
+
+
+def judge_errors(config: RunConfig, stack: StackConfig) -> Entries:
+    """Find judges that the stack does not have; replicas that others started have stacks of their own."""
+    for key, term in terms_of(config):
+        if term.judge and term.judge not in stack.judges and not stack.reward.attach:
+            known = ", ".join(stack.judges) or "none"
+            yield refusal(
+                f"{key}.reward: the stack has no judge {term.judge} (judges: {known}): write it into its stack.yaml"
+            )
+
+
+def loading_problems(config: RunConfig, isolation: IsolationConfig) -> Entries:
     """Load each function as its service does, where its file has no errors, and return what is wrong."""
     whole = [function for function in functions_of(config) if not _file_error(function)]
     rewards = [function for function in whole if function.is_reward]
@@ -91,13 +109,23 @@ def loading_problems(config: RunConfig) -> Entries:
     others = [function for function in whole if not function.is_reward and function not in heavy]
     for function in heavy:
         yield from _missing_imports(function)
-    for module, name, functions in ((REWARD_CHECK, "reward", rewards), (TRAINER_CHECK, "name", others)):
+    jailed = [function for function in rewards if function.file and not function.trusted]
+    free = [function for function in rewards if function not in jailed]
+    for module, name, functions in (
+        (REWARD_CHECK, "reward", jailed),
+        (REWARD_CHECK, "reward", free),
+        (TRAINER_CHECK, "name", others),
+    ):
         if not functions or importlib.util.find_spec(module.partition(".")[0]) is None:
             continue
         asked = json.dumps(
             [{name: function.name, "parameters": function.parameters} for function in functions]
         )
-        answer = _ask(module, asked, tuple(_stamp(function) for function in functions))
+        jail, files = NO_JAIL, [function.file for function in functions if function.file]
+        if functions is jailed:
+            jail = _jail_of(isolation)
+        stamps = tuple(_stamp(function) for function in functions)
+        answer = jail.refusal or _ask(module, asked, stamps, jail, tuple({*map(shown_for, files)}))
         if isinstance(answer, str):
             keys = ", ".join(function.key for function in functions)
             yield warning(f"{keys}: not loaded before the run: {answer}")
@@ -107,13 +135,18 @@ def loading_problems(config: RunConfig) -> Entries:
                 yield refusal(f"{function.key}: {problem}")
 
 
+_jail_of = lru_cache(maxsize=4)(find)
+
+
 @lru_cache(maxsize=100)
-def _ask(module: str, asked: str, stamps: tuple[tuple[int, int], ...]) -> tuple[str, ...] | str:
+def _ask(
+    module: str, asked: str, stamps: tuple[tuple[int, int], ...], jail: Jail, shown: tuple[Path, ...]
+) -> tuple[str, ...] | str:
     """Return the problem of each function, or one text that says why there is no answer.
 
     `stamps` are those of the files as they are now: a file that changed is asked about again.
     """
-    return check.problems(module, asked, LONGEST_CHECK_S)
+    return check.problems(module, asked, LONGEST_CHECK_S, Cell(jail, shown, os.getpid()))
 
 
 def _stamp(function: Function) -> tuple[int, int]:
@@ -143,16 +176,20 @@ def _file_error(function: Function) -> str:
 
 
 def _signature_error(function: Function, tree: ast.Module, name: str) -> str:
-    """Find parameters that the definition does not take; a decorated function is only checked when it is loaded."""
+    """Find parameters that the definition does not take; a decorated function is only checked when it is loaded.
+
+    The other arguments of a reward are those of one of several forms, which its service knows.
+    """
     written = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     if len(written) != 1 or written[0].decorator_list:
         return ""
     signature = _signature(written[0].args)
-    first, named = function.arguments
+    first: tuple[object, ...] = () if function.is_reward else (object(),)
     try:
-        signature.bind(*first, **named)
+        bind = signature.bind_partial if function.is_reward else signature.bind
+        bind(*first, **function.parameters)
     except TypeError as error:
-        given = ", ".join([*("one argument" for _ in first), *(f"{key}=" for key in named)])
+        given = ", ".join([*("one argument" for _ in first), *(f"{key}=" for key in function.parameters)])
         return f"{function.key}: {name}{signature} cannot be called with ({given}): {error}"
     return ""
 

@@ -30,10 +30,10 @@ from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import HostMemory, frozen_bytes, offloads, resident_bytes
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.gangs import gang_of, model_of
+from flotilla_core.gangs import gang_of, model_of, named_gangs
 from flotilla_core.gpu_shares import RANK_PROCESS
 from flotilla_core.model_folder import model_folder
-from flotilla_core.roles import LEARNING, role_of_process
+from flotilla_core.roles import LEARNING, NAMED, role_of_process
 from flotilla_launch.gpus import Gpus, computes_bfloat16, gpu_bytes, needed, needed_beside
 from flotilla_launch.placement import Slot, slots_of
 
@@ -103,8 +103,10 @@ def _in_bfloat16(stack: StackConfig) -> StackConfig:
     """Give bfloat16 to every section whose dtype the file leaves out."""
     sections: dict[str, Any] = {name: getattr(stack, name) for name in SECTIONS}
     changed = {name: _half(section) for name, section in sections.items() if not section.sets("dtype")}
-    teachers = {name: gang if gang.sets("dtype") else _half(gang) for name, gang in stack.teachers.items()}
-    return stack.model_copy(update=changed | {"teachers": teachers})
+    for kind, named in named_gangs(stack).items():
+        own = {name: gang if gang.sets("dtype") else _half(gang) for name, gang in named.items()}
+        changed[NAMED[kind]] = own
+    return stack.model_copy(update=changed)
 
 
 def _half(section: Any) -> Any:

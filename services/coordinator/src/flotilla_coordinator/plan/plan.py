@@ -25,6 +25,7 @@ from flotilla_coordinator.plan import (
     functions,
     gpu_memory,
     memory_lines,
+    reward_lines,
     sampling_lines,
     size_limits,
     update_lines,
@@ -48,7 +49,7 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     Chapter.of(checks.settings_chapter(config, stack)).write(plan)
     # A service that was started elsewhere may have other packages installed than this process.
     if not stack.reward.attach and stack.trainer.attach is None:
-        Chapter.of(functions.loading_problems(config)).write(plan)
+        Chapter.of(functions.loading_problems(config, stack.reward.isolation)).write(plan)
     try:
         folder = model_folder(stack.model)
         model, tokenizer = ModelFacts.read(folder), Tokenizer.load(folder)
@@ -71,7 +72,7 @@ def _fitting(
     if isinstance(config.initial_weights, Path):
         start = ModelFacts.read(config.initial_weights)
     yield checks.model_errors(config, model, start, tokenizer.vocabulary_size)
-    yield update_lines.mesh_errors(config.algorithm, stack)
+    yield update_lines.mesh_errors(config, stack)
     if config.lora:
         yield adapter_errors(model, config.lora)
     if config.algorithm.type == "sft" or config.learns_from_pairs:
@@ -120,5 +121,6 @@ def _chapters(run: RunFacts, asked: BatchingConfig) -> Iterator[Entries]:
     if run.gpu is not None:
         yield iter([batching_line(asked, run.config.batching, run.gpu)])
     yield memory_lines.critic_chapter(run)
+    yield reward_lines.reward_model_chapter(run.config, run.stack)
     if trackers := ", ".join(one.type for one in run.config.trackers):
         yield iter([Line("trackers", trackers, "each in a process of its own")])

@@ -189,6 +189,15 @@ def frozen_bytes(model: ModelFacts, trainer: TrainerConfig) -> int:
     return (resting + gathered) * BYTES[trainer.dtype]
 
 
+def scoring_bytes(model: ModelFacts, config: RunConfig, gang: TrainerConfig) -> int:
+    """Return what a rank of a gang that only scores takes with one micro-batch: its weights rest in float32."""
+    size = BYTES[gang.dtype]
+    gathered = (2 * _layer_parameters(model) + model.outer_parameters) * size
+    tokens = -(-config.batching.microbatch_budget // gang.sequence_parallel)
+    resting = 0 if offloads(gang) else _share(model, gang) * MASTER
+    return resting + gathered + tokens * layer_activations(model, size)
+
+
 def _share(model: ModelFacts, trainer: TrainerConfig) -> int:
     return -(-model.parameters // (trainer.nproc // trainer.replicate))
 

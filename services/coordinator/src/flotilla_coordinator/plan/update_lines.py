@@ -188,10 +188,10 @@ def spare_budget_warnings(config: RunConfig, cut: MicroBatches, lanes: int) -> E
         )
 
 
-def mesh_errors(algorithm: AlgorithmConfig, stack: StackConfig) -> Entries:
+def mesh_errors(config: RunConfig, stack: StackConfig) -> Entries:
     """Refuse attention heads that the ranks on one row cannot share evenly, for each gang that the run needs."""
-    beside = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else ()
-    for role in (role for role in (POLICY, *beside) if role in roles_of(stack)):
+    roles = (POLICY, *config.gangs_beside_the_policy)
+    for role in (role for role in roles if role in roles_of(stack)):
         width = gang_of(stack, role).sequence_parallel
         heads = ModelFacts.read(model_folder(model_of(stack, role))).heads if width > 1 else 0
         if heads % width:

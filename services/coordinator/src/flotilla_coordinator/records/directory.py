@@ -24,6 +24,7 @@ import zstandard
 from google.protobuf import json_format
 
 from flotilla.coordinator.v1 import run_pb2
+from flotilla_coordinator.ledger.verdicts import named_parts
 from flotilla_core.disk import names_full_disk, why_full
 from flotilla_core.errors import AlreadyExists
 from flotilla_core.files import write_atomically
@@ -246,8 +247,11 @@ def _sample(step: int, group: RolloutGroup, sample: RolloutSample, rewards: Sequ
         "reward": sample.reward,
         "reward_parts": [
             {"reward": name, "value": value}
-            for name, value in zip(rewards, sample.reward_terms, strict=False)
+            for name, value in (
+                named_parts(sample.verdicts) or zip(rewards, sample.reward_terms, strict=False)
+            )
         ],
+        "verdicts": [verdict.record() for verdict in sample.verdicts],
         "prompt_tokens": len(group.prompt_token_ids),
         "response_tokens": len(sample.token_ids),
         "truncated": sample.truncated,

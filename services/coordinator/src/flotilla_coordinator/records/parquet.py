@@ -38,6 +38,20 @@ def export_parquet(run_dir: Path) -> list[Path]:
         return [path.replace(target / path.name) for path in written if path is not None]
 
 
+VERDICT = pa.struct(
+    [
+        ("reward", pa.string()),
+        ("outcome", pa.string()),
+        ("value", pa.float64()),
+        ("parts", pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))),
+        ("extracted", pa.string()),
+        ("version", pa.string()),
+        ("seconds", pa.float64()),
+        ("message", pa.string()),
+        ("file", pa.string()),
+        ("line", pa.int32()),
+    ]
+)
 SAMPLES = pa.schema(
     [
         ("step", pa.int64()),
@@ -49,6 +63,7 @@ SAMPLES = pa.schema(
         ("info", pa.string()),
         ("reward", pa.float64()),
         ("reward_parts", pa.list_(pa.struct([("reward", pa.string()), ("value", pa.float64())]))),
+        ("verdicts", pa.list_(VERDICT)),
         ("prompt_tokens", pa.int32()),
         ("response_tokens", pa.int32()),
         ("truncated", pa.bool_()),
@@ -67,20 +82,27 @@ def write_table(path: Path, samples: Iterable[dict[str, Any]]) -> None:
     """Write samples as a Parquet file, with the columns that any of them has."""
     rows = [flat(sample) for sample in samples]
     names = dict.fromkeys(name for row in rows for name in row)
-    known = {field.name: field for field in SAMPLES}
-    table = pa.Table.from_pydict({name: [row.get(name) for row in rows] for name in names})
-    for place, name in enumerate(table.column_names):
-        if name in ("info", "answer", "reward_parts"):
-            table = table.set_column(place, known[name], table.column(name).cast(known[name].type))
+    known = {name: SAMPLES.field(name).type for name in ("info", "answer", "reward_parts", "verdicts")}
+    columns = {name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names}
+    table = pa.Table.from_pydict(columns)
     partial = path.with_name(f".{path.name}.partial")
     pq.write_table(table, partial, compression="zstd")
     partial.replace(path)
 
 
 def flat(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded sample for SAMPLES: its other columns differ from row to row, so they are one JSON text."""
-    info = sample.get("info")
-    return {**sample, "info": None if info is None else json.dumps(info, ensure_ascii=False)}
+    """Return a recorded sample for SAMPLES: what has other names from row to row is a list, or one JSON text."""
+    info, verdicts = sample.get("info"), sample.get("verdicts")
+    if verdicts is not None:
+        verdicts = [
+            one | {"parts": [{"name": name, "value": value} for name, value in one.get("parts", {}).items()]}
+            for one in verdicts
+        ]
+    return {
+        **sample,
+        "info": None if info is None else json.dumps(info, ensure_ascii=False),
+        "verdicts": verdicts,
+    }
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema | None) -> Path | None:

@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanContext
 
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.records import DropReason, FinishedSample
+from flotilla_coordinator.ledger.verdicts import part_means
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core import ids
 from flotilla_core.config import RunConfig
@@ -30,6 +31,8 @@ class RolloutSample(FinishedSample):
     """The generators that wrote it, each from its start to its end; none for a sample that was recorded before."""
     outcome: Outcome | None = None
     """The result of the rewards in this attempt at the step; None for a sample that was scored before, or given."""
+    greedy: Outcome | None = None
+    """The result of the rewards for the greedy response, where one was drawn in this attempt."""
     values: np.ndarray | None = None
     """The critic's values before each token, where the run has a critic."""
     value_after: float | None = None
@@ -62,17 +65,21 @@ class RolloutSample(FinishedSample):
         """Return why the sample cannot be trained, where its rewards failed."""
         if self.outcome is None or self.outcome.total is not None:
             return None
+        if self.outcome.unverifiable:
+            return DropReason.UNVERIFIABLE
         return DropReason.REWARD_TIMEOUT if self.outcome.timed_out else DropReason.REWARD_ERROR
 
     def take_outcome(self, outcome: Outcome) -> None:
-        """Take the result of the rewards."""
-        self.outcome = outcome
+        """Take the result of the rewards; where that of the greedy response failed, this sample fails as well."""
+        self.outcome, self.verdicts = outcome, outcome.verdicts
         if outcome.total is not None:
             self.reward, self.reward_terms = outcome.total, outcome.terms
+        if self.greedy is not None:
+            self.compare_with_greedy(self.greedy)
 
     def compare_with_greedy(self, greedy: Outcome) -> None:
-        """Take the reward of the greedy response to the same prompt; where that failed, this sample fails as well."""
-        self.greedy_reward = greedy.total
+        """Take the reward of the greedy response to the same prompt, before this one is scored or after it."""
+        self.greedy, self.greedy_reward = greedy, greedy.total
         if greedy.total is None and self.outcome is not None and self.outcome.total is not None:
             failure = f"the greedy response to its prompt: {greedy.failure}"
             self.outcome = replace(greedy, failure=failure)
@@ -169,6 +176,8 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
         "staleness/mean": float(staleness.mean()),
         "staleness/max": float(staleness.max()),
     }
+    means = part_means(sample.verdicts for sample in samples)
+    metrics |= {f"reward/part/{name}": mean for name, mean in means.items()}
     greedy = [group.samples[0].greedy_reward for group in batch.groups]
     if known := [reward for reward in greedy if reward is not None]:
         metrics["reward/greedy_mean"] = float(np.mean(known))

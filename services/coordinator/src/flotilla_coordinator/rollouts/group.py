@@ -1,9 +1,10 @@
 """Takes one group from its prompt, through generation and scoring, to the ledger.
 
 Invariants: a sample is scored as soon as it ends, except for a short time in which the generator holds it back for
-others. A group is passed on once it is complete and the ledger has the outcome of each of its samples. Every version
+others. Where a reward compares the samples of a group, all of them are scored together, after the live checks of their
+versions. A group is passed on once it is complete and the ledger has the outcome of each of its samples. Every version
 that generated a part of it has passed its live check by then. Samples of the group that the ledger has from before
-are neither generated nor scored again.
+are neither generated nor scored again; those that a reward compares with them see them.
 
 The greedy response that samples may be compared with has the same limits, oldest version and priority as these samples,
 and the same rewards score it. It is not a sample, so neither the ledger nor an update ever holds it. A group with some
@@ -17,13 +18,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from flotilla.reward.v1.reward_pb2 import ScoreItem
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason, GroupIssue, SampleRecord
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.samples import decided, recorded_failures, recorded_samples
-from flotilla_coordinator.rollouts.scoring import Outcome, Scorer, score_item
+from flotilla_coordinator.rollouts.scoring import Needs, Outcome, Scorer, score_item
 from flotilla_core import ids, telemetry
 from flotilla_core.config import RolloutConfig
 from flotilla_core.config.advantages import AdvantageConfig
@@ -52,22 +54,21 @@ class GreedyBaseline:
         self._is_void = is_void
 
     async def outcome(
-        self, group_id: str, prompt: Prompt, beside: GenerationRequest, recorded: Sequence[RolloutSample]
+        self, wanted: GroupRequest, beside: GenerationRequest, recorded: Sequence[RolloutSample]
     ) -> Outcome:
         """Return the outcome of a greedy response drawn with the samples of `beside`, or recorded with samples."""
         if recorded:
             return Outcome(recorded[0].greedy_reward)
         request = replace(
             beside,
-            sample_ids=(f"{group_id}/greedy",),
+            sample_ids=(f"{wanted.group_id}/greedy",),
             sampling=beside.sampling.model_copy(update={"temperature": 0.0}),
         )
         response = await self._response(request)
         while self._is_void(response):
             response = await self._response(request)
-        return (await self._scorer.score([score_item(response.sample_id, prompt, response.text)]))[
-            response.sample_id
-        ]
+        item = _item(response, wanted, await self._scorer.needs())
+        return (await self._scorer.score([item]))[response.sample_id]
 
     async def _response(self, request: GenerationRequest) -> RolloutSample:
         async with aclosing(self._sampler.samples(request)) as samples:
@@ -104,6 +105,16 @@ class FinishedGroup:
     retried: int
     uniform: bool = False
     """True where it was left out because all its rewards were equal."""
+    unverifiable: int = 0
+    """The number of samples that made a verifier fail."""
+
+
+def _item(sample: RolloutSample, wanted: GroupRequest, needs: Needs, group: str = "") -> ScoreItem:
+    """Return a sample as the rewards take it; without a group it is compared with no other one."""
+    token_ids = sample.token_ids if needs.token_ids else None
+    return score_item(
+        sample.sample_id, wanted.prompt, sample.text, group=group, token_ids=token_ids, step=wanted.step
+    )
 
 
 class GroupRollout:
@@ -166,6 +177,8 @@ class GroupRollout:
             recorded = recorded_samples(records)
             scored = await self._scored_samples(request, wanted, recorded) if request.sample_ids else []
             scored = await self._verified(scored, request, wanted, recorded)
+            if any(sample.outcome is None for sample in scored):
+                await self._score(scored, wanted, recorded)
             group = await self._record(wanted, recorded, scored)
             group.span = span.get_span_context() if span.is_recording() else None
         uniform = self._config.dynamic_sampling is not None and group.uniform
@@ -175,9 +188,10 @@ class GroupRollout:
         return FinishedGroup(
             group,
             failures=[
-                *(sample.outcome for sample in scored if sample.outcome and sample.drop_reason),
+                *(sample.outcome for sample in scored if sample.outcome and sample.outcome.failed),
                 *recorded_failures(records),
             ],
+            unverifiable=sum(sample.outcome is not None and sample.outcome.unverifiable for sample in scored),
             dropped=len(sample_ids) - len(group.samples),
             retried=sum(sample.attempt > 0 for sample in scored),
             uniform=uniform or any(record.drop_reason == DropReason.UNIFORM for record in records),
@@ -219,17 +233,22 @@ class GroupRollout:
     async def _scored_samples(
         self, request: GenerationRequest, wanted: GroupRequest, recorded: list[RolloutSample]
     ) -> list[RolloutSample]:
-        """Generate and score the samples of the request, and the greedy response where the run compares with it."""
-        samples = self._generate_and_score(request, wanted.prompt)
+        """Generate and score the samples of the request, and the greedy response where the run compares with it.
+
+        What is compared with the others of its group is not scored yet.
+        """
+        samples = self._generate_and_score(request, wanted)
         if self._baseline is None:
             return await samples
-        greedy = self._baseline.outcome(wanted.group_id, wanted.prompt, request, recorded)
+        greedy = self._baseline.outcome(wanted, request, recorded)
         scored, outcome = await both(samples, greedy)
         for sample in scored:
             sample.compare_with_greedy(outcome)
         return scored
 
-    async def _generate_and_score(self, request: GenerationRequest, prompt: Prompt) -> list[RolloutSample]:
+    async def _generate_and_score(
+        self, request: GenerationRequest, wanted: GroupRequest
+    ) -> list[RolloutSample]:
         """Score finished samples while the rest is still being generated."""
         arrived: asyncio.Queue[RolloutSample | None] = asyncio.Queue()
 
@@ -251,17 +270,22 @@ class GroupRollout:
                     ready.append(arrived.get_nowait())
                 ended = ready[-1] is None
                 samples = [sample for sample in ready if sample is not None]
-                if samples:
-                    await self._score(samples, prompt)
-                    scored += samples
+                if samples and not (await self._scorer.needs()).whole_groups:
+                    await self._score(samples, wanted)
+                scored += samples
             await producer
         finally:
             producer.cancel()
             await asyncio.gather(producer, return_exceptions=True)
         return scored
 
-    async def _score(self, samples: list[RolloutSample], prompt: Prompt) -> None:
-        outcomes = await self._scorer.score([score_item(one.sample_id, prompt, one.text) for one in samples])
+    async def _score(
+        self, samples: list[RolloutSample], wanted: GroupRequest, beside: Sequence[RolloutSample] = ()
+    ) -> None:
+        """Score samples, beside others of their group that have their rewards."""
+        needs = await self._scorer.needs()
+        items = [_item(sample, wanted, needs, wanted.group_id) for sample in (*beside, *samples)]
+        outcomes = await self._scorer.score(items)
         for sample in samples:
             sample.take_outcome(outcomes[sample.sample_id])
 
@@ -289,8 +313,9 @@ class GroupRollout:
             if sample.drop_reason or too_few:
                 reason = sample.drop_reason or DropReason.GROUP_TOO_SMALL
                 dropped.setdefault(reason, []).append(sample.sample_id)
+        judged = {sample.sample_id: sample.verdicts for sample in scored}
         for reason, lost in dropped.items():
-            await self._ledger.dropped(self._run_id, lost, reason)
+            await self._ledger.dropped(self._run_id, lost, reason, judged)
         if too_few:
             return group
         await self._ledger.group_scored(trainable)

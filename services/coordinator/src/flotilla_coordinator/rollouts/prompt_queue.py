@@ -106,7 +106,7 @@ class PromptQueue:
         groups = self._steps[step]
         room = most_prompts_per_step(self._config) - len(groups)
         drawn = [
-            self._group_task(self._prompts.next(), step, version, ahead) for _ in range(min(number, room))
+            self._group_task(self._prompts.next(step), step, version, ahead) for _ in range(min(number, room))
         ]
         groups += drawn
         return drawn

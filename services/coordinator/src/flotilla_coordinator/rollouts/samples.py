@@ -203,11 +203,14 @@ def recorded_samples(records: list[SampleRecord]) -> list[RolloutSample]:
 
 
 def recorded_failures(records: list[SampleRecord]) -> list[Outcome]:
-    """Return the failures of the rewards; the ledger does not hold their messages."""
+    """Return the failures of the rewards, as far as the ledger knows them."""
     return [
         Outcome(
             None,
-            f"the reward of {record.sample_id} failed before the run was continued",
+            next(
+                (one.message for one in reversed(record.verdicts) if one.message),
+                f"the reward of {record.sample_id} failed before the run was continued",
+            ),
             timed_out=record.drop_reason == DropReason.REWARD_TIMEOUT,
         )
         for record in records

@@ -6,7 +6,8 @@ one, never by a score. A replica is lost when it is silent, never because it is 
 wait, and applies each sample's own limit.
 
 A group waits only for a fixed short time for others, and never for the samples of another group. A sample id is in a
-call once. A call that fails fails for all groups that still wait, and a call that no group waits for ends.
+call once, and all items of a group are in one call. A call that fails fails for all groups that still wait, and a call
+that no group waits for ends.
 """
 
 from __future__ import annotations
@@ -14,28 +15,35 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 from opentelemetry import trace
 from opentelemetry.trace import SpanContext
 
+from flotilla.common.v1.chat_pb2 import Message
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
+from flotilla_coordinator.rollouts.judges import JudgeTally
 from flotilla_core import ids, rpc, telemetry
-from flotilla_core.config import LARGEST_REWARD, RewardTermConfig
+from flotilla_core.config import LARGEST_REWARD, RewardMode, RewardTermConfig
 from flotilla_core.config.model import file_of_function
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Unavailable
 from flotilla_core.rpc import Load, ReplicaPool
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
+from flotilla_core.tensors import to_tensor
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from flotilla.common.v1.files_pb2 import FolderReference
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
 
@@ -141,17 +149,33 @@ class Outcome:
     total: float | None
     failure: str = ""
     timed_out: bool = False
-    unreadable: bool = False
-    """The response broke a built-in checker or kept it busy until the limit, which is worth 0 there."""
+    unverifiable: bool = False
+    """The response made a verifier fail; where the run drops such a sample, it has no total."""
     terms: tuple[float, ...] = ()
     """The value of each reward, in the order of the configuration."""
+    verdicts: tuple[TermVerdict, ...] = ()
+    """What each reward said, up to the first that failed."""
     traceback: str = ""
     """The frames of the user's code that raised."""
+
+    @property
+    def failed(self) -> bool:
+        """Return whether a reward failed, which is no fault of the response."""
+        return self.total is None and not self.unverifiable
 
     @property
     def report(self) -> str:
         """Return the reason of a failure, with the traceback where there is one."""
         return f"{self.failure}\n{self.traceback}" if self.traceback else self.failure
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the rewards of a run take beside each response."""
+
+    whole_groups: bool = False
+    """All responses of a group at once, because a reward compares them."""
+    token_ids: bool = False
 
 
 class TermScorer(Protocol):
@@ -161,52 +185,140 @@ class TermScorer(Protocol):
     def terms(self) -> tuple[RewardTermConfig, ...]:
         """Return the terms, in the order of the components of a value."""
 
+    async def needs(self) -> Needs:
+        """Return what the terms take."""
+
     async def outcomes(self, items: list[pb.ScoreItem]) -> dict[str, pb.ScoreOutcome]:
         """Return one outcome for every item."""
 
 
 class Scorer:
-    """Weighs the terms of a run's reward."""
+    """Makes one reward of the terms of a run."""
 
-    def __init__(self, scorers: Sequence[TermScorer]) -> None:
+    def __init__(
+        self,
+        scorers: Sequence[TermScorer],
+        mode: RewardMode = "weighted",
+        tally: JudgeTally | None = None,
+    ) -> None:
+        self._mode = mode
+        self._tally = tally or JudgeTally()
         self._scorers = [one for one in scorers if one.terms]
         self._terms = [term for one in scorers for term in one.terms]
+        self._judged = {term.shown for term in self._terms if term.judge}
+
+    async def needs(self) -> Needs:
+        """Return what the rewards take, all together."""
+        found = await gather_or_cancel(one.needs() for one in self._scorers)
+        return Needs(any(one.whole_groups for one in found), any(one.token_ids for one in found))
 
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
         """Return one outcome for every item; without reward terms there is no call, and every total is 0."""
         found = await gather_or_cancel(one.outcomes(items) for one in self._scorers)
+        if self._judged:
+            self._tally.note(self._judged, (one for outcomes in found for one in outcomes.values()))
         return {
-            item.sample_id: weigh(self._terms, [outcomes[item.sample_id] for outcomes in found])
+            item.sample_id: weigh(self._terms, [outcomes[item.sample_id] for outcomes in found], self._mode)
             for item in items
         }
 
-    def parts(self, outcome: Outcome) -> tuple[tuple[str, float], ...]:
-        """Return the value of each reward with its name."""
-        return tuple(zip((term.reward for term in self._terms), outcome.terms, strict=False))
+
+def combined(mode: RewardMode, terms: Sequence[RewardTermConfig], values: Sequence[float]) -> float:
+    """Return the reward that the values of all terms make; a term without a weight counts as a gate alone."""
+    weighed = [term.weight * value for term, value in zip(terms, values, strict=True)]
+    counted = [one for term, one in zip(terms, weighed, strict=True) if term.weight]
+    gates = [term.gate_at for term in terms]
+    closed = any(least is not None and value < least for least, value in zip(gates, values, strict=True))
+    if not counted or (mode == "gated" and closed):
+        return 0.0
+    match mode:
+        case "min":
+            return min(counted)
+        case "max":
+            return max(counted)
+        case "product":
+            return math.prod(counted)
+        case "first":
+            return next((one for one in counted if one), 0.0)
+    return sum(counted)
 
 
-def weigh(terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome]) -> Outcome:
+def weigh(
+    terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome], mode: RewardMode = "weighted"
+) -> Outcome:
     """Return the outcome of a sample from those of its terms; the first that failed decides."""
+    components: list[pb.RewardComponent] = []
     for one in outcomes:
-        kind = one.WhichOneof("outcome")
-        if kind == "timeout":
-            limit_s = one.timeout.limit.ToNanoseconds() / 1e9
-            return Outcome(
-                None, f"reward {one.timeout.reward} took longer than {limit_s:g} s", timed_out=True
-            )
-        if kind != "value":
-            return Outcome(None, one.error.message, traceback=one.error.traceback)
-    components = [part for one in outcomes for part in one.value.components]
+        components += one.value.components or one.before
+        if one.WhichOneof("outcome") != "value":
+            return _failed(one, _by_name(terms, components))
     if len(components) != len(terms):
         return Outcome(None, f"{len(terms)} rewards gave {len(components)} values")
-    values = tuple(part.value for part in components)
-    total = sum((term.weight * value for term, value in zip(terms, values, strict=True)), 0.0)
+    verdicts = tuple(map(_verdict, terms, components))
+    unverifiable = any(one.outcome is Said.UNVERIFIABLE for one in verdicts)
+    if dropping := next((one for one in verdicts if one.value is None), None):
+        why = f"reward {dropping.reward}: {dropping.message}"
+        return Outcome(None, why, unverifiable=True, verdicts=verdicts)
+    values = tuple(one.value for one in verdicts if one.value is not None)
+    total = combined(mode, terms, values) if all(map(math.isfinite, values)) else math.nan
     if not abs(total) <= LARGEST_REWARD:
         parts = ", ".join(
-            f"{term.weight:g} x {value:g} ({term.reward})" for term, value in zip(terms, values, strict=True)
+            f"{term.weight:g} x {value:g} ({term.shown})" for term, value in zip(terms, values, strict=True)
         )
-        return Outcome(None, f"reward {terms[-1].reward}: the weighted sum is {total}: {parts}")
-    return Outcome(total, unreadable=any(part.unreadable for part in components), terms=values)
+        made = "weighted sum" if mode in ("weighted", "gated") else f"reward by mode {mode}"
+        why = f"reward {terms[-1].shown}: the {made} is {total}: {parts}"
+        return Outcome(None, why, verdicts=verdicts)
+    return Outcome(total, unverifiable=unverifiable, terms=values, verdicts=verdicts)
+
+
+def _by_name(
+    terms: Sequence[RewardTermConfig], components: Sequence[pb.RewardComponent]
+) -> list[TermVerdict]:
+    """Return the verdicts of those terms that said something before another one failed."""
+    said: dict[str, deque[pb.RewardComponent]] = defaultdict(deque)
+    for component in components:
+        said[component.reward].append(component)
+    return [_verdict(term, said[term.shown].popleft()) for term in terms if said[term.shown]]
+
+
+def _verdict(term: RewardTermConfig, component: pb.RewardComponent) -> TermVerdict:
+    """Return what a term said; the run decides what an unverifiable response is worth."""
+    worth = None if term.on_unverifiable == "drop" else term.on_unverifiable
+    return TermVerdict(
+        term.shown,
+        Said.UNVERIFIABLE if component.unreadable else Said.SCORED,
+        worth if component.unreadable else component.value,
+        {part.name: part.value for part in component.parts},
+        component.extracted if component.HasField("extracted") else None,
+        component.version,
+        _seconds(component.elapsed),
+        component.why or ("the response made its verifier fail" if component.unreadable else ""),
+    )
+
+
+def _failed(outcome: pb.ScoreOutcome, before: Sequence[TermVerdict]) -> Outcome:
+    """Return the outcome of a sample whose reward failed."""
+    if outcome.WhichOneof("outcome") == "timeout":
+        late = outcome.timeout
+        limit_s = _seconds(late.limit)
+        why = f"reward {late.reward} took longer than {limit_s:g} s"
+        verdict = TermVerdict(late.reward, Said.TIMEOUT, version=late.version, seconds=limit_s, message=why)
+        return Outcome(None, why, timed_out=True, verdicts=(*before, verdict))
+    error = outcome.error
+    verdict = TermVerdict(
+        error.reward,
+        Said.ERROR,
+        version=error.version,
+        seconds=_seconds(error.elapsed),
+        message=error.message,
+        file=error.file,
+        line=error.line,
+    )
+    return Outcome(None, error.message, verdicts=(*before, verdict), traceback=error.traceback)
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToNanoseconds() / 1e9
 
 
 class RewardServiceScorer:
@@ -219,9 +331,11 @@ class RewardServiceScorer:
         pool: ReplicaPool[RewardServiceAsyncStub],
         wait_limit_s: float,
         offer: Callable[[Path], FolderReference] | None = None,
+        total_steps: int | None = None,
     ) -> None:
         self.terms = terms
         self._run_id = run_id
+        self._total_steps = total_steps
         self._offer = offer
         """Offers a file of the user's to replicas on other hosts; None where all are on this one."""
         self._pool = pool
@@ -230,6 +344,17 @@ class RewardServiceScorer:
         self._gathering: ScoreGathering[pb.ScoreOutcome] = ScoreGathering(self._scored)
         self._looked_at = -math.inf
         """The time of the last look at the files of the user's."""
+        self._needs: Needs | None = None
+        """What the replica of the last call said that the terms take."""
+        self._asking = asyncio.Lock()
+
+    async def needs(self) -> Needs:
+        """Return what the terms take, which only a process that may load functions of the user's can tell."""
+        async with self._asking:
+            if self._needs is None:
+                await self._scored([], [], lambda _, outcome: None)
+            self._needs = self._needs or Needs()
+        return self._needs
 
     async def outcomes(self, items: list[pb.ScoreItem]) -> dict[str, pb.ScoreOutcome]:
         """Return one outcome for every item, in calls that groups share."""
@@ -273,6 +398,7 @@ class RewardServiceScorer:
                     self._pool.eject(replica.instance_id, str(error))
                     if call == MAX_CALLS - 1:
                         raise
+                    continue
                 finally:
                     self._pool.release(replica, load)
                 if not missing:
@@ -290,11 +416,17 @@ class RewardServiceScorer:
             request_id=ids.new_request_id(),
             items=missing.values(),
             rewards=await self._rewards(),
+            total_steps=self._total_steps,
         )
         # This side cannot tell how long the items wait behind those of other calls.
         stream = rpc.server_stream(stub.Score, request, idle_timeout_s=SILENT_S)
         async with aclosing(stream) as replies:
             async for reply in replies:
+                if reply.terms:
+                    self._needs = Needs(
+                        any(one.whole_groups for one in reply.terms),
+                        any(one.token_ids for one in reply.terms),
+                    )
                 for outcome in reply.outcomes:
                     if missing.pop(outcome.sample_id, None) is not None:
                         take(outcome.sample_id, outcome)
@@ -303,15 +435,47 @@ class RewardServiceScorer:
 def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
     """Return one term as the reward service takes it."""
     parameters, timeout = Struct(), Duration()
-    parameters.update(term.parameters)
+    parameters.update(term.parameters | _said_to_judge(term))
     timeout.FromNanoseconds(int(term.timeout_s * 1e9))
-    return pb.RewardSpec(reward=term.reward, parameters=parameters, timeout=timeout)
+    return pb.RewardSpec(
+        reward=str(term.reward),
+        name=term.name,
+        parameters=parameters,
+        timeout=timeout,
+        trusted=term.trusted,
+        blames_response=term.blames_response,
+    )
 
 
-def score_item(sample_id: str, prompt: Prompt, response: str) -> pb.ScoreItem:
-    """Return one item of a Score call."""
-    info = Struct()
+def _said_to_judge(term: RewardTermConfig) -> dict[str, Any]:
+    """Return the keys of a judge's term that are set."""
+    scale = [*term.scale] if term.scale is not None else None
+    said = {"rubric": term.rubric, "scale": scale, "verdicts": term.verdicts, "pairs": term.pairs}
+    return {name: value for name, value in said.items() if value}
+
+
+def score_item(
+    sample_id: str,
+    prompt: Prompt,
+    response: str,
+    *,
+    group: str = "",
+    token_ids: np.ndarray | None = None,
+    step: int | None = None,
+) -> pb.ScoreItem:
+    """Return one item of a Score call; `group` is that of the samples which it is compared with."""
+    info, column = Struct(), Struct()
     info.update(prompt.info)
+    column.update(prompt.answer_column)
     return pb.ScoreItem(
-        sample_id=sample_id, prompt=prompt.prompt_text, response=response, answer=prompt.answer, info=info
+        sample_id=sample_id,
+        prompt=prompt.prompt_text,
+        response=response,
+        answer=prompt.answer,
+        info=info,
+        chat=[Message(role=one["role"], content=one["content"]) for one in prompt.chat],
+        answer_column=column,
+        group=group,
+        token_ids=None if token_ids is None else to_tensor(token_ids),
+        step=step,
     )

@@ -98,11 +98,12 @@ class RolloutSource:
         await _cancel(self._queue.close())
 
     async def _note_outcomes(self, first_step: int, end_step: int) -> None:
-        """Tell the data which prompts were solved, from the ledger, so that a resumed run has the same order."""
-        if self._prompts.rest_epochs:
+        """Tell the data what came of prompts, from the ledger, so that a resumed run has the same order and levels."""
+        if self._prompts.learns_outcomes:
             outcomes = await self._ledger.outcomes(self._run_id, first_step, end_step, right_at=RIGHT_AT)
             for outcome in outcomes:
-                self._prompts.note(*ids.prompt_of_group(outcome.group_id), solved=outcome.solved)
+                place = ids.prompt_of_group(outcome.group_id)
+                self._prompts.note(*place, solved=outcome.solved, reward=outcome.reward)
 
     def _start(self, request: GroupRequest) -> asyncio.Task[FinishedGroup]:
         return asyncio.create_task(self._run(request))
@@ -193,7 +194,7 @@ class RolloutSource:
         metrics = {
             "reward/error_rate": failure_rate(finished, size, timed_out=False),
             "reward/timeout_rate": failure_rate(finished, size, timed_out=True),
-            "reward/unreadable_rate": unreadable_rate(finished, size),
+            "reward/unverifiable_rate": sum(one.unverifiable for one in finished) / (len(finished) * size),
             "samples/dropped": float(sum(item.dropped for item in finished)),
             "samples/retried": float(sum(item.retried for item in finished)),
         }
@@ -226,13 +227,6 @@ def failure_rate(finished: Sequence[FinishedGroup], samples_per_prompt: int, *, 
     """Return the share of all samples whose reward timed out, or failed in another way."""
     failed = sum(failure.timed_out == timed_out for item in finished for failure in item.failures)
     return failed / (len(finished) * samples_per_prompt)
-
-
-def unreadable_rate(finished: Sequence[FinishedGroup], samples_per_prompt: int) -> float:
-    """Return the share of all samples whose response a built-in reward could not read."""
-    outcomes = [sample.outcome for item in finished for sample in item.group.samples]
-    unreadable = sum(outcome is not None and outcome.unreadable for outcome in outcomes)
-    return unreadable / (len(finished) * samples_per_prompt)
 
 
 def unscored(step: int, finished: Sequence[FinishedGroup], config: RolloutConfig) -> str:
@@ -304,6 +298,6 @@ class SupervisedSource(CursorAlone):
 
     async def batch(self, step: int, version: Version) -> Batch:
         """Return the next prompts and their answers."""
-        prompts = [self._prompts.next() for _ in range(self._prompts_per_step)]
+        prompts = [self._prompts.next(step) for _ in range(self._prompts_per_step)]
         groups = [given_group(self._run_id, prompt) for prompt in prompts]
         return Batch(step=step, groups=groups, cursor=self._prompts.cursor)

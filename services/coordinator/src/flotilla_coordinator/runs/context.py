@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,8 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, BatchSource
+from flotilla_coordinator.rollouts.judges import JudgeTally
+from flotilla_coordinator.rollouts.reward_models import RewardModel
 from flotilla_coordinator.rollouts.samples import SampleValidator
 from flotilla_coordinator.runs.checkpoints import Progress, RunCheckpoints
 from flotilla_coordinator.runs.control import RunControl, described, differences
@@ -98,6 +100,9 @@ class RunContext:
     activities: Activities
     idle: IdleShares
     validator: SampleValidator = field(default_factory=SampleValidator)
+    reward_models: Mapping[str, RewardModel] = field(default_factory=dict)
+    """The models that give rewards, by their names."""
+    judges: JudgeTally = field(default_factory=JudgeTally)
     autoscaler: Autoscaler | None = None
     pinned: PinnedEvaluation | None = None
     """The evaluation on a pinned generator, where the run has one."""
@@ -205,6 +210,8 @@ class RunContext:
         self.metrics.update(self.lag.take_metrics())
         self.metrics.update(self.checkpoints.take_metrics())
         self.metrics.update(self.validator.take_metrics())
+        self.metrics |= {f"reward/cut/{name}": one.take_cut() for name, one in self.reward_models.items()}
+        self.metrics.update(self.judges.take_metrics())
         self.steps_done = step + 1
         self.directory.write_metrics(step, self.metrics, lineage=self.policy.version.lineage)
         self.status.step_done(self.steps_done, self.policy.version, self.metrics, self.occasions())
@@ -242,17 +249,14 @@ class RunContext:
             self.status.notice(warning(f"{update} skipped: {why}"))
         for skipped in updates.skipped_steps:
             self.status.notice(warning(f"optimizer step skipped: {skipped}"))
-        why = batch.unscored.partition(": ")[2]
-        if why and why not in self._told_unscored and len(self._told_unscored) < MOST_UNSCORED_NOTICES:
-            self._told_unscored.add(why)
-            self.status.notice(warning(batch.unscored))
+        self._tell_unscored(batch.unscored)
         self.cursor, result = batch.cursor, self.policy.version
         recorded = self._record_of(batch, updates, version)
         if self.source.samples_from_policy:
             # The samples are written before the ledger, which never repeats a step that it has; and only by the run's
             # owner.
             await self.ledger.check_owner()
-            rewards = [term.reward for term in self.config.rewards]
+            rewards = [term.shown for term in self.config.rewards]
             await self.disk.until_taken(
                 "samples", lambda: asyncio.to_thread(self.directory.write_samples, batch, rewards)
             )
@@ -332,11 +336,19 @@ class RunContext:
             await self.disk.until_taken(
                 "answers", lambda: asyncio.to_thread(self.directory.write_answers, step, answers)
             )
+        self._tell_unscored(evaluation.unscored)
         self.last_accuracy = evaluation.accuracy
         self._evaluated_version = version
         self.metrics.update(evaluation.figures)
         self.directory.write_evaluation(step, str(version), evaluation.accuracy, evaluation.metrics)
         self.status.evaluated(step, evaluation)
+
+    def _tell_unscored(self, unscored: str) -> None:
+        """Warn of samples or answers that have no reward, once for each reason."""
+        why = unscored.partition(": ")[2]
+        if why and why not in self._told_unscored and len(self._told_unscored) < MOST_UNSCORED_NOTICES:
+            self._told_unscored.add(why)
+            self.status.notice(warning(unscored))
 
     def evaluation_lost(self, step: int) -> None:
         """Warn that a pinned evaluation has no result; the caller evaluates the present version instead."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
 from flotilla_coordinator.data.prompt_source import PromptSource
@@ -25,6 +26,8 @@ from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import BatchSource
 from flotilla_coordinator.rollouts.generation import Generation, Sampler
 from flotilla_coordinator.rollouts.group import GroupRollout
+from flotilla_coordinator.rollouts.judges import JudgeTally, agreement_of, examples_of
+from flotilla_coordinator.rollouts.reward_models import RewardModel, RewardModelScorer, TermsInOrder
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
@@ -34,15 +37,16 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.status import RunStatus
 from flotilla_coordinator.trainers.learners import SessionFactory
-from flotilla_coordinator.trainers.roles import PolicyTrainer
+from flotilla_coordinator.trainers.roles import PolicyTrainer, RewardModelSession
 from flotilla_coordinator.weights.canary import Canary, LiveCheck
 from flotilla_coordinator.weights.members import Candidates, GeneratorReplica
 from flotilla_coordinator.weights.sync import WeightSync
 from flotilla_core.agreement import Rounding, agreement_limits
 from flotilla_core.checkpoint import CheckpointShelf
-from flotilla_core.config import PolicyConfig, RewardTermConfig, dump_yaml
+from flotilla_core.config import PolicyConfig, RewardMode, RewardTermConfig, dump_yaml
 from flotilla_core.errors import FlotillaError, Unavailable
-from flotilla_core.findings import warning
+from flotilla_core.findings import info, warning
+from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
 
@@ -66,8 +70,10 @@ class RunWiring:
         self._wait_limit_s = host.stack.ready_timeout_s
         self._pinned: PinnedEvaluation | None = None
         self._sleeping: SleepingGenerators | None = None
+        self._reward_models: dict[str, RewardModel] = {}
         self._metrics: dict[str, float] = {}
         self._canary_figures: dict[str, float] = {}
+        self._judges = JudgeTally()
 
     async def build(
         self, directory: RunDirectory, lineage: int, fence: int
@@ -80,6 +86,7 @@ class RunWiring:
             PromptSource, config.data, tokenizer, config.seed, training_data(config, copies)
         )
         held_out = await asyncio.to_thread(read_held_out, config, tokenizer, copies)
+        await self._measure_judges()
         sessions = SessionFactory(
             self._run_id,
             stack=self._host.stack,
@@ -95,7 +102,8 @@ class RunWiring:
         policy = learners.policy
         sync = self._sync(policy, prompts, tokenizer, fence)
         generation = self._generation(sync, tokenizer)
-        scorer = self._scorer(config.rewards)
+        self._reward_models = await asyncio.to_thread(self._reward_models_of, learners.reward_models)
+        scorer = self._scorer(config.rewards, config.reward_mode)
         evaluator = self._evaluator(held_out, policy, generation, scorer)
         if isinstance(evaluator, Evaluator) and config.evaluation is not None and config.evaluation.pinned:
             self._pinned = PinnedEvaluation(evaluator, self._fleet.generators.replicas, sync.serving.serves)
@@ -128,6 +136,8 @@ class RunWiring:
             activities=self._host.activities,
             idle=IdleShares(self._fleet.generators.replicas),
             validator=generation.validator,
+            reward_models=self._reward_models,
+            judges=self._judges,
             metrics=self._metrics,
             canary_figures=self._canary_figures,
             autoscaler=self._autoscaler(),
@@ -273,9 +283,39 @@ class RunWiring:
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 
-    def _scorer(self, rewards: tuple[RewardTermConfig, ...]) -> Scorer:
-        offer, pool = self._host.files.offer, self._fleet.rewards
-        return Scorer([RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer)])
+    def _reward_models_of(self, sessions: Mapping[str, RewardModelSession]) -> dict[str, RewardModel]:
+        """Load the tokenizer of each reward model."""
+        folders = {name: model_of(self._host.stack, one.gang.role) for name, one in sessions.items()}
+        return {
+            name: RewardModel(Tokenizer.load(model_folder(folders[name])), session, str(folders[name]))
+            for name, session in sessions.items()
+        }
+
+    async def _measure_judges(self) -> None:
+        """Ask the judges of their labelled examples; raise where one agrees too little."""
+        for term in self._config.judged_terms:
+            examples = await asyncio.to_thread(examples_of, term)
+            scorer = self._service_scorer((term,))
+            outcomes = await scorer.outcomes([one.item for one in examples])
+            agreement = agreement_of(term, examples, outcomes)
+            agreement.require()
+            text = (
+                f"the judge of reward {agreement.term} agrees by {agreement.figure:.3f} ({agreement.shown})"
+            )
+            self._status.notice(info(text))
+
+    def _service_scorer(self, rewards: tuple[RewardTermConfig, ...]) -> RewardServiceScorer:
+        offer, pool, steps = self._host.files.offer, self._fleet.rewards, self._config.steps
+        return RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer, steps)
+
+    def _scorer(self, rewards: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
+        of_models = tuple(term for term in rewards if term.model is not None)
+        of_service = tuple(term for term in rewards if term.model is None)
+        service = self._service_scorer(of_service)
+        models = RewardModelScorer(self._run_id, of_models, self._reward_models)
+        if of_models and of_service:
+            return Scorer([TermsInOrder(rewards, service, models)], mode, self._judges)
+        return Scorer([service, models], mode, self._judges)
 
     def _evaluator(
         self,
@@ -290,11 +330,14 @@ class RunWiring:
             pairs = {one.name: file.prompts for one, file in held_out}
             return PairEvaluator(self._run_id, pairs, policy)
 
-        def scorer_of(rewards: tuple[RewardTermConfig, ...]) -> Scorer:
+        def scorer_of(rewards: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
             # The rewards of the run share calls with its rollouts.
-            if rewards == self._config.rewards:
+            if (rewards, mode) == (self._config.rewards, self._config.reward_mode):
                 return scorer
-            return self._scorer(rewards)
+            return self._scorer(rewards, mode)
 
         sets = held_out_prompts(self._config, held_out, scorer_of)
-        return Evaluator(self._run_id, sets, sampler, self._config.rollout.sample_timeout_s)
+        rollout = self._config.rollout
+        return Evaluator(
+            self._run_id, sets, sampler, rollout.sample_timeout_s, rollout.max_reward_failure_rate
+        )

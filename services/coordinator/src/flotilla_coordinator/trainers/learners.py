@@ -1,10 +1,10 @@
 """The models of a run: its policy, a critic where advantages come from values, and those that only score.
 
-Invariants: a gang with another tokenizer than the coordinator's is refused before a session opens. Policy and critic
-learn from a batch at the same time, each once, and a step ends when both are done. One checkpoint holds both, and a run
-continues with both from the same checkpoint or with neither. Readers see such a checkpoint whole or not at all, because
-its parts are inside each other and sealed together before the one rename that publishes them. A part that fails costs
-this checkpoint alone, and leaves nothing behind.
+Invariants: a gang with another tokenizer than the coordinator's is refused before a session opens; a reward model has
+its own. Policy and critic learn from a batch at the same time, each once, and a step ends when both are done. One
+checkpoint holds both, and a run continues with both from the same checkpoint or with neither. Readers see such a
+checkpoint whole or not at all, because its parts are inside each other and sealed together before the one rename that
+publishes them. A part that fails costs this checkpoint alone, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from flotilla_coordinator.data.tokenizer import Tokenizer, require_same_tokenize
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.rollouts.batch import Batch
-from flotilla_coordinator.trainers.roles import Critic, PolicyTrainer, ScoringSession, Teachers
+from flotilla_coordinator.trainers.roles import (
+    Critic,
+    PolicyTrainer,
+    RewardModelSession,
+    ScoringSession,
+    Teachers,
+)
 from flotilla_coordinator.trainers.session import COORDINATOR, Gang, GangSession, LearningSession
 from flotilla_coordinator.trainers.spec import (
     FROZEN_ROLES,
@@ -40,7 +46,15 @@ from flotilla_core.config import CriticConfig, PolicyConfig, RunConfig, StackCon
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FlotillaError, Unavailable
 from flotilla_core.gangs import gang_of, model_of
-from flotilla_core.roles import CRITIC, POLICY, REFERENCE, TEACHER, kind_of_role
+from flotilla_core.roles import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    REWARD_MODEL,
+    TEACHER,
+    kind_of_role,
+    name_of_role,
+)
 from flotilla_core.tasks import all_settled, gather_or_cancel
 from flotilla_core.transfer import Files, files_of_functions, shared_folder
 
@@ -89,7 +103,7 @@ class Learners:
         critic: Critic | None = None,
         critic_steps: int = 0,
         *,
-        frozen: Sequence[ScoringSession] = (),
+        frozen: Sequence[ScoringSession | RewardModelSession] = (),
         judges: Mapping[str, Judge] | None = None,
     ) -> None:
         self.policy = policy
@@ -98,6 +112,15 @@ class Learners:
         """The models that score every token of a batch before it is trained, in this order."""
         self._frozen = frozen
         self._critic_steps = critic_steps
+
+    @property
+    def reward_models(self) -> dict[str, RewardModelSession]:
+        """Return the sessions of the models that give rewards, by their names."""
+        return {
+            name_of_role(session.gang.role): session
+            for session in self._frozen
+            if isinstance(session, RewardModelSession)
+        }
 
     @property
     def sessions(self) -> list[GangSession]:
@@ -276,11 +299,13 @@ class SessionFactory:
 
     async def _frozen(
         self, role: str, config: RunConfig, tokenizer: Tokenizer, place: SharedFolder
-    ) -> ScoringSession:
+    ) -> ScoringSession | RewardModelSession:
         gang = await self._gang(role, tokenizer)
         start = config.initial_weights if role == REFERENCE and self._stack.reference.model is None else None
         spec = frozen_spec(config, FROZEN_ROLES[kind_of_role(role)], str(start or ""))
         spec = with_references(spec, self._files.offer, place)
+        if kind_of_role(role) == REWARD_MODEL:
+            return RewardModelSession(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
         temperature, top_k = config.rollout.sampling.temperature, _top_k(config, role)
         return ScoringSession(
             self._run_id, spec, gang, self._ledger.run_ids, self._lineage, temperature, top_k
@@ -289,7 +314,8 @@ class SessionFactory:
     async def _gang(self, role: str, tokenizer: Tokenizer) -> Gang:
         section = gang_of(self._stack, role)
         replica = await self._fleet.gang(role, self._stack.ready_timeout_s)
-        require_same_tokenizer(replica, tokenizer, model_of(self._stack, role))
+        if kind_of_role(role) != REWARD_MODEL:
+            require_same_tokenizer(replica, tokenizer, model_of(self._stack, role))
         longest_s = self._stack.longest_command_s(section)
         return Gang(
             role,
@@ -309,12 +335,13 @@ def _top_k(config: RunConfig, role: str) -> int:
     return teacher.top_k if teacher is not None and kind_of_role(role) == TEACHER else 0
 
 
-def _judges(config: RunConfig, frozen: list[ScoringSession]) -> dict[str, Judge]:
+def _judges(config: RunConfig, frozen: Sequence[GangSession]) -> dict[str, Judge]:
     """Return the reference as one judge, and all teachers together as another."""
     algorithm = config.algorithm
-    teachers = [session for session in frozen if kind_of_role(session.gang.role) == TEACHER]
+    of_batches = [session for session in frozen if isinstance(session, ScoringSession)]
+    teachers = [session for session in of_batches if kind_of_role(session.gang.role) == TEACHER]
     judges: dict[str, Judge] = {
-        session.gang.name: session.score for session in frozen if session not in teachers
+        session.gang.name: session.score for session in of_batches if session not in teachers
     }
     if isinstance(algorithm, PolicyConfig) and algorithm.asked_teachers is not None:
         judges[TEACHER] = Teachers(algorithm.asked_teachers, teachers).score

@@ -105,5 +105,19 @@ def scored_parts(groups: Iterable[RolloutGroup], answer_bytes: int = 4) -> Itera
         yield part
 
 
+def in_parts(sequences: Iterable[pb.ScoredSequence]) -> Iterator[list[pb.ScoredSequence]]:
+    """Return sequences about two mebibytes at a time."""
+    part: list[pb.ScoredSequence] = []
+    size = 0
+    for sequence in sequences:
+        part.append(sequence)
+        size += len(sequence.prompt_token_ids.data)
+        if size >= PART_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
 def _column(numbers: np.ndarray | None) -> tensor_pb2.Tensor | None:
     return None if numbers is None else to_tensor(numbers)

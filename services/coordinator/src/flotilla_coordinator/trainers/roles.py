@@ -1,4 +1,4 @@
-"""Calls the gangs of a run in their roles: the policy, the critic, the reference and the teachers.
+"""Calls the gangs of a run in their roles: the policy, the critic, the reference, the teachers and the reward models.
 
 Invariants: all samples of a batch get the values of one critic, which has not learned from them yet. A reference or a
 teacher scores each token of a batch by its starting weights, which never change; so nothing of it is saved, and a
@@ -21,7 +21,7 @@ import numpy as np
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup
-from flotilla_coordinator.trainers.messages import fill, scored_parts
+from flotilla_coordinator.trainers.messages import fill, in_parts, scored_parts
 from flotilla_coordinator.trainers.session import (
     COORDINATOR,
     SESSION_TIMEOUT_S,
@@ -34,7 +34,7 @@ from flotilla_core import ids, rpc
 from flotilla_core.agreement import AgreementLimits
 from flotilla_core.config.training import TOP_BYTES, AskedTeachers
 from flotilla_core.errors import FailedPrecondition
-from flotilla_core.roles import TEACHER, kind_of_role, teacher_name
+from flotilla_core.roles import TEACHER, kind_of_role, name_of_role
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
@@ -172,6 +172,23 @@ class ScoringSession(GangSession):
             sample.teacher_top_token_ids, sample.teacher_top_logprobs = said.top_token_ids, said.top_logprobs
 
 
+class RewardModelSession(GangSession):
+    """The session of a model that gives rewards, which does not learn; it reads tokens of its own tokenizer."""
+
+    async def scores(self, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the scores after the last token of each text, one for each label."""
+        sequences = [
+            pb.ScoredSequence(sequence_id=str(number), prompt_token_ids=to_tensor(tokens))
+            for number, tokens in enumerate(texts)
+        ]
+        found: dict[str, np.ndarray] = {}
+        for part in in_parts(sequences):
+            request = pb.ComputeValuesRequest(run_id=self._run_id, sequences=part, after_last=True)
+            reply = await rpc.unary(self.stub.ComputeValues, request, timeout_s=TRAIN_TIMEOUT_S)
+            found |= {item.sequence_id: from_tensor(item.values) for item in reply.sequences}
+        return [found[str(number)] for number in range(len(texts))]
+
+
 class Teachers:
     """The sessions of a run's teachers, one or several."""
 
@@ -198,7 +215,7 @@ class Teachers:
         """Await the answer, and record the time of a named teacher as a metric."""
         started = time.monotonic()
         found = await answer
-        if name := teacher_name(role):
+        if name := name_of_role(role):
             seconds[f"time/teacher_{name}_s"] = time.monotonic() - started
         return found
 

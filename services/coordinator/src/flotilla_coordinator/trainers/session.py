@@ -112,6 +112,8 @@ class GangSession:
         self.version = Version(lineage, 0)
         self.opened = False
         """True once the gang has a session of this run, as far as this coordinator has opened it."""
+        self.longest_sequence = 0
+        """The most tokens of a sequence, as the gang said when its session opened; 0 where there is no limit."""
 
     async def open(self) -> None:
         """Load the starting weights, and build the optimizer where there is one."""
@@ -162,6 +164,7 @@ class GangSession:
         )
         reply = await self._in_patience(call, self._close_timeout_s + SESSION_TIMEOUT_S)
         self.version = Version.from_proto(reply.policy_version)
+        self.longest_sequence = reply.max_sequence_tokens
 
     async def _in_patience(self, call: Awaitable[T], idle_timeout_s: float) -> T:
         """Return the answer of the gang, however long it takes, unless it makes no progress for too long."""

@@ -11,9 +11,13 @@ from google.protobuf import struct_pb2
 
 from flotilla.trainer.v1 import session_pb2 as pb
 from flotilla_core.config import ConfigModel, CriticConfig, PolicyConfig, RunConfig
-from flotilla_core.roles import REFERENCE, TEACHER, kind_of_role
+from flotilla_core.roles import REFERENCE, REWARD_MODEL, TEACHER, kind_of_role
 
-FROZEN_ROLES = {REFERENCE: pb.ROLE_REFERENCE, TEACHER: pb.ROLE_TEACHER}
+FROZEN_ROLES = {
+    REFERENCE: pb.ROLE_REFERENCE,
+    TEACHER: pb.ROLE_TEACHER,
+    REWARD_MODEL: pb.ROLE_REWARD_MODEL,
+}
 
 OBJECTIVES = {"sft": "sft", "dpo": "preference", "reward_model": "reward_model"}
 """Kinds of objectives by `algorithm.type`; every other type is a policy's."""
@@ -65,9 +69,7 @@ def critic_of(config: RunConfig) -> CriticConfig | None:
 
 def frozen_roles_of(config: RunConfig) -> list[str]:
     """List the roles of gangs that only score for the run."""
-    algorithm = config.algorithm
-    wanted = algorithm.gangs_beside_the_policy if isinstance(algorithm, PolicyConfig) else []
-    return [role for role in wanted if kind_of_role(role) in FROZEN_ROLES]
+    return [role for role in config.gangs_beside_the_policy if kind_of_role(role) in FROZEN_ROLES]
 
 
 def critic_needs_start(config: RunConfig) -> bool:

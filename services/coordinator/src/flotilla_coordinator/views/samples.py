@@ -1,14 +1,16 @@
 """Answers which samples a run has, and what became of each.
 
-Invariants: the ledger says which there are. What it never holds (the row's answer and other columns, the parts of the
-reward), and what it has pruned of a sample, comes from the file of its step in the run directory. What that file says
+Invariants: the ledger says which there are, and how each was judged. What it never holds (the row's answer and other
+columns), and what it has pruned of a sample, comes from the file of its step in the run directory. What that file says
 of a sample that was issued again belongs to an attempt that was undone, and does not count.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla_coordinator.ledger import sample_queries
 from flotilla_coordinator.ledger.records import SampleRecord, SampleState
 from flotilla_coordinator.ledger.schema import connect_read_only
+from flotilla_coordinator.ledger.verdicts import named_parts
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
@@ -68,10 +71,9 @@ def _add_recorded(sample: pb.Sample, recorded: dict[str, Any]) -> None:
         sample.answer = answer
     if (info := recorded.get("info")) is not None:
         sample.info_json = json.dumps(info, ensure_ascii=False)
-    if (parts := recorded.get("reward_parts")) is not None:
-        sample.reward_parts.SetInParent()
-        for part in parts:
-            sample.reward_parts.parts.add(**part)
+    # The ledger has them with the verdicts, but not of samples of an earlier release.
+    if (parts := recorded.get("reward_parts")) is not None and not sample.verdicts:
+        _add_parts(sample, ((part["reward"], part["value"]) for part in parts))
     if sample.version_spans:
         return
     sample.prompt, sample.response = recorded["prompt"], recorded["response"]
@@ -105,4 +107,14 @@ def _message(record: SampleRecord) -> pb.Sample:
         message.logprobs.CopyFrom(to_tensor(record.logprobs))
     for span in record.spans:
         message.version_spans.add(version=span.version.to_proto(), start=span.start, end=span.end)
+    for verdict in record.verdicts:
+        message.verdicts.add(**{field.name: getattr(verdict, field.name) for field in fields(verdict)})
+    if record.verdicts:
+        _add_parts(message, named_parts(record.verdicts))
     return message
+
+
+def _add_parts(sample: pb.Sample, parts: Iterable[tuple[str, float]]) -> None:
+    sample.reward_parts.SetInParent()
+    for reward, value in parts:
+        sample.reward_parts.parts.add(reward=reward, value=value)

@@ -37,12 +37,16 @@ class ModelLimits:
 
 NOTHING_FOLLOWS = 0
 """A placeholder after a sequence, for the score after its last token; it is no token and is fed to no model."""
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 def read_scored(
     sequences: Iterable[pb.ScoredSequence], limits: ModelLimits, *, after_last: bool = False
 ) -> tuple[list[str], Sequences, Any]:
-    """Return ids, sequences and the number of scored places of each; `after_last` adds a place after the response."""
+    """Return ids, sequences and the number of scored places of each.
+
+    `after_last` adds a place after the response, which may be empty then.
+    """
     items = list(sequences)
     if not items:
         raise InvalidRequest("there is nothing to score", where="sequences")
@@ -51,7 +55,12 @@ def read_scored(
     prompts = [
         token_ids(item.prompt_token_ids, f"prompt of {sample_place(item.sequence_id)}") for item in items
     ]
-    responses = [token_ids(item.token_ids, sample_place(item.sequence_id)) for item in items]
+    responses = [
+        NO_TOKENS
+        if after_last and not item.token_ids.data
+        else token_ids(item.token_ids, sample_place(item.sequence_id))
+        for item in items
+    ]
     lengths = np.array([len(response) for response in responses])
     tokens, prompt_lengths = joined_tokens(prompts, responses, ids, limits)
     if after_last:

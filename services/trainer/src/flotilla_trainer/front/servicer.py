@@ -70,7 +70,7 @@ class TrainerServicer(TrainerServiceServicer):
         return await self._manager.session(request.run_id).logprobs(request)
 
     async def ComputeValues(self, request: pb.ComputeValuesRequest, context: Any) -> pb.ComputeValuesResponse:
-        return await self._manager.learner(request.run_id).values(request)
+        return await self._manager.session(request.run_id).values(request)
 
     async def EvaluateLoss(self, request: pb.EvaluateLossRequest, context: Any) -> pb.EvaluateLossResponse:
         return await self._manager.learner(request.run_id).evaluate(request.groups)

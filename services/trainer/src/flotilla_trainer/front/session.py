@@ -1,10 +1,11 @@
 """A run's session on the trainer: its objective, its version and its updates, or scores alone.
 
-Gangs of a reference or a teacher have sessions that only score.
+Gangs of a reference, a teacher or a reward model have sessions that only score.
 
 Invariants: the parts of a session share one lock, so that one call at a time reads or changes weights; a session that
 has ended sends the ranks nothing. All sequences of a call are scored under one version of the weights, with one number
-for each response token, and nothing changes; a session that does not learn scores with the weights of its start.
+for each response token, and nothing changes; a session that does not learn scores with the weights of its start. The
+scores of a reward model are those after the last token of a sequence, one for each of its labels.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from google.protobuf import json_format
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.config import BatchingConfig
-from flotilla_core.errors import FailedPrecondition
+from flotilla_core.errors import FailedPrecondition, InvalidRequest
 from flotilla_core.logger import get_logger
+from flotilla_core.roles import REWARD_MODEL, kind_of_role
 from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
@@ -70,13 +72,13 @@ class SequenceScores:
         return reply
 
     async def values(self, request: pb.ComputeValuesRequest) -> pb.ComputeValuesResponse:
-        """Return the critic's value before each response token, in the order of the request."""
+        """Return the values before each response token, in the order of the request."""
         version, scored = await self._scored(
             request, self._ranks.values, "computing values", after_last=request.after_last
         )
         reply = pb.ComputeValuesResponse(policy_version=version.to_proto())
         for sequence_id, scores in scored:
-            reply.sequences.add(sequence_id=sequence_id, values=to_tensor(scores["values"]))
+            reply.sequences.add(sequence_id=sequence_id, values=to_tensor(scores["values"].reshape(-1)))
         return reply
 
     async def _scored(
@@ -104,7 +106,7 @@ class SequenceScores:
 
 
 class ScoringSession:
-    """A run's session on a gang that does not learn: a reference or a teacher.
+    """A run's session on a gang that does not learn: a reference, a teacher or a reward model.
 
     It exists between OpenSession and CloseSession. It scores with the weights of its start; its version never changes.
     """
@@ -115,10 +117,12 @@ class ScoringSession:
         self,
         request: pb.OpenSessionRequest,
         batching: BatchingConfig,
+        role: str,
         folder: Path,
         gang: Gang,
         activities: Activities,
     ) -> None:
+        self._role = role
         self.run_id = request.run_id
         self.folder = folder
         self.version = Version(request.lineage, 0)
@@ -131,10 +135,31 @@ class ScoringSession:
 
     async def logprobs(self, request: pb.ComputeLogprobsRequest) -> pb.ComputeLogprobsResponse:
         """Return log-probabilities under the weights of the start, whether the request names the reference or not."""
+        if self._gives_rewards:
+            raise self._has_none("log-probabilities")
         asked = pb.ComputeLogprobsRequest()
         asked.CopyFrom(request)
         asked.reference = False  # The ranks hold these weights as their model and keep no second copy.
         return await self._scores.logprobs(asked)
+
+    async def values(self, request: pb.ComputeValuesRequest) -> pb.ComputeValuesResponse:
+        """Return the scores after the last token of each sequence, whose tokens are all in its prompt."""
+        if not self._gives_rewards:
+            raise self._has_none("values")
+        if not request.after_last or any(one.token_ids.data for one in request.sequences):
+            raise InvalidRequest(
+                "a reward model scores whole sequences",
+                where="ComputeValues",
+                next_step="send all tokens of a sequence as its prompt, with after_last",
+            )
+        return await self._scores.values(request)
+
+    @property
+    def _gives_rewards(self) -> bool:
+        return kind_of_role(self._role) == REWARD_MODEL
+
+    def _has_none(self, what: str) -> FailedPrecondition:
+        return FailedPrecondition(f"a {kind_of_role(self._role)} has no {what}", where=f"run {self.run_id}")
 
 
 A_POLICY = "a policy"

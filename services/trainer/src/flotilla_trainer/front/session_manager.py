@@ -249,7 +249,7 @@ class SessionManager:
             self._pristine = None
             session = Session(request, asked, folder, self._gang, self._activities)
         else:
-            session = ScoringSession(request, asked, folder, self._gang, self._activities)
+            session = ScoringSession(request, asked, self._plan.role, folder, self._gang, self._activities)
         allowed = self._memory_losses.allowed(request.run_id, session.ranks.budget)
         session.ranks.shrink(allowed, "ranks of this run ran out of memory with more")
         await session.open()

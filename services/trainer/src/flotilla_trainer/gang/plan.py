@@ -25,7 +25,8 @@ class GangPlan(GangSettings):
 
     name: str
     role: str
-    """One of policy, critic, reference and teacher; the teacher named math has the role teacher-math."""
+    """One of policy, critic, reference and teacher; the teacher named math has the role teacher-math, and the reward
+    model named helpful the role reward_model-helpful."""
     model: Path
     log_dir: Path
     rank_timeout_s: float

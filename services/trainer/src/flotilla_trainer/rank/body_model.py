@@ -1,4 +1,4 @@
-"""A transformer up to its last hidden states, and a body whose head is one number in place of the vocabulary's.
+"""A transformer up to its last hidden states, and a body whose head is a few numbers in place of the vocabulary's.
 
 Invariants: tokens come as rows padded on the right, where a causal model cannot see the padding, or as one packed row
 with its borders; either way no mask is built; there is no dropout, because rollouts and training must agree. Ranks that
@@ -6,8 +6,8 @@ share a row get the same micro-batch and return the same answers, each having co
 the hidden states within their own forward, so that sharded parameters are whole when they are needed.
 
 The tensor names of a body with values are those of Hugging Face's token classification (the body under its own prefix,
-`score.weight` and `score.bias`). It can start from a folder of either kind of classification with one label, or from a
-language model, with a head of zeros.
+`score.weight` and `score.bias`). It can start from a folder of either kind of classification with as many labels, or
+from a language model, with a head of zeros.
 """
 
 from __future__ import annotations
@@ -33,34 +33,37 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 class ValueBody(nn.Module):
-    """The body of a language model with a head of one number in place of the vocabulary's.
+    """The body of a language model with a head of one number, or one for each label, in place of the vocabulary's.
 
     It has the part of the interface of transformers' models that sharding, saving and scoring use.
     """
 
-    def __init__(self, body: Any) -> None:
+    def __init__(self, body: Any, labels: int = 1) -> None:
         super().__init__()
         self._prefix = body.base_model_prefix or "model"
         setattr(self, self._prefix, body)
-        self.score = nn.Linear(body.config.get_text_config().hidden_size, 1, dtype=body.dtype)
+        self.score = nn.Linear(body.config.get_text_config().hidden_size, labels, dtype=body.dtype)
         self.config = body.config
         self._no_split_modules = body._no_split_modules
 
     @classmethod
-    def skeleton(cls, config: PretrainedConfig, dtype: torch.dtype) -> ValueBody:
+    def skeleton(cls, config: PretrainedConfig, dtype: torch.dtype, labels: int = 1) -> ValueBody:
         """Build a model without weights."""
-        return cls(AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa"))
+        return cls(AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa"), labels)
 
     @classmethod
-    def read(cls, folder: Path) -> tuple[ValueBody, set[str]]:
-        """Read the model of a folder in float32 on the host, and the names of the tensors that the folder lacks."""
+    def read(cls, folder: Path, head: str = "score", labels: int = 1) -> tuple[ValueBody, set[str]]:
+        """Read the model of a folder in float32 on the host, and the names of the tensors that the folder lacks.
+
+        `head` is the name that its head has in the folder.
+        """
         body, report = AutoModel.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
         )
-        model = cls(body)
+        model = cls(body, labels)
         with torch.no_grad():
             for name in HEAD:
-                parameter, stored = model.get_parameter(name), _stored(folder, name)
+                parameter, stored = model.get_parameter(name), _stored(folder, name.replace("score", head))
                 if stored is not None and stored.shape != parameter.shape:
                     raise Mismatch(
                         "the folder's head gives more than one number",

@@ -40,7 +40,7 @@ from flotilla_trainer.rank.parameter_offload import materialize, resting_on_host
 from flotilla_trainer.rank.peft_folder import read_adapters
 from flotilla_trainer.rank.policy_model import PolicyModel
 from flotilla_trainer.rank.sequence_parallel import SequenceParallel
-from flotilla_trainer.rank.value_model import ValueModel
+from flotilla_trainer.rank.value_model import ScoreModel, ValueModel
 from flotilla_weights.digest import pending_digest, tensor_digest
 
 HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -118,7 +118,10 @@ class ShardedModel:
     @property
     def longest_sequence(self) -> int:
         """The most tokens of a sequence; 0 where the model does not say."""
-        return int(getattr(self.causal_lm.config, "max_position_embeddings", 0) or 0)
+        positions = int(getattr(self.causal_lm.config, "max_position_embeddings", 0) or 0)
+        # Encoders after RoBERTa count positions from behind that of their padding.
+        padding = getattr(getattr(self.causal_lm.base_model, "embeddings", None), "padding_idx", None)
+        return positions if padding is None else positions - padding - 1
 
     def report_progress(self, moved: Callable[[], None]) -> None:
         """Call `moved` after every part of a pass."""
@@ -190,18 +193,24 @@ class ShardedModel:
             raise failure or FailedPrecondition("another rank could not load the model")
 
     def check_head(self) -> None:
-        """Refuse a policy whose logits are not its head on its last hidden states; value models have our own head."""
-        if not isinstance(self.policy, PolicyModel):
-            return
+        """Refuse a policy whose logits are not its head on its last hidden states, and scores that padding changes."""
+        if not isinstance(self.policy, PolicyModel | ScoreModel):
+            return  # It has our own head.
         tokens = torch.arange(4, device=self.device)[None] % self.causal_lm.config.vocab_size
         with torch.no_grad():
             error = float(self.policy.head_error(tokens))
-        if not error <= HEAD_TOLERANCE[self.dtype]:
+        if error <= HEAD_TOLERANCE[self.dtype]:
+            return
+        name = type(self.causal_lm).__name__
+        if isinstance(self.policy, ScoreModel):
             raise FailedPrecondition(
-                f"{type(self.causal_lm).__name__} cannot be trained",
-                why=f"its logits differ by {error:.3g} from its head applied to its last hidden states",
-                next_step="use a model whose head is one linear layer",
+                f"{name} gives no rewards", why=f"padding behind a text changes its scores by {error:.3g}"
             )
+        raise FailedPrecondition(
+            f"{name} cannot be trained",
+            why=f"its logits differ by {error:.3g} from its head applied to its last hidden states",
+            next_step="use a model whose head is one linear layer",
+        )
 
     def packing_facts(self) -> dict[str, Any]:
         """Return why rows cannot be packed, if so, and the length at which attention costs as much as all the rest."""

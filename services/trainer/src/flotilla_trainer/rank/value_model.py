@@ -4,6 +4,8 @@ Invariants: a value is float32 and comes from the hidden state before the token 
 depend on that token; the head is kept and applied in float32 whatever the body computes in. A reward model is
 transformers' own sequence classification with one label: the reward of a sequence is the value after its last token;
 the head has no bias, which no comparison could teach it; a folder of a language model starts it with a head of zeros.
+A model that gives rewards and does not learn has a number for each of its labels, by the head of its folder. It may be
+an encoder, which sees a whole row: its own class pools it, told where the padding begins, and it is never packed.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.model_folder import SCORE_HEADS, score_head
 from flotilla_trainer.rank.body_model import ROW_ATTENTION, BodyModel, ValueBody
 from flotilla_trainer.rank.packed_rows import PackedRow
 
@@ -42,7 +45,7 @@ class ValueModel(BodyModel):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, *, packed_row: PackedRow | None = None
     ) -> torch.Tensor:
-        """Return one value for each of the flattened `positions`."""
+        """Return one value, or one for each label, of each of the flattened `positions`."""
         if self._lane is None:
             return self._values(self._hidden(tokens, packed_row).index_select(0, positions))
         part = self._lane.part(tokens, packed_row)
@@ -98,6 +101,71 @@ class RewardModel(ValueModel):
             with torch.no_grad():
                 model.score.weight.zero_()
         return model, lacking - {HEAD}
+
+
+class ScoreModel(ValueModel):
+    """A value model with a number for each label of its folder's head, which has to be there."""
+
+    @staticmethod
+    def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel | ValueBody:
+        """Build the model inside, without weights."""
+        head, labels = score_head(Path(config.name_or_path))
+        if not labels:
+            raise FailedPrecondition(
+                f"a model of type {config.model_type} gives no rewards",
+                where=str(config.name_or_path),
+                why=f"its weights have no head of scores: {' or '.join(f'{head}.weight' for head in SCORE_HEADS)}",
+                next_step="use a model for sequence classification, no sequence-to-sequence model",
+            )
+        if head:
+            return ValueBody.skeleton(config, dtype, labels)
+        encoder: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        return encoder
+
+    @staticmethod
+    def read(folder: Path) -> tuple[PreTrainedModel | ValueBody, set[str]]:
+        """Read the model of a folder, and the names of the tensors that it lacks."""
+        head, labels = score_head(folder)
+        if head:
+            return ValueBody.read(folder, head, labels)
+        encoder, report = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+        return encoder, set(report["missing_keys"])
+
+    def in_float32(self) -> list[nn.Module]:
+        """Return the parts that stay in float32 whatever the rest computes in."""
+        return super().in_float32() if isinstance(self.causal_lm, ValueBody) else []
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, *, packed_row: PackedRow | None = None
+    ) -> torch.Tensor:
+        """Return the scores at the flattened `positions`, of an encoder those of their rows up to the last one."""
+        if isinstance(self.causal_lm, ValueBody):
+            return super().forward(tokens, positions, packed_row=packed_row)
+        return self._encoded(tokens, positions)
+
+    def packing_errors(self, first: torch.Tensor, other: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Measure how packing changes hidden states; an encoder sees its neighbours, whatever they are."""
+        if isinstance(self.causal_lm, ValueBody):
+            return super().packing_errors(first, other, last)
+        return torch.full((2,), torch.inf)
+
+    def head_error(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Measure how far padding changes the scores of an encoder."""
+        if isinstance(self.causal_lm, ValueBody):
+            return torch.zeros(())
+        last = torch.ones(1, dtype=torch.long, device=tokens.device)
+        return (self._encoded(tokens, last) - self._encoded(tokens[:, :2], last)).abs().max()
+
+    def _encoded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rows, places = positions // tokens.shape[1], positions % tokens.shape[1]
+        lasts = torch.zeros(len(tokens), dtype=places.dtype, device=places.device)
+        lasts.scatter_reduce_(0, rows, places, "amax")
+        seen = torch.arange(tokens.shape[1], device=tokens.device) <= lasts[:, None]
+        assert not isinstance(self.causal_lm, ValueBody), "bodies with values are asked for hidden states"
+        logits: torch.Tensor = self.causal_lm(input_ids=tokens.long(), attention_mask=seen.long()).logits
+        return logits.float().index_select(0, rows).squeeze(-1)
 
 
 def _padding(config: PretrainedConfig) -> int | None:

@@ -38,11 +38,12 @@ from flotilla_trainer.rank.reference_weights import ReferenceDistribution, Refer
 from flotilla_trainer.rank.scoring import score, values_of
 from flotilla_trainer.rank.sharded_model import ShardedModel
 from flotilla_trainer.rank.update import Update, UpdateSteps, finish
-from flotilla_trainer.rank.value_model import RewardModel, ValueModel
+from flotilla_trainer.rank.value_model import RewardModel, ScoreModel, ValueModel
 from flotilla_trainer.wire.frames import Array, Frame
 from flotilla_trainer.wire.objective import ObjectiveSettings
 from flotilla_trainer.wire.settings import (
     REWARD_HEAD,
+    SCORE_HEAD,
     VALUE_HEAD,
     VOCABULARY_HEAD,
     RankSetup,
@@ -53,6 +54,7 @@ MODELS: dict[str, type[PolicyModel] | type[ValueModel]] = {
     VOCABULARY_HEAD: PolicyModel,
     VALUE_HEAD: ValueModel,
     REWARD_HEAD: RewardModel,
+    SCORE_HEAD: ScoreModel,
 }
 Answer = tuple[dict[str, Any], dict[str, Array]]
 

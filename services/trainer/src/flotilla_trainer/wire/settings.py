@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flotilla_core import roles
 from flotilla_core.config import BatchingConfig, LoraConfig, OptimizerConfig
-from flotilla_core.roles import CRITIC
 from flotilla_trainer.wire.objective import REWARD_MODEL, ObjectiveSettings
 
 VOCABULARY_HEAD = "vocabulary"
 VALUE_HEAD = "values"
 REWARD_HEAD = "reward"
+SCORE_HEAD = "scores"
 SHARDS = "shards"
 """The folder inside a checkpoint that ranks write to, each a file."""
 OPEN_STORE = "open_store"
@@ -75,7 +76,8 @@ class RankSetup(GangSettings, HostSettings):
 
 def first_head(role: str) -> str:
     """Return the head of a gang of this role before any session."""
-    return VALUE_HEAD if role == CRITIC else VOCABULARY_HEAD
+    heads = {roles.CRITIC: VALUE_HEAD, roles.REWARD_MODEL: SCORE_HEAD}
+    return heads.get(roles.kind_of_role(role), VOCABULARY_HEAD)
 
 
 def head_for(role: str, kind: str) -> str:

@@ -130,6 +130,7 @@ class Registration(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    ISOLATION_FIELD_NUMBER: _builtins.int
     kind: Global___ServiceKind.ValueType
     instance_id: _builtins.str
     """Unique over restarts, for example generator-0-7f3a."""
@@ -147,8 +148,10 @@ class Registration(_message.Message):
     model_digest: _builtins.str
     role: _builtins.str
     """What a trainer holds for a run: policy (also when empty), critic, reference or teacher, or
-    teacher-NAME for a teacher that has a name.
+    teacher-NAME for a teacher that has a name, or reward_model-NAME.
     """
+    isolation: _builtins.str
+    """How far a reward service keeps functions of users from its host: namespaces, landlock, none, or refused."""
     @_builtins.property
     def started_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -176,10 +179,11 @@ class Registration(_message.Message):
         model_digest: _builtins.str = ...,
         capacity: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         role: _builtins.str = ...,
+        isolation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity", b"capacity", "host", b"host", "instance_id", b"instance_id", "kind", b"kind", "model_digest", b"model_digest", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "started_at", b"started_at", "state", b"state", "tokenizer_digest", b"tokenizer_digest", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity", b"capacity", "host", b"host", "instance_id", b"instance_id", "isolation", b"isolation", "kind", b"kind", "model_digest", b"model_digest", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "started_at", b"started_at", "state", b"state", "tokenizer_digest", b"tokenizer_digest", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

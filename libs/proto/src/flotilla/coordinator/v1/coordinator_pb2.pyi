@@ -482,6 +482,7 @@ class Sample(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     INFO_JSON_FIELD_NUMBER: _builtins.int
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     state: Global___SampleState.ValueType
     attempt: _builtins.int
@@ -504,6 +505,12 @@ class Sample(_message.Message):
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.VersionSpan]: ...
     @_builtins.property
     def reward_parts(self) -> Global___RewardParts: ...
+    @_builtins.property
+    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TermVerdict]:
+        """How each reward judged it, in the order of the run's configuration, up to the first that failed. Empty before it was
+        scored, and of samples of an earlier release.
+        """
+
     def __init__(
         self,
         *,
@@ -523,10 +530,11 @@ class Sample(_message.Message):
         answer: _builtins.str | None = ...,
         info_json: _builtins.str | None = ...,
         reward_parts: Global___RewardParts | None = ...,
+        verdicts: _abc.Iterable[Global___TermVerdict] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "info_json", b"info_json", "logprobs", b"logprobs", "reward", b"reward", "reward_parts", b"reward_parts", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "attempt", b"attempt", "drop_reason", b"drop_reason", "generator_id", b"generator_id", "info_json", b"info_json", "logprobs", b"logprobs", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample_id", b"sample_id", "state", b"state", "step", b"step", "token_ids", b"token_ids", "update_id", b"update_id", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "attempt", b"attempt", "drop_reason", b"drop_reason", "generator_id", b"generator_id", "info_json", b"info_json", "logprobs", b"logprobs", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample_id", b"sample_id", "state", b"state", "step", b"step", "token_ids", b"token_ids", "update_id", b"update_id", "verdicts", b"verdicts", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
     _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
@@ -544,8 +552,91 @@ class Sample(_message.Message):
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
 
 @_typing.final
+class TermVerdict(_message.Message):
+    """How one reward judged a sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REWARD_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    EXTRACTED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    reward: _builtins.str
+    """As the configuration names it."""
+    outcome: _builtins.str
+    """"scored", "unverifiable", "error" or "timeout"."""
+    value: _builtins.float
+    """Absent where there is none."""
+    extracted: _builtins.str
+    version: _builtins.str
+    """Of the verifier: "flotilla 0.3.0 rules 2", or "sha256:" and the beginning of the digest of the function's file."""
+    seconds: _builtins.float
+    message: _builtins.str
+    """What went wrong, and the line of the user's code."""
+    file: _builtins.str
+    line: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        reward: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+        value: _builtins.float | None = ...,
+        parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        extracted: _builtins.str | None = ...,
+        version: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        message: _builtins.str = ...,
+        file: _builtins.str = ...,
+        line: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_extracted", b"_extracted", "_value", b"_value", "extracted", b"extracted", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extracted", b"_extracted", "_value", b"_value", "extracted", b"extracted", "file", b"file", "line", b"line", "message", b"message", "outcome", b"outcome", "parts", b"parts", "reward", b"reward", "seconds", b"seconds", "value", b"value", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__extracted: _TypeAlias = _typing.Literal["extracted"]  # noqa: Y015
+    _WhichOneofArgType__extracted: _TypeAlias = _typing.Literal["_extracted", b"_extracted"]  # noqa: Y015
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__extracted) -> _WhichOneofReturnType__extracted | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+
+Global___TermVerdict: _TypeAlias = TermVerdict  # noqa: Y015
+
+@_typing.final
 class RewardParts(_message.Message):
-    """Each reward of a sample before its weight, in the order of the run's configuration."""
+    """Each reward of a sample before its weight, in the order of the run's configuration. What its function returned beside
+    it follows, as `reward[name]`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -4,7 +4,9 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from flotilla.common.v1 import chat_pb2 as _chat_pb2
 from flotilla.common.v1 import files_pb2 as _files_pb2
+from flotilla.common.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
@@ -41,16 +43,20 @@ class ListRewardsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REWARDS_FIELD_NUMBER: _builtins.int
+    ISOLATION_FIELD_NUMBER: _builtins.int
+    isolation: _builtins.str
+    """As in its registration."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardInfo]: ...
     def __init__(
         self,
         *,
         rewards: _abc.Iterable[Global___RewardInfo] | None = ...,
+        isolation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rewards", b"rewards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["isolation", b"isolation", "rewards", b"rewards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -94,8 +100,17 @@ class RewardSpec(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
+    TRUSTED_FIELD_NUMBER: _builtins.int
+    BLAMES_RESPONSE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """A built-in name, an entry point name, or path.py:function."""
+    trusted: _builtins.bool
+    """The function runs as the service itself, outside of the jail."""
+    blames_response: _builtins.bool
+    """A response during which the function passes its limit or dies has made it do so. Of built-in rewards this always holds."""
+    name: _builtins.str
+    """What components and messages call it; by default the reward."""
     @_builtins.property
     def parameters(self) -> _struct_pb2.Struct: ...
     @_builtins.property
@@ -111,10 +126,13 @@ class RewardSpec(_message.Message):
         parameters: _struct_pb2.Struct | None = ...,
         timeout: _duration_pb2.Duration | None = ...,
         code: _files_pb2.FolderReference | None = ...,
+        trusted: _builtins.bool = ...,
+        blames_response: _builtins.bool = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -128,8 +146,11 @@ class ScoreRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
+    TOTAL_STEPS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
+    total_steps: _builtins.int
+    """The steps of the run, where there is one."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreItem]: ...
     @_builtins.property
@@ -141,12 +162,15 @@ class ScoreRequest(_message.Message):
         request_id: _builtins.str = ...,
         items: _abc.Iterable[Global___ScoreItem] | None = ...,
         rewards: _abc.Iterable[Global___RewardSpec] | None = ...,
+        total_steps: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_total_steps", b"_total_steps", "total_steps", b"total_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "request_id", b"request_id", "rewards", b"rewards", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_total_steps", b"_total_steps", "items", b"items", "request_id", b"request_id", "rewards", b"rewards", "run_id", b"run_id", "total_steps", b"total_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__total_steps: _TypeAlias = _typing.Literal["total_steps"]  # noqa: Y015
+    _WhichOneofArgType__total_steps: _TypeAlias = _typing.Literal["_total_steps", b"_total_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_steps) -> _WhichOneofReturnType__total_steps | None: ...
 
 Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
@@ -159,14 +183,35 @@ class ScoreItem(_message.Message):
     RESPONSE_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    ANSWER_COLUMN_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     prompt: _builtins.str
     response: _builtins.str
     answer: _builtins.str
     """What the data set says is right; empty where it says nothing."""
+    group: _builtins.str
+    """Items of one prompt that are compared with each other; an item without a group is one of its own."""
+    step: _builtins.int
+    """The steps that were done when the response was asked for, where a run trains."""
     @_builtins.property
     def info(self) -> _struct_pb2.Struct:
         """Further columns of the data set."""
+
+    @_builtins.property
+    def chat(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]:
+        """The prompt as messages, where it is a chat: roles and contents."""
+
+    @_builtins.property
+    def answer_column(self) -> _struct_pb2.Struct:
+        """The answer under the name of its column and of the type that it has there; empty where no column holds it."""
+
+    @_builtins.property
+    def token_ids(self) -> _tensor_pb2.Tensor:
+        """The response as tokens, where a term takes them."""
 
     def __init__(
         self,
@@ -176,12 +221,19 @@ class ScoreItem(_message.Message):
         response: _builtins.str = ...,
         answer: _builtins.str = ...,
         info: _struct_pb2.Struct | None = ...,
+        chat: _abc.Iterable[_chat_pb2.Message] | None = ...,
+        answer_column: _struct_pb2.Struct | None = ...,
+        group: _builtins.str = ...,
+        token_ids: _tensor_pb2.Tensor | None = ...,
+        step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "answer_column", b"answer_column", "info", b"info", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "info", b"info", "prompt", b"prompt", "response", b"response", "sample_id", b"sample_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "answer", b"answer", "answer_column", b"answer_column", "chat", b"chat", "group", b"group", "info", b"info", "prompt", b"prompt", "response", b"response", "sample_id", b"sample_id", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___ScoreItem: _TypeAlias = ScoreItem  # noqa: Y015
 
@@ -190,20 +242,51 @@ class ScoreResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreOutcome]: ...
+    @_builtins.property
+    def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___TermFacts]:
+        """One for each reward of the request, in its order, before the first outcome."""
+
     def __init__(
         self,
         *,
         outcomes: _abc.Iterable[Global___ScoreOutcome] | None = ...,
+        terms: _abc.Iterable[Global___TermFacts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class TermFacts(_message.Message):
+    """What a term takes, as its function says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHOLE_GROUPS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    whole_groups: _builtins.bool
+    """All items of a group in one call."""
+    token_ids: _builtins.bool
+    def __init__(
+        self,
+        *,
+        whole_groups: _builtins.bool = ...,
+        token_ids: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids", "whole_groups", b"whole_groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TermFacts: _TypeAlias = TermFacts  # noqa: Y015
 
 @_typing.final
 class ScoreOutcome(_message.Message):
@@ -214,6 +297,7 @@ class ScoreOutcome(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     ELAPSED_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     @_builtins.property
     def value(self) -> Global___RewardValue: ...
@@ -223,6 +307,10 @@ class ScoreOutcome(_message.Message):
     def timeout(self) -> Global___RewardTimeout: ...
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def before(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardComponent]:
+        """Of an error or a timeout: the terms that had a value before it."""
+
     def __init__(
         self,
         *,
@@ -231,10 +319,11 @@ class ScoreOutcome(_message.Message):
         error: Global___RewardError | None = ...,
         timeout: Global___RewardTimeout | None = ...,
         elapsed: _duration_pb2.Duration | None = ...,
+        before: _abc.Iterable[Global___RewardComponent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "error", b"error", "outcome", b"outcome", "timeout", b"timeout", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "error", b"error", "outcome", b"outcome", "sample_id", b"sample_id", "timeout", b"timeout", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "elapsed", b"elapsed", "error", b"error", "outcome", b"outcome", "sample_id", b"sample_id", "timeout", b"timeout", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["value", "error", "timeout"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
@@ -271,24 +360,70 @@ class RewardComponent(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     UNREADABLE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ELAPSED_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    EXTRACTED_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     value: _builtins.float
     unreadable: _builtins.bool
-    """The response broke a built-in checker, or kept it busy until the limit: that is worth 0."""
+    """The response broke the verifier, or kept it busy until the limit. The value is 0 then, and the caller's to replace."""
+    version: _builtins.str
+    """Of a built-in reward the release and the number of its rules, of a function the digest of its file."""
+    why: _builtins.str
+    """How the response broke the verifier."""
+    extracted: _builtins.str
+    """The answer that the verifier read in the response; absent where it says nothing of it."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedPart]:
+        """What the function returned beside the value, in its order."""
+
+    @_builtins.property
+    def elapsed(self) -> _duration_pb2.Duration: ...
     def __init__(
         self,
         *,
         reward: _builtins.str = ...,
         value: _builtins.float = ...,
         unreadable: _builtins.bool = ...,
+        parts: _abc.Iterable[Global___NamedPart] | None = ...,
+        version: _builtins.str = ...,
+        elapsed: _duration_pb2.Duration | None = ...,
+        why: _builtins.str = ...,
+        extracted: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_extracted", b"_extracted", "elapsed", b"elapsed", "extracted", b"extracted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_extracted", b"_extracted", "elapsed", b"elapsed", "extracted", b"extracted", "parts", b"parts", "reward", b"reward", "unreadable", b"unreadable", "value", b"value", "version", b"version", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__extracted: _TypeAlias = _typing.Literal["extracted"]  # noqa: Y015
+    _WhichOneofArgType__extracted: _TypeAlias = _typing.Literal["_extracted", b"_extracted"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__extracted) -> _WhichOneofReturnType__extracted | None: ...
+
+Global___RewardComponent: _TypeAlias = RewardComponent  # noqa: Y015
+
+@_typing.final
+class NamedPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reward", b"reward", "unreadable", b"unreadable", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RewardComponent: _TypeAlias = RewardComponent  # noqa: Y015
+Global___NamedPart: _TypeAlias = NamedPart  # noqa: Y015
 
 @_typing.final
 class RewardError(_message.Message):
@@ -299,19 +434,33 @@ class RewardError(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ELAPSED_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     message: _builtins.str
     traceback: _builtins.str
+    file: _builtins.str
+    """Where the user's code raised."""
+    line: _builtins.int
+    version: _builtins.str
+    @_builtins.property
+    def elapsed(self) -> _duration_pb2.Duration: ...
     def __init__(
         self,
         *,
         reward: _builtins.str = ...,
         message: _builtins.str = ...,
         traceback: _builtins.str = ...,
+        file: _builtins.str = ...,
+        line: _builtins.int = ...,
+        version: _builtins.str = ...,
+        elapsed: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reward", b"reward", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed", b"elapsed", "file", b"file", "line", b"line", "message", b"message", "reward", b"reward", "traceback", b"traceback", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,7 +474,9 @@ class RewardTimeout(_message.Message):
 
     REWARD_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
+    version: _builtins.str
     @_builtins.property
     def limit(self) -> _duration_pb2.Duration: ...
     def __init__(
@@ -333,10 +484,11 @@ class RewardTimeout(_message.Message):
         *,
         reward: _builtins.str = ...,
         limit: _duration_pb2.Duration | None = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "reward", b"reward", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

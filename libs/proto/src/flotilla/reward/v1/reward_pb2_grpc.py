@@ -59,7 +59,7 @@ class RewardServiceServicer:
 
     def Score(self, request, context):
         """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
-        together, for a message costs more than most scores.
+        together, for a message costs more than most scores. A call without items says what the terms take.
         An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
         outcomes comes every few seconds: a call has no deadline, so a caller that hears nothing for long has lost the replica.
         """

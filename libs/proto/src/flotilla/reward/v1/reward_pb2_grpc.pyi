@@ -36,7 +36,7 @@ class RewardServiceStub:
     ListRewards: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListRewardsRequest, _reward_pb2.ListRewardsResponse]
     Score: _grpc.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
     """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
-    together, for a message costs more than most scores.
+    together, for a message costs more than most scores. A call without items says what the terms take.
     An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
     outcomes comes every few seconds: a call has no deadline, so a caller that hears nothing for long has lost the replica.
     """
@@ -49,7 +49,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     ListRewards: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListRewardsRequest, _reward_pb2.ListRewardsResponse]  # type: ignore[assignment]
     Score: _aio.UnaryStreamMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
     """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
-    together, for a message costs more than most scores.
+    together, for a message costs more than most scores. A call without items says what the terms take.
     An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
     outcomes comes every few seconds: a call has no deadline, so a caller that hears nothing for long has lost the replica.
     """
@@ -71,7 +71,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reward_pb2.ScoreResponse], _abc.AsyncIterator[_reward_pb2.ScoreResponse]]:
         """A list of items in, one outcome out for each, in the order in which they end: those that end together travel
-        together, for a message costs more than most scores.
+        together, for a message costs more than most scores. A call without items says what the terms take.
         An item that fails or times out never fails the call. While items wait for a worker, load or run, a message without
         outcomes comes every few seconds: a call has no deadline, so a caller that hears nothing for long has lost the replica.
         """

@@ -32,6 +32,7 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_CRITIC: _Role.ValueType  # 2
     ROLE_REFERENCE: _Role.ValueType  # 3
     ROLE_TEACHER: _Role.ValueType  # 4
+    ROLE_REWARD_MODEL: _Role.ValueType  # 5
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper): ...
 
@@ -40,6 +41,7 @@ ROLE_POLICY: Role.ValueType  # 1
 ROLE_CRITIC: Role.ValueType  # 2
 ROLE_REFERENCE: Role.ValueType  # 3
 ROLE_TEACHER: Role.ValueType  # 4
+ROLE_REWARD_MODEL: Role.ValueType  # 5
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
@@ -63,7 +65,7 @@ class SessionSpec(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     RUN_DIRECTORY_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
-    """Role of the gang; a reference and a teacher only score, and take neither objective nor optimizer."""
+    """Role of the gang; a reference, a teacher and a reward model only score, and take neither objective nor optimizer."""
     initial_weights: _builtins.str
     """Folder (Hugging Face layout) to start from; empty: the model that the trainer was started with."""
     seed: _builtins.int

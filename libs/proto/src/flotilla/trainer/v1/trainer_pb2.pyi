@@ -709,7 +709,7 @@ class SequenceValues(_message.Message):
     sequence_id: _builtins.str
     @_builtins.property
     def values(self) -> _tensor_pb2.Tensor:
-        """float32, one a response token; one more where after_last is set."""
+        """float32, one a response token; one more where after_last is set. Of a reward model one a label."""
 
     def __init__(
         self,

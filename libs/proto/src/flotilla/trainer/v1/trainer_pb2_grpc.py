@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub:
-    """A gang of ranks that holds one role of one run: policy, critic, reference or a teacher.
+    """A gang of ranks that holds one role of one run: policy, critic, reference, a teacher or a reward model.
     Mutating calls are idempotent by request_id (Train by update_id).
     """
 
@@ -119,7 +119,7 @@ class TrainerServiceStub:
 
 
 class TrainerServiceServicer:
-    """A gang of ranks that holds one role of one run: policy, critic, reference or a teacher.
+    """A gang of ranks that holds one role of one run: policy, critic, reference, a teacher or a reward model.
     Mutating calls are idempotent by request_id (Train by update_id).
     """
 
@@ -166,7 +166,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ComputeValues(self, request, context):
-        """The critic's value before each of the given response tokens is drawn.
+        """The critic's value before each of the given response tokens is drawn; or the scores of a reward model after the last
+        token of a sequence, whose tokens are all in its prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -329,7 +330,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
-    """A gang of ranks that holds one role of one run: policy, critic, reference or a teacher.
+    """A gang of ranks that holds one role of one run: policy, critic, reference, a teacher or a reward model.
     Mutating calls are idempotent by request_id (Train by update_id).
     """
 

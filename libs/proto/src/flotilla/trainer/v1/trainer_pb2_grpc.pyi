@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """A gang of ranks that holds one role of one run: policy, critic, reference or a teacher.
+    """A gang of ranks that holds one role of one run: policy, critic, reference, a teacher or a reward model.
     Mutating calls are idempotent by request_id (Train by update_id).
     """
 
@@ -49,7 +49,9 @@ class TrainerServiceStub:
     ComputeLogprobs: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]
     """Log-probabilities of given response tokens under the current policy."""
     ComputeValues: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]
-    """The critic's value before each of the given response tokens is drawn."""
+    """The critic's value before each of the given response tokens is drawn; or the scores of a reward model after the last
+    token of a sequence, whose tokens are all in its prompt.
+    """
     EvaluateLoss: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.EvaluateLossRequest, _trainer_pb2.EvaluateLossResponse]
     ForwardBackward: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]
     """Primitives for custom loops. Gradients add up over the calls until OptimStep divides them by what all calls counted, so
@@ -75,7 +77,7 @@ class TrainerServiceStub:
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """A gang of ranks that holds one role of one run: policy, critic, reference or a teacher.
+    """A gang of ranks that holds one role of one run: policy, critic, reference, a teacher or a reward model.
     Mutating calls are idempotent by request_id (Train by update_id).
     """
 
@@ -94,7 +96,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ComputeLogprobsRequest, _trainer_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
     """Log-probabilities of given response tokens under the current policy."""
     ComputeValues: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]  # type: ignore[assignment]
-    """The critic's value before each of the given response tokens is drawn."""
+    """The critic's value before each of the given response tokens is drawn; or the scores of a reward model after the last
+    token of a sequence, whose tokens are all in its prompt.
+    """
     EvaluateLoss: _aio.UnaryUnaryMultiCallable[_trainer_pb2.EvaluateLossRequest, _trainer_pb2.EvaluateLossResponse]  # type: ignore[assignment]
     ForwardBackward: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
     """Primitives for custom loops. Gradients add up over the calls until OptimStep divides them by what all calls counted, so
@@ -119,7 +123,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Write a Hugging Face folder that transformers and vLLM load unchanged."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """A gang of ranks that holds one role of one run: policy, critic, reference or a teacher.
+    """A gang of ranks that holds one role of one run: policy, critic, reference, a teacher or a reward model.
     Mutating calls are idempotent by request_id (Train by update_id).
     """
 
@@ -178,7 +182,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ComputeValuesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ComputeValuesResponse, _abc.Awaitable[_trainer_pb2.ComputeValuesResponse]]:
-        """The critic's value before each of the given response tokens is drawn."""
+        """The critic's value before each of the given response tokens is drawn; or the scores of a reward model after the last
+        token of a sequence, whose tokens are all in its prompt.
+        """
 
     @_abc_1.abstractmethod
     def EvaluateLoss(

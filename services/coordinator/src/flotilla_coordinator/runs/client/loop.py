@@ -82,7 +82,7 @@ class ClientLoop:
         """Return the next prompts of the data set."""
         self.calls.check_open()
         _refuse_above(MOST_GROUPS, count, "count", "prompts")
-        return [self._prompts.next() for _ in range(count)]
+        return [self._prompts.next(self.run.steps_done) for _ in range(count)]
 
     async def groups(
         self, prompts: Sequence[ClientPrompt], count: int, changes: dict[str, Any]

@@ -152,7 +152,7 @@ class ClientSampling:
         """Note the rewards of the run; those that the client sends with gradients take their place."""
         for sample_id, outcome in outcomes.items():
             if outcome.total is not None and (known := self._unused.get(sample_id)) is not None:
-                known[1].reward = outcome.total
+                known[1].take_outcome(outcome)
                 self._scored.add(sample_id)
 
     def continued(self, responses: Mapping[str, np.ndarray]) -> None:

@@ -25,6 +25,9 @@ A key of .Values.stack wins over the one that the chart would write.
 {{- range $name, $gang := (dig "teachers" (dict) $stack) -}}
 {{- $_ := set $gangs (printf "teacher-%s" $name) (dict "replicas" (dig "replicas" 0 $gang) "nproc" (dig "nproc" 1 $gang)) -}}
 {{- end -}}
+{{- range $name, $gang := (dig "reward_models" (dict) $stack) -}}
+{{- $_ := set $gangs (printf "reward_model-%s" $name) (dict "replicas" (dig "replicas" 1 $gang) "nproc" (dig "nproc" 1 $gang)) -}}
+{{- end -}}
 {{- range $role, $gang := $gangs -}}
 {{- if not (int $gang.replicas) }}{{- $_ := unset $gangs $role -}}{{- end -}}
 {{- end -}}

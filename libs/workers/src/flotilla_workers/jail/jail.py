@@ -1,0 +1,308 @@
+"""The jail of this host: the highest level that works here, and how a command runs in it.
+
+Invariants: a level counts only where a probe ran in it on this host, with the rights of this process. Whoever demands a
+level that is not there gets an error that says why, and nothing runs. A command inherits no descriptor and no variable
+of the environment but those that are given by name. Its processes, memory, files and cores are bounded. Where the
+service is root with its rights, the command is a user that nobody else is. It keeps one right: to read what the jail
+shows, whatever its mode says, because functions and Python may lie where root alone may go.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flotilla.common.v1.finding_pb2 import Finding
+from flotilla_core.config import IsolationConfig
+from flotilla_core.findings import failed, passed, warned
+from flotilla_workers.jail import bubblewrap, groups, landlock, system_calls
+from flotilla_workers.jail.groups import Group
+from flotilla_workers.jail.level import REFUSED, Level, told
+
+PROBE_LIMIT_S = 20.0
+PRLIMIT, SETPRIV = "/usr/bin/prlimit", "/usr/bin/setpriv"
+READS_ANY_MODE = 1 << 2
+"""`CAP_DAC_READ_SEARCH` among the rights of a process."""
+BECOMES_ANOTHER = 1 << 0 | 1 << 6 | 1 << 7 | 1 << 8
+"""`CAP_CHOWN`, `CAP_SETGID`, `CAP_SETUID` and `CAP_SETPCAP`: root has them, unless a container took them away."""
+FIRST_USER, USERS = 61_184, 4_096
+"""The users that systemd would make on the fly: no account is among them."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the processes of one jail may use."""
+
+    memory_bytes: int = 4 << 30
+    """Memory of each process; of all together where the host lets us make groups."""
+    processes: int = 128
+    tmp_bytes: int = 256 << 20
+    """The size of /tmp, and of the longest file."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a command starts in a jail."""
+
+    command: list[str]
+    environment: dict[str, str]
+    descriptors: tuple[int, ...]
+    """The descriptors that the command inherits beside those of its caller."""
+
+
+@dataclass(frozen=True)
+class Jail:
+    """A level that works on this host."""
+
+    level: Level
+    why_not_higher: str = ""
+    """Why the next level does not work here."""
+    refusal: str = ""
+    """Why code of users does not run here, where the level is lower than what is demanded."""
+    bwrap: str = ""
+    bounds: Bounds = field(default_factory=Bounds)
+    readable: tuple[Path, ...] = ()
+    """What all may read, beside the folders of Python and of its packages."""
+    environment: tuple[str, ...] = ()
+    """The variables of this process that all see."""
+    preload: tuple[str, ...] | None = None
+    """The modules of a worker that answers by a new process each time."""
+
+    @property
+    def isolation(self) -> str:
+        """How a registration names it."""
+        return REFUSED if self.refusal else str(self.level)
+
+    @property
+    def finding(self) -> Finding:
+        """Say how far functions of users are kept from this host."""
+        name, found = "isolation of rewards", told(self.isolation)
+        if self.refusal:
+            return failed(name, self.refusal, "See reward.isolation in services/reward/README.md.")
+        if not self.level:
+            return warned(name, found, "Set reward.isolation.unsafe: false in stack.yaml.")
+        return passed(name, f"{found}; {self.why_not_higher}" if self.why_not_higher else found)
+
+    @contextmanager
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        functions: Sequence[Path] = (),
+        slot: int = 0,
+        folder: Path | None = None,
+    ) -> Iterator[Start]:
+        """Give what starts a command in a jail; the block lasts until it has started.
+
+        It reads the folders of its `functions`. `folder` is where a level without namespaces lets it write; its caller
+        removes it. As root each slot has a user: it owns nothing, and the kernel counts its processes apart.
+        """
+        ours = {name: os.environ[name] for name in self.environment if name in os.environ}
+        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | ours
+        if self.level is Level.NONE:
+            yield Start([*command], dict(os.environ), ())
+            return
+        rights = _rights()
+        user = FIRST_USER + slot % USERS if rights & BECOMES_ANOTHER == BECOMES_ANOTHER else None
+        bounded = [*_becomes(user, rights), *self._limits(), *command]
+        shown = [*interpreter_folders(), *self.readable]
+        if self.level is Level.LANDLOCK:
+            assert folder is not None
+            if user is not None:
+                os.chown(folder, user, user)
+            variables |= {"HOME": str(folder), "TMPDIR": str(folder)}
+            script = [sys.executable, "-I", "-S", landlock.__file__, str(folder)]
+            paths = [
+                path for path in (*bubblewrap.SYSTEM, *map(str, (*shown, *functions))) if os.path.exists(path)
+            ]
+            yield Start([*script, *paths, "--", *bounded], variables, ())
+            return
+        calls = os.memfd_create("system calls")
+        try:
+            os.write(calls, system_calls.program(namespaces=True))
+            os.lseek(calls, 0, os.SEEK_SET)
+            inside = bubblewrap.command(
+                self.bwrap,
+                bounded,
+                readable=shown,
+                functions=functions,
+                filter_fd=calls,
+                environment=variables | {"HOME": bubblewrap.HOME},
+                as_another=user is not None,
+                tmp_bytes=self.bounds.tmp_bytes,
+            )
+            # The first process of the jail is bubblewrap, whose own environment the jail can read.
+            yield Start(inside, {"PATH": variables["PATH"]}, (calls,))
+        finally:
+            os.close(calls)
+
+    def _limits(self) -> list[str]:
+        bounds = self.bounds
+        return [
+            *(PRLIMIT, f"--nproc={bounds.processes}", f"--data={bounds.memory_bytes}"),
+            *(f"--fsize={bounds.tmp_bytes}", "--core=0", "--"),
+        ]
+
+
+class Cell:
+    """A jail for one worker, and the folder that it may need; `close` when the worker has ended."""
+
+    def __init__(self, jail: Jail, functions: Sequence[Path] = (), slot: int = 0) -> None:
+        self.level = jail.level
+        self.preload = jail.preload
+        self._jail = jail
+        self._functions = functions
+        self._slot = slot
+        self._folder: Path | None = None
+        self._group: Group | None = None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The entries of the groups that the worker joins."""
+        return self._group.entries if self._group else ()
+
+    @contextmanager
+    def start(self, command: Sequence[str]) -> Iterator[Start]:
+        """Give what starts the worker; the block lasts until it has started."""
+        if self.level is Level.LANDLOCK:
+            self._folder = Path(tempfile.mkdtemp(prefix="flotilla-jail-"))
+        if self.level:
+            bounds = self._jail.bounds
+            self._group = groups.make(self._slot, bounds.memory_bytes, bounds.processes)
+        with self._jail.start(
+            command, functions=self._functions, slot=self._slot, folder=self._folder
+        ) as start:
+            yield start
+
+    def way_out(self, number: int, path: str) -> str:
+        """Return what to do about an error of the system that is the jail's; nothing where it is none of its."""
+        key = "reward.isolation"
+        if not self.level:
+            return ""
+        if number in (errno.ENOENT, errno.EACCES) and os.path.isabs(path) and os.path.exists(path):
+            return (
+                f". The file is there, and the jail does not show it: name it in {key}.readable of the stack"
+            )
+        if number == errno.EROFS:
+            return ". In the jail functions write to temporary folders alone"
+        if number in (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.ECONNREFUSED):
+            return ". The jail has no network: `trusted: true` in the term of the run lets this function out of it"
+        return ""
+
+    def close(self) -> None:
+        """Remove what the worker wrote, and its group."""
+        if self._group is not None:
+            self._group.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+NO_JAIL = Jail(Level.NONE)
+
+
+def no_jail() -> Jail:
+    """Return none, for code that its owner vouches for."""
+    return NO_JAIL
+
+
+def _becomes(user: int | None, rights: int) -> list[str]:
+    if user is None:
+        return []
+    left = "-all,+dac_read_search" if rights & READS_ANY_MODE else "-all"
+    kept = [f"--{which}={left}" for which in ("bounding-set", "inh-caps", "ambient-caps")]
+    return [SETPRIV, f"--reuid={user}", f"--regid={user}", "--clear-groups", *kept, "--no-new-privs", "--"]
+
+
+def _rights() -> int:
+    """Return the rights of root that this process has."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
+
+
+def shown_for(file: Path) -> Path:
+    """Return what a jail shows for a file of functions: its folder, or it alone in one that is everybody's, as /tmp."""
+    folder = file.parent
+    of_all = folder == Path("/") or (folder.is_dir() and folder.stat().st_mode & stat.S_ISVTX)
+    return file if of_all else folder
+
+
+def interpreter_folders() -> list[Path]:
+    """Return the folders that Python and the packages of this process are in."""
+    # The first path is that of a script, or the folder in which somebody called a command: it is not meant for all.
+    of_python = (sys.base_prefix, sys.prefix, *(sys.path if sys.flags.safe_path else sys.path[1:]))
+    return [Path(path) for path in dict.fromkeys(of_python) if os.path.isabs(path) and os.path.isdir(path)]
+
+
+def find(asked: IsolationConfig | None = None) -> Jail:
+    """Return the highest level that works here, within what a stack asks for."""
+    asked = asked or IsolationConfig()
+    if asked.unsafe:
+        return NO_JAIL
+    bounds = Bounds(int(asked.memory_gib * (1 << 30)), asked.processes)
+    given = Jail(
+        Level.NONE,
+        bounds=bounds,
+        readable=asked.readable,
+        environment=asked.environment,
+        preload=asked.preload,
+    )
+    groups.remove_left()
+    reasons: list[str] = []
+    for candidate in candidates(given):
+        jail = replace(candidate, why_not_higher="; ".join(dict.fromkeys(reasons)))
+        why = why_not(jail)
+        if not why:
+            break
+        reasons.append(f"{jail.level}: {why}")
+    else:
+        jail = replace(given, why_not_higher="; ".join(dict.fromkeys(reasons)))
+    if jail.level >= Level[asked.at_least.upper()]:
+        return jail
+    way = "Let this user make namespaces, or set reward.isolation in stack.yaml."
+    demanded = f"this host has no jail of level {asked.at_least}, which functions of users run in"
+    return replace(jail, refusal=f"{demanded}: {jail.why_not_higher}. {way}")
+
+
+def candidates(given: Jail) -> Iterator[Jail]:
+    """Give the jails that this host may have, the strictest first."""
+    for bwrap in bubblewrap.executables():
+        yield replace(given, level=Level.NAMESPACES, bwrap=bwrap)
+    yield replace(given, level=Level.LANDLOCK)
+
+
+def why_not(jail: Jail) -> str:
+    """Run a probe; return why it does not work, and nothing where it does."""
+    if jail.level is Level.LANDLOCK and (have := landlock.abi()) < landlock.LEAST_ABI:
+        return f"the kernel has version {have} of Landlock, and {landlock.LEAST_ABI} is needed"
+    for tool in (PRLIMIT, SETPRIV):
+        if not os.path.exists(tool):
+            return f"there is no {tool} (util-linux)"
+    folder = tempfile.mkdtemp(prefix="flotilla-jail-")
+    try:
+        with jail.start([sys.executable, "-I", "-c", "print('in jail')"], folder=Path(folder)) as start:
+            probe = subprocess.run(
+                start.command,
+                env=start.environment,
+                pass_fds=start.descriptors,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=PROBE_LIMIT_S,
+                check=False,
+            )
+    except (OSError, LookupError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return (
+        "" if probe.stdout == "in jail\n" else (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    )

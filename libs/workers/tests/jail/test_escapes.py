@@ -1,0 +1,179 @@
+"""No attack reaches anything from within a jail, at each level that this host has, and the host is well after each.
+
+A keeper starts each, as it starts a worker, and ends what it leaves behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla_testing.jail_attacks import ATTACKS, PRELUDE
+from flotilla_workers import keeper
+from flotilla_workers.jail.jail import Bounds, Cell, Jail, candidates, why_not
+from flotilla_workers.jail.level import Level
+
+SECRET = f"secret-{secrets.token_hex(8)}"
+BOUNDS = Bounds(memory_bytes=1 << 30, processes=48, tmp_bytes=32 << 20)
+IPC_CREAT = 0o1000
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """A folder that any user can reach, as those of pytest are not."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-escapes-") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def host(place: Path) -> Iterator[dict[str, Any]]:
+    """All that there is to reach."""
+    folder = place / "host"
+    folder.mkdir()
+    (folder / "secret").write_text(SECRET)
+    shown = folder / "shown"
+    shown.mkdir()
+    (shown / "reward.py").write_text("")
+    (shown / ".env").write_text(SECRET)
+    (shown / ".keys").mkdir()
+    (shown / ".keys" / "key").write_text(SECRET)
+    tcp = socket.create_server(("127.0.0.1", 0))
+    udp = socket.socket(type=socket.SOCK_DGRAM)
+    udp.bind(("127.0.0.1", 0))
+    udp.setblocking(False)
+    unix, abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    unix.bind(str(folder / "socket"))
+    abstract.bind("\0" + SECRET[:20])
+    for listening in (unix, abstract):
+        listening.listen()
+    libc = ctypes.CDLL(None)
+    key = secrets.randbelow(1 << 30)
+    shared = libc.shmget(key, 4096, IPC_CREAT | 0o666)
+    process = subprocess.Popen(["sleep", "600"])
+    yield {
+        "secret": SECRET,
+        "secret_file": str(folder / "secret"),
+        "shown": str(shown),
+        "packages": sysconfig.get_path("purelib"),
+        "tcp": tcp.getsockname()[1],
+        "udp": udp.getsockname()[1],
+        "unix": str(folder / "socket"),
+        "abstract": SECRET[:20],
+        "shared_memory": key,
+        "process": process.pid,
+        "marked": "600",
+        "memory": BOUNDS.memory_bytes,
+        "tmp": BOUNDS.tmp_bytes,
+        "processes": BOUNDS.processes,
+        "heard": udp,
+    }
+    assert process.poll() is None, "an attack ended a process of the host"
+    process.kill()
+    process.wait()
+    libc.shmctl(shared, 0, None)
+    for one in (tcp, udp, unix, abstract):
+        one.close()
+
+
+@pytest.fixture(scope="module", params=[Level.NAMESPACES, Level.LANDLOCK], ids=str)
+def jail(request: pytest.FixtureRequest) -> Jail:
+    tried = {
+        one: why_not(one) for one in candidates(Jail(Level.NONE, bounds=BOUNDS)) if one.level is request.param
+    }
+    for one, why in tried.items():
+        if not why:
+            return one
+    pytest.skip(f"this host has no such jail: {', '.join(tried.values())}")
+
+
+def run(jail: Jail, code: str, host: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    told = {name: value for name, value in host.items() if name != "heard"}
+    told["namespaces"] = jail.level is Level.NAMESPACES
+    leaked = os.open(host["secret_file"], os.O_RDONLY)
+    os.set_inheritable(leaked, True)
+    ours, channel = socket.socketpair()
+    cell = Cell(jail, [Path(host["shown"])])
+    command = [sys.executable, "-I", "-c", PRELUDE + code, json.dumps(told)]
+    try:
+        with cell.start(command) as start:
+            kept = [sys.executable, "-I", "-S", keeper.__file__, str(channel.fileno()), ":".join(cell.groups)]
+            return subprocess.run(
+                [*kept, *start.command],
+                env=start.environment,
+                pass_fds=(channel.fileno(), *start.descriptors),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+    finally:
+        cell.close()
+        os.close(leaked)
+        ours.close()
+        channel.close()
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_attack_reaches_anything(
+    jail: Jail, attack: str, host: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", SECRET)
+    done = run(jail, ATTACKS[attack], host)
+    assert "REACHED" not in done.stdout, done.stdout
+    assert "Traceback" not in done.stderr, done.stderr
+    with pytest.raises(BlockingIOError):
+        host["heard"].recv(100)
+    well = run(jail, "print(open(host['shown'] + '/reward.py').read() == '')", host)
+    assert well.stdout == "True\n", well.stderr
+
+
+def test_functions_are_read_where_their_owner_alone_may_go(
+    jail: Jail, host: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "private" / "functions"
+    folder.mkdir(parents=True)
+    file = folder / "reward.py"
+    file.write_text("1")
+    for path, mode in ((file, 0o600), (folder, 0o700), (folder.parent, 0o700)):
+        path.chmod(mode)
+    done = run(jail, "print(open(host['shown'] + '/reward.py').read())", host | {"shown": str(folder)})
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_the_folder_in_which_a_command_is_called_is_shown_to_nobody(tmp_path: Path) -> None:
+    asked = "from flotilla_workers.jail import jail; print(*jail.interpreter_folders(), sep='\\n')"
+    (tmp_path / "called.py").write_text(asked)
+    for how in (["called.py"], ["-m", "called"]):
+        shown = subprocess.run(
+            [sys.executable, *how], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+        assert sys.prefix in shown.splitlines() and not [
+            one for one in shown.splitlines() if tmp_path.is_relative_to(one)
+        ]
+
+
+def test_what_a_verdict_needs_works(jail: Jail, host: dict[str, Any]) -> None:
+    code = """
+import sqlite3, tempfile
+with tempfile.NamedTemporaryFile("w+") as file:
+    file.write("1")
+told = subprocess.run([sys.executable, "-I", "-c", "print(6 * 7)"], capture_output=True, text=True).stdout
+with open("made", "w") as file:
+    print(told.strip(), file.write("12"), open(host["shown"] + "/reward.py").read() == "")
+"""
+    done = run(jail, code, host)
+    assert done.stdout == "42 2 True\n", done.stderr

@@ -1,0 +1,109 @@
+"""A run that asks a reward model which cannot score is refused, by the keys to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla_coordinator.plan.chapter import Chapter
+from flotilla_coordinator.plan.checks import config_errors, role_errors
+from flotilla_coordinator.plan.reward_lines import reward_model_chapter
+from flotilla_core.config import RunConfig, StackConfig
+from flotilla_testing.model_folders import write_header, write_tokenizer
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "vocab_size": 20,
+    "max_position_embeddings": 64,
+}
+
+
+def make_model(folder: Path, labels: int, template: str = TEMPLATE) -> Path:
+    write_tokenizer(folder, "_ab", template=template)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    head = {"score.weight": [labels, 8]} if labels else {}
+    write_header(folder, {"embed": [20, 8], "model.layers.0.mlp.weight": [3, 8, 8]} | head, "F32")
+    return folder
+
+
+def run_with(*rewards: Any) -> RunConfig:
+    values = {"name": "r", "steps": 1, "data": {"train": "rows.jsonl"}, "rewards": rewards}
+    return RunConfig.model_validate(values)
+
+
+def chapter(config: RunConfig, stack: StackConfig) -> Chapter:
+    return Chapter.of(role_errors(config, stack), reward_model_chapter(config, stack))
+
+
+@pytest.mark.parametrize(
+    ("labels", "template", "term", "said"),
+    [
+        (1, TEMPLATE, {"reward": {"model": "helpful"}}, ""),
+        (3, TEMPLATE, {"reward": {"model": "helpful", "label": 2}}, ""),
+        (1, "", {"reward": {"model": "helpful"}, "template": "{prompt}{response}"}, ""),
+        (
+            0,
+            TEMPLATE,
+            {"reward": {"model": "helpful"}},
+            "rewards[0].reward: the model helpful has no head of scores (score.weight or v_head.summary.weight)",
+        ),
+        (
+            3,
+            TEMPLATE,
+            {"reward": {"model": "helpful"}},
+            "rewards[0].reward: the model helpful has 3 labels: choose one by its number",
+        ),
+        (
+            3,
+            TEMPLATE,
+            {"reward": {"model": "helpful", "label": 3}},
+            "rewards[0].reward.label is 3, but the labels of the model helpful end at 2",
+        ),
+        (
+            1,
+            "",
+            {"reward": {"model": "helpful"}},
+            "rewards[0].template is empty, and the model helpful cannot read a chat (the model has no chat template)",
+        ),
+    ],
+)
+def test_a_model_that_cannot_score_is_refused_by_the_key_to_change(
+    labels: int, template: str, term: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", labels, template)
+    stack = StackConfig.model_validate({"reward_models": {"helpful": {"model": model}}})
+    found = chapter(run_with(term), stack)
+    assert [error.startswith(said) for error in found.errors] == ([True] if said else [])
+    (line,) = found.lines
+    assert line.name == "memory of a reward_models.helpful rank"
+    assert line.explanation.endswith(f"reads up to 64 tokens of its own tokenizer, labels: {labels}")
+
+
+def test_a_run_whose_reward_model_the_stack_does_not_start_is_refused() -> None:
+    stack = StackConfig.model_validate({"reward_models": {"idle": {"model": "/m", "replicas": 0}}})
+    found = chapter(run_with({"reward": {"model": "helpful"}}, {"reward": {"model": "idle"}}), stack)
+    assert [error.partition(" into its")[0] for error in found.errors] == [
+        f"a reward is the model {name}, but the stack has no reward_models.{name}: "
+        f"write `reward_models: {{{name}: {{model: FOLDER}}}}`"
+        for name in ("helpful", "idle")
+    ]
+
+
+def test_terms_with_one_name_are_refused() -> None:
+    config = run_with(*({"reward": reward, "name": "kind"} for reward in ("exact", {"model": "helpful"})))
+    assert Chapter.of(config_errors(config)).errors == [
+        "rewards: 2 terms have the name kind: give each its own"
+    ]
+
+
+def test_a_folder_that_is_no_model_is_said_so(tmp_path: Path) -> None:
+    stack = StackConfig.model_validate({"reward_models": {"helpful": {"model": tmp_path}}})
+    (error,) = chapter(run_with({"reward": {"model": "helpful"}}), stack).errors
+    assert "has no config.json" in error and str(tmp_path) in error

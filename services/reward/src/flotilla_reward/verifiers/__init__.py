@@ -1,0 +1,1 @@
+"""Rewards that check responses by rules."""

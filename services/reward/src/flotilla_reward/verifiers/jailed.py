@@ -1,0 +1,310 @@
+"""The processes in the jails of the verifier `code`: the program of a response, and tests that are code.
+
+Both are workers that load by a function of this module. Invariants: the jail of the program holds no expected result
+and no test; what it says is a value or an output, which is compared elsewhere. The jail of the tests holds no code of
+the response, and no name that the program gives hides a builtin or a name of the tests. Only the standard library is
+imported here, and pytest where a row has tests for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+from base64 import b64encode
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from flotilla_reward.verifiers.remote import ROOT, Peer
+from flotilla_workers.functions import Target
+
+MOST_OUTPUT_BYTES = 700 * 1024
+"""The longest output of a program in one test; an answer of a worker has room for it."""
+COLLECTED = ("test", "Test", "pytest", "setup", "teardown")
+"""Beginnings of names by which pytest would take something of the program for a test, or for an order."""
+
+OF_CODE, OF_PYTEST = "tests", "test_of_row"
+"""Names of the modules that tests are."""
+
+Answers = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def program(target: Target) -> Answers:
+    """Return what does with the program of a response what a question says."""
+    _keep_quiet()
+    return Program(**target.parameters)
+
+
+def checks(target: Target) -> Answers:
+    """Return what runs the tests of a row, whose `solution` is the program in the other jail."""
+    _keep_quiet()
+    return Checks(**target.parameters)
+
+
+def _keep_quiet() -> None:
+    """Print nothing into the log of the service, and find the commands of this Python first."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+
+
+def _folder() -> Path:
+    """Make a folder from which modules are imported, and go there."""
+    folder = Path(tempfile.mkdtemp())
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    return folder
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+
+
+class Program:
+    """The program of a response: run by a command, or loaded as a module whose functions are called."""
+
+    def __init__(self, source: str, file: str) -> None:
+        self._file = file
+        self._folder = _folder()
+        _write(self._folder, {file: source})
+        self._module = ModuleOfProgram(source, self._folder / file)
+        self._serves = False
+
+    def __call__(self, question: dict[str, Any]) -> dict[str, Any]:
+        if "find" in question:
+            return {"missing": [first for one in question["find"] if (first := _not_there(one))]}
+        if "command" in question:
+            _write(self._folder, question["files"])
+            return self._run(question["command"] or [sys.executable, self._file], question["input"])
+        if not self._serves:
+            self._serves = True
+            threading.Thread(target=self._module.serve, daemon=True).start()
+        return self._module.answer(question)
+
+    def _run(self, command: str | list[str], text: str) -> dict[str, Any]:
+        """Return the status and the output of a command."""
+        shell = command if isinstance(command, str) else shlex.join(command)
+        # Files, because a process that the program leaves behind may hold a pipe open.
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
+            given.write(text.encode(errors="surrogatepass"))
+            given.seek(0)
+            done = subprocess.run(
+                ["/bin/sh", "-c", shell], stdin=given, stdout=printed, stderr=subprocess.DEVNULL, check=False
+            )
+            printed.seek(0)
+            output = printed.read(MOST_OUTPUT_BYTES + 1)
+        if len(output) > MOST_OUTPUT_BYTES:
+            return {"status": done.returncode, "output": None}
+        return {"status": done.returncode, "output": b64encode(output).decode()}
+
+
+def _not_there(command: str | list[str]) -> str:
+    """Return the name of a command that this host lacks; nothing where it has it."""
+    first = shlex.split(command)[0] if isinstance(command, str) else command[0]
+    known = ["/bin/sh", "-c", f"command -v -- {shlex.quote(first)}"]
+    return first if subprocess.run(known, stdout=subprocess.DEVNULL, check=False).returncode else ""
+
+
+class ModuleOfProgram(Peer):
+    """The program as a module; what it raises when it is loaded is raised by every use."""
+
+    def __init__(self, source: str, path: Path) -> None:
+        self._source, self._path = source, path
+        self._module = ModuleType(path.stem)
+        self._module.__file__ = str(path)
+        self._error: BaseException | None = None
+        self._loaded = False
+        super().__init__(self._module, shows=None)
+
+    def _do(self, operation: str, of: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+        if not self._loaded:
+            self._loaded = True
+            sys.modules[self._module.__name__] = self._module
+            try:
+                exec(compile(self._source, self._path, "exec"), vars(self._module))
+            except BaseException as error:  # noqa: BLE001 - a program may raise anything
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        if operation == "names":
+            return [name for name in vars(self._module) if not name.startswith("_")]
+        if operation == "named":
+            name, *arguments = arguments
+            return self._found(name)(*arguments, **keywords)
+        return super()._do(operation, of, arguments, keywords)
+
+    def _found(self, name: str) -> Any:
+        """Return a function by its name, or the method of a class `Solution`."""
+        found: Any = self._module
+        if not hasattr(found, name.partition(".")[0]) and hasattr(found, "Solution"):
+            found = found.Solution()
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+
+
+class ProgramForTests(ModuleType):
+    """The module that tests import; what is in it is in the other jail."""
+
+    def __init__(self, name: str, peer: Peer, hides: Callable[[str], bool]) -> None:
+        super().__init__(name)
+        self._peer, self._hides = peer, hides
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            names = self._peer.ask("names", ROOT)
+            return [one for one in names if not self._hides(one)]
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._peer.ask("get", ROOT, name)
+
+
+class Checks(Peer):
+    """Tests that are code.
+
+    It says `total`, then for each test whether it is `passed`, then that it is `over`; or that the tests are `broken`.
+    """
+
+    def __init__(self, kind: str, source: str, entry_point: str, module: str, first: int) -> None:
+        super().__init__(shows=(OF_CODE, OF_PYTEST))
+        self._form, self._entry_point, self._first = kind, entry_point, first
+        self._folder = _folder()
+        self._tree = ast.parse(source)
+        self._source = source
+        own = {name for node in ast.walk(self._tree) for name in _bound(node)} | {*dir(builtins)}
+        order = ("_", *COLLECTED) if kind == "pytest" else ("_",)
+        self._program = ProgramForTests(module, self, lambda name: name in own or name.startswith(order))
+        needed = {name for node in ast.walk(self._tree) for name in _imported(node)} - {module}
+        needed |= {"pytest"} if kind == "pytest" else set()
+        self._missing = [name for name in sorted(needed) if importlib.util.find_spec(name) is None]
+        sys.modules[module] = self._program
+        self._started = False
+
+    def __call__(self, question: dict[str, Any]) -> dict[str, Any]:
+        if self._missing:
+            return {"broken": f"they import {self._missing[0]}, which is not installed beside this service"}
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, daemon=True).start()
+            return self._outbox.get()
+        return self.answer(question)
+
+    def _run(self) -> None:
+        forms: dict[str, Callable[[], dict[str, Any] | None]]
+        forms = {"pytest": self._pytest, "check": self._check, "asserts": self._asserts}
+        try:
+            said = forms[self._form]()
+        except BaseException as error:  # noqa: BLE001 - tests may raise anything
+            said = {"over": f"{type(error).__name__}: {error}"}
+        self._outbox.put(said or {"over": ""})
+
+    def _test(self, code: CodeType, namespace: dict[str, Any]) -> bool:
+        try:
+            exec(code, namespace)
+        except BaseException:  # noqa: BLE001 - an assertion, or whatever the program raised
+            return False
+        return True
+
+    def _namespace(self) -> dict[str, Any]:
+        """Return what the program has, by its names; nothing of a program that does not load."""
+        namespace: dict[str, Any] = {"__name__": OF_CODE}
+        self._test(compile(f"from {self._program.__name__} import *", "tests", "exec"), namespace)
+        return namespace
+
+    def _asserts(self) -> None:
+        """Run statement by statement: each that asserts at the top level is a test."""
+        tests = [node for node in self._tree.body if _asserts(node)]
+        self.tell({"total": len(tests)})
+        namespace = self._namespace()
+        for node in self._tree.body:
+            code = compile(ast.Module([node], []), "tests", "exec")
+            if node not in tests:
+                self._test(code, namespace)
+            elif tests.index(node) >= self._first:
+                self.tell({"passed": self._test(code, namespace)})
+
+    def _check(self) -> None:
+        """Call `check` with the function that the row names, and nothing else of the program."""
+        self.tell({"total": 1})
+        namespace = {"__name__": OF_CODE}
+        called = f"\nfrom {self._program.__name__} import {self._entry_point}\ncheck({self._entry_point})"
+        self.tell({"passed": self._test(compile(self._source + called, "tests", "exec"), namespace)})
+
+    def _pytest(self) -> dict[str, Any] | None:
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        import pytest
+
+        _write(self._folder, {f"{OF_PYTEST}.py": self._source})
+        seen = Seen(self)
+        options = ["-s", "--noconftest", f"--rootdir={self._folder}", f"-c{os.devnull}", "-pno:cacheprovider"]
+        pytest.main([*options, f"{OF_PYTEST}.py"], plugins=[seen])
+        if not seen.total and not seen.failed:
+            return {"broken": "pytest finds no test in them"}
+        return None
+
+
+class Seen:
+    """A plugin of pytest's that says of each test whether it passed."""
+
+    def __init__(self, checks: Checks) -> None:
+        self._checks = checks
+        self.total = 0
+        self.failed = False
+        """A file of tests could not be loaded, or a test failed."""
+
+    def pytest_collectreport(self, report: Any) -> None:
+        self.failed |= bool(report.failed)
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        self.total = len(session.items)
+        if self.total and not self.failed:
+            self._checks.tell({"total": self.total})
+
+    def pytest_runtest_logstart(self) -> None:
+        self.failed = False
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        # A test that skips itself did not run.
+        self.failed |= report.outcome != "passed"
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._checks.tell({"passed": not self.failed})
+
+
+def _asserts(node: ast.AST) -> bool:
+    defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return not defines and any(isinstance(one, ast.Assert) for one in ast.walk(node))
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Return the packages that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [one.name.partition(".")[0] for one in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module.partition(".")[0]]
+    return []
+
+
+def _bound(node: ast.AST) -> list[str]:
+    """Return the names that a piece of code gives to something of its own, or that it takes for a module, as `np`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return [node.value.id] if node.value.id.islower() else []
+    if isinstance(node, ast.Import):
+        return [(one.asname or one.name).partition(".")[0] for one in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [one.asname or one.name for one in node.names]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
