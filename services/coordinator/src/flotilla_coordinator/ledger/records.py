@@ -43,6 +43,9 @@ class DropReason(StrEnum):
     UNVERIFIABLE = "unverifiable"
     """The response made a verifier fail, and its run drops such a sample (`on_unverifiable: drop`)."""
     GROUP_TOO_SMALL = "group_too_small"
+    ENVIRONMENT_ERROR = "environment_error"
+    """The environment of an episode failed, so the episode has no reward."""
+    ENVIRONMENT_TIMEOUT = "environment_timeout"
 
 
 REOPENED = (
@@ -54,8 +57,29 @@ REOPENED = (
 )
 """Reasons that concern the run and not the sample: a run that continues may train the sample after all."""
 
-REWARDS_FAILED = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.GROUP_TOO_SMALL)
+REWARD_FAILURES = (
+    DropReason.REWARD_ERROR,
+    DropReason.REWARD_TIMEOUT,
+    DropReason.ENVIRONMENT_ERROR,
+    DropReason.ENVIRONMENT_TIMEOUT,
+)
+"""Reasons of a failing reward, whether terms or an environment should have given it."""
+
+REWARDS_FAILED = (*REWARD_FAILURES, DropReason.GROUP_TOO_SMALL)
 """Reasons of a failing reward; the last one is for the siblings of a sample that it failed on."""
+
+
+class Ending(StrEnum):
+    """The way in which an episode ended, by its name on disk and on the wire."""
+
+    COMPLETED = "completed"
+    """The environment ended it."""
+    MAX_TURNS = "max_turns"
+    NO_ROOM = "no_room"
+    """The tokens of the episode were used up."""
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    """The environment failed, which is never a reward."""
 
 
 class SampleState(IntEnum):
@@ -151,6 +175,22 @@ class Branch:
     spans: tuple[TokenSpan, ...]
 
 
+@dataclass(frozen=True)
+class Episode:
+    """What a sample of several turns has in addition to its first sequence."""
+
+    ending: Ending
+    turns: int
+    turn_rewards: tuple[float, ...]
+    """The reward of each turn; none where the environment gave none."""
+    messages: str
+    """The conversation as JSON, to be shown."""
+    prompt_token_ids: Int32Array
+    """The prompt of the first sequence, which may be more than that of its group."""
+    branches: tuple[Branch, ...] = ()
+    """The further sequences."""
+
+
 @dataclass
 class FinishedSample:
     """A finished response, scored or not, with all data that training needs."""
@@ -174,11 +214,19 @@ class FinishedSample:
     """The tokens that are trained, the others being context; None where all are."""
     verdicts: tuple[TermVerdict, ...] = ()
     """How each reward judged it; none where an older Flotilla recorded it."""
+    episode: Episode | None = None
+    """What it has in addition where an environment was in the loop."""
+
+    @property
+    def all_spans(self) -> tuple[TokenSpan, ...]:
+        """Return the spans of all its sequences."""
+        branches = () if self.episode is None else self.episode.branches
+        return (*self.spans, *(span for branch in branches for span in branch.spans))
 
     @property
     def oldest_version(self) -> Version | None:
         """Return the oldest version that generated any of its tokens."""
-        return min((span.version for span in self.spans), default=None)
+        return min((span.version for span in self.all_spans), default=None)
 
 
 @dataclass(frozen=True)
@@ -229,6 +277,7 @@ class SampleRecord:
     greedy_reward: float | None = None
     trained: BoolArray | None = None
     verdicts: tuple[TermVerdict, ...] = ()
+    episode: Episode | None = None
 
 
 @dataclass(frozen=True)
