@@ -174,6 +174,13 @@ class Branch:
     """The tokens that the policy wrote in this sequence."""
     spans: tuple[TokenSpan, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Return the size of its tokens and columns."""
+        return sum(
+            column.nbytes for column in (self.prompt_token_ids, self.token_ids, self.logprobs, self.trained)
+        )
+
 
 @dataclass(frozen=True)
 class Episode:
@@ -189,6 +196,11 @@ class Episode:
     """The prompt of the first sequence, which may be more than that of its group."""
     branches: tuple[Branch, ...] = ()
     """The further sequences."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of its own prompt and of its branches."""
+        return self.prompt_token_ids.nbytes + sum(branch.nbytes for branch in self.branches)
 
 
 @dataclass

@@ -136,6 +136,11 @@ class Transcript:
         return len(self._turns)
 
     @property
+    def unparsed(self) -> int:
+        """Return the number of turns with a call that could not be read."""
+        return sum(bool(turn.answer.unparsed) for turn in self._turns)
+
+    @property
     def sequences(self) -> list[Branch]:
         """Return the sequences with the turns of the policy, in the order of their first turns."""
         return [sequence.branch() for sequence in self._sequences]
@@ -174,8 +179,8 @@ class Transcript:
         """Return all tokens before the next turn of a thread."""
         return np.array(self._so_far(self._threads[thread]), np.int32)
 
-    def wrote(self, piece: FinishedSample, thread: str = "") -> Written:
-        """Take the turn that the policy sampled after `prompt`; return its message."""
+    def wrote(self, piece: FinishedSample, thread: str = "", *, shown: Callable[[str], str] = str) -> Written:
+        """Take the turn that the policy sampled after `prompt`; return its message, with the text that is `shown`."""
         own = self._threads[thread]
         if own.sequence is None:
             own.sequence = _Sequence(own.heard)
@@ -185,7 +190,7 @@ class Transcript:
         own.heard = []
         token_ids = piece.token_ids.tolist()
         own.sequence.write(piece, token_ids)
-        own.last = self._turn(token_ids, piece, own.tools)
+        own.last = self._turn(token_ids, piece, own.tools, shown)
         self._turns.append(own.last)
         message = own.last.answer.message(len(self._turns))
         own.history = [*own.history, message]
@@ -207,10 +212,12 @@ class Transcript:
         before = own.sequence
         return own.heard if before is None else [*before.prompt, *before.token_ids, *own.heard]
 
-    def _turn(self, token_ids: list[int], piece: FinishedSample, tools: Tools) -> _Turn:
+    def _turn(
+        self, token_ids: list[int], piece: FinishedSample, tools: Tools, shown: Callable[[str], str]
+    ) -> _Turn:
         ended = not piece.truncated and bool(token_ids) and token_ids[-1] in self._tokenizer.eos_ids
         end = self._tokenizer.decode(token_ids[-1:], skip_special=False) if ended else ""
-        said = self._tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special=False)
+        said = shown(self._tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special=False))
         return _Turn(token_ids, said, end, read_answer(said, self._form if tools else ToolFormat.NONE))
 
     def _place_after(self, own: _Thread, text: str) -> int | None:

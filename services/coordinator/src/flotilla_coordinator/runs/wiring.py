@@ -279,7 +279,9 @@ class RunWiring:
             ledger=self._ledger,
             advantage=config.algorithm.advantage,
             wait_until_verified=sync.wait_until_verified,
-            is_void=lambda sample: sync.disowns(sample.instance_ids, [span.version for span in sample.spans]),
+            is_void=lambda sample: sync.disowns(
+                sample.instance_ids, [one.version for one in sample.all_spans]
+            ),
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 

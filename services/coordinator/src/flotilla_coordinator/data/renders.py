@@ -1,0 +1,64 @@
+"""Renders the conversations of many episodes together, beside the event loop.
+
+Invariants: who asks while a call is under way shares the next one. An error is that of the conversations that caused
+it: where a call of several fails, each of them is asked for alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flotilla_coordinator.data.chat_template import Conversation
+from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_core.errors import FlotillaError, InvalidConfig
+
+Texts = list[str | InvalidConfig]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    conversations: Sequence[Conversation]
+    done: asyncio.Future[Texts]
+
+
+class Renders:
+    """Calls the chat template of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._waiting: list[_Asked] = []
+        self._work: asyncio.Task[None] | None = None
+
+    async def __call__(self, conversations: Sequence[Conversation]) -> Texts:
+        """Return the text of each conversation, or why the template refuses it."""
+        asked = _Asked(conversations, asyncio.get_running_loop().create_future())
+        self._waiting.append(asked)
+        if self._work is None:
+            self._work = asyncio.create_task(self._answer_all(), name="render")
+        return await asked.done
+
+    async def _answer_all(self) -> None:
+        try:
+            while self._waiting:
+                together, self._waiting = self._waiting, []
+                await self._answer([asked for asked in together if not asked.done.done()])
+        finally:
+            self._work = None
+
+    async def _answer(self, together: list[_Asked]) -> None:
+        flat = [one for asked in together for one in asked.conversations]
+        try:
+            texts = iter(await asyncio.to_thread(self._tokenizer.render_chats, flat))
+        except FlotillaError as error:
+            if len(together) > 1:
+                for asked in together:
+                    await self._answer([asked])
+            elif not together[0].done.done():
+                together[0].done.set_exception(error)
+            return
+        for asked in together:
+            own = [next(texts) for _ in asked.conversations]
+            if not asked.done.done():
+                asked.done.set_result(own)
