@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,18 +129,15 @@ class Call:
 class Environments:
     """Begins an episode by the next script; the last one is for all that follow."""
 
-    def __init__(
-        self, *scripts: Script, stops_with: Ended = Ended(Ending.COMPLETED, {"score": 0.25})
-    ) -> None:
+    def __init__(self, *scripts: Script) -> None:
         self.scripts = list(scripts)
-        self.stops_with = stops_with
         self.calls: list[Call] = []
         self.open = 0
 
     @asynccontextmanager
     async def begin(self, start: EpisodeStart) -> AsyncIterator[Call]:
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
-        call = Call(list(script), self.stops_with, start)
+        call = Call(list(script), Ended(Ending.COMPLETED, {"score": 0.25}), start)
         self.calls.append(call)
         self.open += 1
         try:

@@ -188,8 +188,8 @@ class RunConfig(ConfigModel):
     environment: EnvironmentConfig | None = None
     """Environment that the policy acts in; absent: a sample is one prompt and one response."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
-    """The terms of a sample's reward; evaluation uses the same, unless a held-out set names its own. They judge the last
-    turn of an episode, and the rewards of its environment are added."""
+    """The terms of a sample's reward; evaluation uses the same, unless a held-out set names its own. Of an episode they
+    judge the last turn, and the rewards of its environment are added."""
     reward_mode: RewardMode = "weighted"
     """Combination of weight x value of the terms: their sum (`weighted`), their sum or 0 where a term is below its
     `gate_at` (`gated`), the smallest (`min`), the largest (`max`), their product, or the first that is not 0."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -325,8 +324,8 @@ def _outcome(ended: Ended, turns: int) -> Outcome:
     """Return what the rewards of an environment are worth together, or why they are worth nothing."""
     given = dict(ended.rewards)
     if ended.turn_rewards:
-        given["turns"] = math.fsum(ended.turn_rewards)
-    total = math.fsum(given.values()) if all(map(math.isfinite, given.values())) else math.nan
+        given["turns"] = sum(ended.turn_rewards)
+    total = sum(given.values())
     failure = ended.failure
     if failure is None and len(ended.turn_rewards) not in (0, turns):
         failure = UserCodeError(f"there are {len(ended.turn_rewards)} rewards for {turns} turns").finding()

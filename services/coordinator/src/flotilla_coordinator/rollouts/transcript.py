@@ -53,6 +53,7 @@ class _Turn:
     end: str
     """The text of the token that ended it; empty where it was cut off."""
     answer: Answer
+    message: dict[str, Any]
 
 
 @dataclass
@@ -192,7 +193,7 @@ class Transcript:
         own.sequence.write(piece, token_ids)
         own.last = self._turn(token_ids, piece, own.tools, shown)
         self._turns.append(own.last)
-        message = own.last.answer.message(len(self._turns))
+        message = own.last.message
         own.history = [*own.history, message]
         versions = dict.fromkeys(str(span.version) for span in piece.spans)
         self.record.append(
@@ -218,7 +219,8 @@ class Transcript:
         ended = not piece.truncated and bool(token_ids) and token_ids[-1] in self._tokenizer.eos_ids
         end = self._tokenizer.decode(token_ids[-1:], skip_special=False) if ended else ""
         said = shown(self._tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special=False))
-        return _Turn(token_ids, said, end, read_answer(said, self._form if tools else ToolFormat.NONE))
+        answer = read_answer(said, self._form if tools else ToolFormat.NONE)
+        return _Turn(token_ids, said, end, answer, answer.message(len(self._turns) + 1))
 
     def _place_after(self, own: _Thread, text: str) -> int | None:
         """Return where the context after the last turn begins; None where the text does not go on from it."""
@@ -275,16 +277,18 @@ class Transcript:
         if not places or not self._turns:
             return []
         kept: list[tuple[int, _Turn, int]] = []
-        turns = self._turns
-        for before in await self._render([Conversation(history[:place], tools) for place in places]):
+        left = self._turns
+        starts = await self._render([Conversation(history[:place], tools) for place in places])
+        for place, before in zip(places, starts, strict=True):
             if isinstance(before, InvalidConfig) or not text.startswith(before):
                 continue  # the template writes this turn otherwise where more follows
-            begin = len(before)
-            found = self._beginning(text[begin:], turns)
+            begin, message = len(before), history[place]
+            same = [turn for turn in left if turn.message is message]
+            same = same or [turn for turn in left if turn.message == message]
+            found = self._beginning(text[begin:], same)
             if found is not None and (not kept or kept[-1][2] <= begin):
                 kept.append((begin, found[0], begin + found[1]))
-                following = turns.index(found[0]) + 1
-                turns = [*turns[following:], *turns[:following]]
+                left = [turn for turn in left if turn is not found[0]]
         return kept
 
     def _encoded(self, text: str, *, after: str) -> list[int]:
