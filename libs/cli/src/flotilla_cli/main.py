@@ -99,6 +99,7 @@ ENTRIES = (
     Entry("replicas", "replicas:app", "List replicas, and take one out of service."),
     Entry("weights", "replicas:weights_app", "Weights of active runs."),
     Entry("reward", "reward:app", "Rewards that a run may name."),
+    Entry("env", "env:app", "Environments that a run may name."),
     Entry("run", "run:app", "Start, follow and stop runs."),
     Entry("checkpoint", "checkpoint:app", "List, check, export and remove checkpoints of a run."),
     Entry("config", "config:app", "Check configuration files; print their JSON Schema."),

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flotilla.common.v1.registration_pb2 import SERVICE_KIND_REWARD
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_ENVIRONMENT, SERVICE_KIND_REWARD
 from flotilla.coordinator.v1.coordinator_pb2 import Service
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_cli.output import age, console_on, say, version_text
@@ -100,7 +100,7 @@ def process_table(
 
 
 def say_isolation(levels: Mapping[str, str]) -> None:
-    """Say in which jail functions of users run on these reward services; one of an earlier release does not know."""
+    """Say in which jail functions of users run on these services; one of an earlier release does not know."""
     names: dict[str, list[str]] = {}
     for name, isolation in levels.items():
         names.setdefault(isolation, []).append(name)
@@ -110,11 +110,11 @@ def say_isolation(levels: Mapping[str, str]) -> None:
 
 
 def isolation_of(services: dict[str, Service]) -> dict[str, str]:
-    """Return the isolation of the reward services among these."""
+    """Return the isolation of those among these that run code of users."""
     return {
         name: service.registration.isolation
         for name, service in sorted(services.items())
-        if service.registration.kind == SERVICE_KIND_REWARD
+        if service.registration.kind in (SERVICE_KIND_REWARD, SERVICE_KIND_ENVIRONMENT)
     }
 
 

@@ -204,8 +204,9 @@ def _interface(config: StackConfig) -> list[Finding]:
 
 
 def _isolation(config: StackConfig) -> list[Finding]:
-    """Look for the jail of functions of users here, where the stack starts rewards."""
-    return [jail.find(config.reward.isolation).finding] if config.reward.replicas else []
+    """Look for the jail of functions of users here, where the stack starts what runs them."""
+    sections = {"reward": config.reward, "environment": config.environment}
+    return [jail.find(one.isolation, name).finding for name, one in sections.items() if one.replicas]
 
 
 async def service_checks(config: StackConfig) -> list[Finding]:

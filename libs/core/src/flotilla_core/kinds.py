@@ -79,6 +79,15 @@ KINDS = (
         shared=True,
         capacity="workers",
     ),
+    Kind(
+        reg.SERVICE_KIND_ENVIRONMENT,
+        "opens its port",
+        section="environment",
+        node="environment",
+        scales=True,
+        shared=True,
+        capacity="workers",
+    ),
     Kind(reg.SERVICE_KIND_RANKS, "opens its port", section="", node="trainer", is_gang=True, ends=1),
 )
 END_STAGES = range(3)

@@ -65,24 +65,33 @@ async def reward_process(
     folder: Path, *, workers: int = 2, isolation: Mapping[str, Any] | None = None
 ) -> AsyncIterator[RewardProcess]:
     """Start a reward service whose state is below the folder, and end it; functions run in no jail by default."""
+    section = {"workers": workers, "isolation": {"unsafe": True} if isolation is None else isolation}
+    async with service_process(folder, "reward", section) as started:
+        yield RewardProcess(*started)
+
+
+@asynccontextmanager
+async def service_process(
+    folder: Path, kind: str, section: Mapping[str, Any]
+) -> AsyncIterator[tuple[ProcessGroup, str, grpc.aio.Channel]]:
+    """Start a service with its section of the stack, and end it; gives its address and a channel to it, too."""
     directory = folder / "state" / "tested"
     make_private_folder(directory)
     credential = make_credential(BindConfig(), directory)
     stack = folder / "stack.yaml"
-    reward = {"workers": workers, "isolation": {"unsafe": True} if isolation is None else isolation}
-    stack.write_text(json.dumps({"name": "tested", "state_dir": f"{folder}/state", "reward": reward}))
+    stack.write_text(json.dumps({"name": "tested", "state_dir": f"{folder}/state", kind: section}))
     nats = await NatsServer.start(directory / "nats", credential=credential)
     try:
         process = await ProcessGroup.start(
-            [sys.executable, "-m", "flotilla_reward.main", "--stack", str(stack), "--nats", nats.url]
+            [sys.executable, "-m", f"flotilla_{kind}.main", "--stack", str(stack), "--nats", nats.url]
         )
         try:
-            announced = directory / "instances" / "reward-0.json"
+            announced = directory / "instances" / f"{kind}-0.json"
             await exists(announced)
             address = json.loads(announced.read_text())["address"]
             async with rpc.connect(address, credential=credential) as channel:
                 await _serves(channel)
-                yield RewardProcess(process, address, channel)
+                yield process, address, channel
         finally:
             await process.stop(LIMIT_S)
     finally:

@@ -16,6 +16,7 @@ from flotilla_core.config.stack import (
     AutoscaleConfig,
     BindConfig,
     CoordinatorConfig,
+    EnvironmentServiceConfig,
     GangConfig,
     GeneratorConfig,
     IsolationConfig,

@@ -327,12 +327,12 @@ class RewardModelGangConfig(GangConfig):
 
 
 class IsolationConfig(ConfigModel):
-    """The jail that functions of users run in, on the host of a reward replica."""
+    """The jail that code of users runs in, on the host of a reward or environment replica."""
 
     at_least: Literal["landlock", "namespaces"] = "landlock"
     """The lowest level that is accepted; functions of users are refused on a host that has a lower one."""
     unsafe: bool = False
-    """Run functions of users as the reward service itself, with all that it may read, write and reach."""
+    """Run functions of users as the service itself, with all that it may read, write and reach."""
     memory_gib: float = Field(default=4.0, gt=0, le=4096)
     """Memory of each process of a function."""
     processes: int = Field(default=128, ge=1, le=65536)
@@ -359,6 +359,29 @@ class RewardServiceConfig(ConfigModel):
     """The jail of functions of users."""
     attach: tuple[str, ...] = Field(default=(), max_length=256)
     """Addresses of replicas that were started outside this stack."""
+
+
+class EnvironmentServiceConfig(ConfigModel):
+    """One environment replica."""
+
+    replicas: int = Field(default=0, ge=0, le=MOST_REPLICAS)
+    """Number of replicas that the launcher starts: 1 or more for runs with episodes of several turns."""
+    workers: int = Field(default=2, ge=1, le=1024)
+    """Killable worker processes for the episodes of each run. One holds many episodes and works for one at a time."""
+    environment: Environment = Field(default={})
+    """Variables of each replica, in addition to those of the launcher: text, or the place of a secret."""
+    isolation: IsolationConfig = Field(default_factory=IsolationConfig)
+    """The jail of environments of users."""
+    attach: tuple[str, ...] = Field(default=(), max_length=256)
+    """Addresses of replicas that were started outside this stack."""
+
+    @model_validator(mode="after")
+    def _keeps_its_processes(self) -> EnvironmentServiceConfig:
+        if self.isolation.preload is not None:
+            raise ValueError(
+                "isolation.preload is about rewards: leave it out, since environments keep their process between turns"
+            )
+        return self
 
 
 class RetentionConfig(ConfigModel):
@@ -435,7 +458,7 @@ class RayNodeConfig(ConfigModel):
     """The resources of Ray that a service of one kind takes."""
 
     cpus: int = Field(default=1, ge=1, le=4096)
-    """CPUs of one gang on each of its hosts, of one generator, of one reward, or of the head."""
+    """CPUs of one gang on each of its hosts, of one generator, of one reward, of one environment, or of the head."""
     memory_mib: int | None = Field(default=None, ge=16, le=1 << 30)
     """Memory; empty takes none of what Ray counts."""
     resources: dict[Annotated[str, Field(pattern=_WORD)], Annotated[float, Field(gt=0, le=1e6)]] = Field(
@@ -459,6 +482,8 @@ class RayConfig(ConfigModel):
     """Each generator."""
     reward: RayNodeConfig = Field(default_factory=RayNodeConfig)
     """Each reward replica."""
+    environment: RayNodeConfig = Field(default_factory=RayNodeConfig)
+    """Each environment replica."""
 
 
 class KubernetesConfig(ConfigModel):
@@ -529,6 +554,8 @@ class StackConfig(ConfigModel):
     """Reward replicas."""
     judges: dict[JudgeName, JudgeConfig] = Field(default={}, max_length=MOST_JUDGES)
     """Language models that score samples, by the names that runs give them."""
+    environment: EnvironmentServiceConfig = Field(default_factory=EnvironmentServiceConfig)
+    """Environment replicas, which play episodes of several turns."""
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
     """The coordinator."""
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)

@@ -76,6 +76,8 @@ class Jail:
     """The variables of this process that all see."""
     preload: tuple[str, ...] | None = None
     """The modules of a worker that answers by a new process each time."""
+    section: str = "reward"
+    """The section of the stack that asks for it."""
 
     @property
     def isolation(self) -> str:
@@ -85,11 +87,12 @@ class Jail:
     @property
     def finding(self) -> Finding:
         """Say how far functions of users are kept from this host."""
-        name, found = "isolation of rewards", told(self.isolation)
+        name, found = f"isolation of {self.section}s", told(self.isolation)
+        key = f"{self.section}.isolation"
         if self.refusal:
-            return failed(name, self.refusal, "See reward.isolation in services/reward/README.md.")
+            return failed(name, self.refusal, f"See {key} in services/{self.section}/README.md.")
         if not self.level:
-            return warned(name, found, "Set reward.isolation.unsafe: false in stack.yaml.")
+            return warned(name, found, f"Set {key}.unsafe: false in stack.yaml.")
         return passed(name, f"{found}; {self.why_not_higher}" if self.why_not_higher else found)
 
     @contextmanager
@@ -185,7 +188,7 @@ class Cell:
 
     def way_out(self, number: int, path: str) -> str:
         """Return what to do about an error of the system that is the jail's; nothing where it is none of its."""
-        key = "reward.isolation"
+        key = f"{self._jail.section}.isolation"
         if not self.level:
             return ""
         if number in (errno.ENOENT, errno.EACCES) and os.path.isabs(path) and os.path.exists(path):
@@ -242,11 +245,11 @@ def interpreter_folders() -> list[Path]:
     return [Path(path) for path in dict.fromkeys(of_python) if os.path.isabs(path) and os.path.isdir(path)]
 
 
-def find(asked: IsolationConfig | None = None) -> Jail:
-    """Return the highest level that works here, within what a stack asks for."""
+def find(asked: IsolationConfig | None = None, section: str = "reward") -> Jail:
+    """Return the highest level that works here, within what a section of the stack asks for."""
     asked = asked or IsolationConfig()
     if asked.unsafe:
-        return NO_JAIL
+        return replace(NO_JAIL, section=section)
     bounds = Bounds(int(asked.memory_gib * (1 << 30)), asked.processes)
     given = Jail(
         Level.NONE,
@@ -254,6 +257,7 @@ def find(asked: IsolationConfig | None = None) -> Jail:
         readable=asked.readable,
         environment=asked.environment,
         preload=asked.preload,
+        section=section,
     )
     groups.remove_left()
     reasons: list[str] = []
@@ -267,7 +271,7 @@ def find(asked: IsolationConfig | None = None) -> Jail:
         jail = replace(given, why_not_higher="; ".join(dict.fromkeys(reasons)))
     if jail.level >= Level[asked.at_least.upper()]:
         return jail
-    way = "Let this user make namespaces, or set reward.isolation in stack.yaml."
+    way = f"Let this user make namespaces, or set {section}.isolation in stack.yaml."
     demanded = f"this host has no jail of level {asked.at_least}, which functions of users run in"
     return replace(jail, refusal=f"{demanded}: {jail.why_not_higher}. {way}")
 

@@ -1,4 +1,4 @@
-"""The services that one run has: its generators, its gangs, and every reward replica.
+"""The services that one run has: its generators, its gangs, and every reward and environment replica.
 
 Invariants: every call carries the fence of the run's latest start. Only services that are leased to the run, or
 free for it, get calls. A generator that the run must release gets no more work, and is released when its last group has
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import grpc
 
 from flotilla.common.v1 import registration_pb2 as reg
+from flotilla.environment.v1.environment_pb2_grpc import EnvironmentServiceStub
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
@@ -25,6 +26,7 @@ from flotilla_core.rpc import Fence, Replica, ReplicaPool
 from flotilla_core.telemetry import names
 
 if TYPE_CHECKING:
+    from flotilla.environment.v1.environment_pb2_grpc import EnvironmentServiceAsyncStub
     from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub
     from flotilla.reward.v1.reward_pb2_grpc import RewardServiceAsyncStub
     from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
@@ -103,6 +105,9 @@ class RunFleet:
         self.rewards: ReplicaPool[RewardServiceAsyncStub] = ReplicaPool(
             reg.SERVICE_KIND_REWARD, RewardServiceStub, channel, on_wait=waits
         )
+        self.environments: ReplicaPool[EnvironmentServiceAsyncStub] = ReplicaPool(
+            reg.SERVICE_KIND_ENVIRONMENT, EnvironmentServiceStub, channel, on_wait=waits
+        )
 
     @property
     def trainers(self) -> ReplicaPool[TrainerServiceAsyncStub]:
@@ -145,8 +150,8 @@ class RunFleet:
             await pool.update(ours)
 
     def is_last(self, instance_id: str) -> bool:
-        """Return whether no other generator, or no other reward replica, may get work of the run."""
-        pools = (self.generators.replicas(), self.rewards.replicas())
+        """Return whether no other generator, reward or environment replica may get work of the run."""
+        pools = (self.generators.replicas(), self.rewards.replicas(), self.environments.replicas())
         return any([one.instance_id for one in replicas] == [instance_id] for replicas in pools)
 
     def leave(self, slot: str, why: str) -> None:
@@ -172,8 +177,9 @@ class RunFleet:
         )
 
     def replica(self, instance_id: str) -> Replica[Any] | None:
-        """Return a generator or a reward replica as the run sees it."""
-        replicas: list[Replica[Any]] = [*self.generators.everyone(), *self.rewards.everyone()]
+        """Return a replica that is no gang as the run sees it."""
+        pools: tuple[ReplicaPool[Any], ...] = (self.generators, self.rewards, self.environments)
+        replicas = (one for pool in pools for one in pool.everyone())
         return next((one for one in replicas if one.instance_id == instance_id), None)
 
     async def close(self) -> None:
@@ -190,6 +196,7 @@ class RunFleet:
         yield self.generators
         yield from self.gangs.values()
         yield self.rewards
+        yield self.environments
 
 
 class SleepingGenerators:

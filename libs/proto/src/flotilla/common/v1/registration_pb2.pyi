@@ -34,6 +34,7 @@ class _ServiceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceKi
     SERVICE_KIND_LAUNCHER: _ServiceKind.ValueType  # 5
     SERVICE_KIND_RANKS: _ServiceKind.ValueType  # 6
     """Ranks of a gang on another host than that of its front."""
+    SERVICE_KIND_ENVIRONMENT: _ServiceKind.ValueType  # 7
 
 class ServiceKind(_ServiceKind, metaclass=_ServiceKindEnumTypeWrapper):
     """What kind of service an instance is."""
@@ -46,6 +47,7 @@ SERVICE_KIND_COORDINATOR: ServiceKind.ValueType  # 4
 SERVICE_KIND_LAUNCHER: ServiceKind.ValueType  # 5
 SERVICE_KIND_RANKS: ServiceKind.ValueType  # 6
 """Ranks of a gang on another host than that of its front."""
+SERVICE_KIND_ENVIRONMENT: ServiceKind.ValueType  # 7
 Global___ServiceKind: _TypeAlias = ServiceKind  # noqa: Y015
 
 class _InstanceState:

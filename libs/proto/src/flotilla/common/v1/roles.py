@@ -70,6 +70,8 @@ ROLES = {
     "/flotilla.weights.v1.StoreService/Ask": "admin",
     "/flotilla.reward.v1.RewardService/ListRewards": "read",
     "/flotilla.reward.v1.RewardService/Score": "run",
+    "/flotilla.environment.v1.EnvironmentService/ListEnvironments": "read",
+    "/flotilla.environment.v1.EnvironmentService/RunEpisode": "run",
     "/flotilla.common.v1.FileService/GetManifest": "run",
     "/flotilla.common.v1.FileService/ReadFile": "run",
     "/flotilla.launcher.v1.LauncherService/Apply": "admin",

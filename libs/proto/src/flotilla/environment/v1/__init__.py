@@ -1,0 +1,1 @@
+"""Generated code of flotilla.environment.v1."""

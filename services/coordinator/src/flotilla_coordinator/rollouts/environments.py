@@ -1,0 +1,307 @@
+"""Plays episodes on the environment service, for one run.
+
+Invariants: one call is one episode, and leaving it ends the episode on the replica, too. A replica is lost when it is
+silent while it is waited for, never because it is slow: it gives signs of life while an environment works. The world of
+an episode is lost with its replica, so whoever plays it is told by `Unavailable`, and begins it again. An environment
+that failed or took too long is an ending, never a score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.struct_pb2 import Struct
+
+from flotilla.common.v1.chat_pb2 import Message, ToolCall
+from flotilla.environment.v1 import environment_pb2 as pb
+from flotilla_core import rpc
+from flotilla_core.config.model import file_of_function
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    FlotillaError,
+    Unavailable,
+    unicode_text,
+)
+from flotilla_core.rpc import Load, Replica, ReplicaPool
+
+if TYPE_CHECKING:
+    from flotilla.common.v1.files_pb2 import FolderReference
+    from flotilla.environment.v1.environment_pb2_grpc import EnvironmentServiceAsyncStub
+
+SILENT_S = 40.0
+"""The time of several beats of a replica."""
+LOOK_EVERY_S = 5.0
+"""The time for which the file of the user's is taken to be as it was."""
+LONGEST_NAME = 200
+EPISODE = Load(1)
+
+Chat = Sequence[Mapping[str, Any]]
+"""Messages as chat templates know them."""
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """What an episode begins with."""
+
+    episode_id: str
+    messages: Chat = ()
+    answer: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    attempt: int = 1
+    limit_s: float = math.inf
+    """Time of the whole episode, after which the environment gives its rewards for what there is."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A turn that the environment asks for."""
+
+    messages: list[dict[str, Any]]
+    """What was said since the last turn of this thread; the whole history where it is afresh."""
+    tools: list[dict[str, Any]]
+    thread: str = ""
+    afresh: bool = False
+    max_tokens: int = 0
+    """Most tokens of the turn, where the environment wants fewer than the run allows."""
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of an episode."""
+
+    ending: str
+    """`completed`, `max_turns`, `no_room`, `timeout` or `error`."""
+    rewards: dict[str, float]
+    """Empty after an error, and where the environment took too long."""
+    turn_rewards: tuple[float, ...]
+    metrics: dict[str, float]
+    failure: str = ""
+    """What failed, with the line of the user's file; empty where nothing did."""
+    traceback: str = ""
+
+
+class EpisodeCall:
+    """One episode that is played."""
+
+    def __init__(
+        self,
+        responses: AsyncGenerator[pb.RunEpisodeResponse],
+        say: Callable[[pb.RunEpisodeRequest], None],
+        lost: Callable[[FlotillaError], None],
+    ) -> None:
+        self._responses = responses
+        self._say = say
+        self._lost = lost
+        self.ended: Ended | None = None
+
+    async def asked(self) -> Asked | None:
+        """Return the next turn that the environment asks for; None once the episode has ended."""
+        if self.ended is not None:
+            return None
+        try:
+            async for response in self._responses:
+                match response.WhichOneof("part"):
+                    case "asked":
+                        return _asked(response.asked)
+                    case "ended":
+                        self.ended = _ended(response.ended)
+                        return None
+        except FailedPrecondition as error:
+            # The replica is well, and the world of this episode is gone.
+            raise Unavailable(error.what, where=error.where, why=error.why) from error
+        except (ValueError, RecursionError) as error:
+            self.ended = Ended("error", {}, (), {}, f"the environment said what cannot be read: {error}")
+            return None
+        except (Unavailable, DeadlineExceeded) as error:
+            self._lost(error)
+            raise Unavailable("the environment replica is lost", why=str(error)) from error
+        raise Unavailable("the environment left the episode without an end")
+
+    async def written(
+        self,
+        message: Mapping[str, Any],
+        *,
+        cut: bool = False,
+        tokens: int = 0,
+        tokens_left: int = 0,
+        unparsed: str = "",
+    ) -> None:
+        """Send what the policy wrote; `cut` says that it reached its most tokens, `unparsed` why a call is not read."""
+        said = _message(message)
+        if any(not call.name.isprintable() or len(call.name) > LONGEST_NAME for call in said.tool_calls):
+            del said.tool_calls[:]
+            unparsed = (
+                unparsed
+                or f"the name of a call is longer than {LONGEST_NAME} characters, or cannot be printed"
+            )
+        written = pb.TurnWritten(
+            message=said,
+            finish=pb.TURN_FINISH_LENGTH if cut else pb.TURN_FINISH_STOP,
+            tokens=tokens,
+            tokens_left=tokens_left,
+            unparsed=unicode_text(unparsed),
+        )
+        self._say(pb.RunEpisodeRequest(written=written))
+
+    async def stop(self, ending: str) -> Ended:
+        """End an episode that gets no further turn, for `max_turns`, `no_room` or `timeout`; return its end."""
+        number = pb.Ending.Value(f"ENDING_{ending.upper()}")
+        self._say(pb.RunEpisodeRequest(stop=pb.EpisodeStop(ending=number)))
+        while self.ended is None:
+            await self.asked()
+        return self.ended
+
+
+class Environments:
+    """The environment of one run, on the replicas of the stack."""
+
+    def __init__(
+        self,
+        run_id: str,
+        environment: str,
+        parameters: Mapping[str, Any],
+        pool: ReplicaPool[EnvironmentServiceAsyncStub],
+        wait_limit_s: float,
+        *,
+        trusted: bool = False,
+        call_limit_s: float | None = None,
+        offer: Callable[[Path], FolderReference] | None = None,
+    ) -> None:
+        """`offer` gives a file of the user's to replicas on other hosts; None where all are on this one."""
+        self._run_id = run_id
+        self._pool = pool
+        self._wait_limit_s = wait_limit_s
+        self._call_limit_s = call_limit_s
+        self._offer = offer
+        self._spec = pb.EnvironmentSpec(
+            environment=environment, parameters=_struct(parameters), trusted=trusted
+        )
+        self._file = file_of_function(environment)
+        self._looked_at = -math.inf
+
+    @asynccontextmanager
+    async def begin(self, start: EpisodeStart) -> AsyncIterator[EpisodeCall]:
+        """Play an episode for as long as the block lasts."""
+        parts: asyncio.Queue[pb.RunEpisodeRequest] = asyncio.Queue()
+        parts.put_nowait(pb.RunEpisodeRequest(start=await self._start(start)))
+        replica = await self._pool.acquire(
+            EPISODE, timeout_s=self._wait_limit_s, what="an environment replica"
+        )
+        async with AsyncExitStack() as stack:
+            stack.callback(self._pool.release, replica, EPISODE)
+            responses = rpc.duplex(replica.stub.RunEpisode, _all_of(parts), idle_timeout_s=SILENT_S)
+            await stack.enter_async_context(aclosing(responses))
+            yield EpisodeCall(responses, parts.put_nowait, lambda error: self._eject(replica, error))
+
+    def _eject(self, replica: Replica[Any], error: FlotillaError) -> None:
+        self._pool.eject(replica.instance_id, str(error))
+
+    async def _start(self, start: EpisodeStart) -> pb.EpisodeStart:
+        if (
+            self._file is not None
+            and self._offer is not None
+            and time.monotonic() - self._looked_at >= LOOK_EVERY_S
+        ):
+            self._looked_at = time.monotonic()
+            with suppress(FlotillaError):  # A replica that needs the file says what is wrong with it.
+                self._spec.code.CopyFrom(await asyncio.to_thread(self._offer, self._file))
+        return pb.EpisodeStart(
+            run_id=self._run_id,
+            episode_id=start.episode_id,
+            attempt=start.attempt,
+            environment=self._spec,
+            messages=[_message(message) for message in start.messages],
+            answer=start.answer,
+            info=_struct(start.info),
+            seed=start.seed,
+            limit=_duration(start.limit_s),
+            call_limit=_duration(self._call_limit_s),
+        )
+
+
+async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest]) -> AsyncIterator[pb.RunEpisodeRequest]:
+    while True:
+        yield await parts.get()
+
+
+def _asked(asked: pb.TurnAsked) -> Asked:
+    return Asked(
+        messages=[_chat_message(message) for message in asked.messages],
+        tools=[{"type": "function", "function": json.loads(tool.function)} for tool in asked.tools],
+        thread=asked.thread,
+        afresh=asked.afresh,
+        max_tokens=asked.max_tokens,
+        stop=tuple(asked.stop),
+    )
+
+
+def _ended(ended: pb.EpisodeEnded) -> Ended:
+    finding = ended.failure
+    return Ended(
+        ending=pb.Ending.Name(ended.ending).removeprefix("ENDING_").lower(),
+        rewards=dict(ended.rewards),
+        turn_rewards=tuple(ended.turn_rewards),
+        metrics=dict(ended.metrics),
+        failure=f"{finding.where}: {finding.what}" if finding.where else finding.what,
+        traceback=finding.why,
+    )
+
+
+def _message(given: Mapping[str, Any]) -> Message:
+    calls = [
+        ToolCall(
+            id=call.get("id") or "",
+            name=unicode_text(call["function"]["name"]),
+            arguments=_json(call["function"].get("arguments", {})),
+        )
+        for call in given.get("tool_calls") or ()
+    ]
+    content, answers = unicode_text(given.get("content") or ""), given.get("tool_call_id") or ""
+    return Message(role=given["role"], content=content, tool_calls=calls, tool_call_id=answers)
+
+
+def _chat_message(message: Message) -> dict[str, Any]:
+    """Return a message as chat templates know it."""
+    chat: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        chat["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments or "{}")},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        chat["tool_call_id"] = message.tool_call_id
+    return chat
+
+
+def _json(value: Any) -> str:
+    return unicode_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def _struct(values: Mapping[str, Any]) -> Struct:
+    struct = Struct()
+    struct.update(values)
+    return struct
+
+
+def _duration(seconds: float | None) -> Duration | None:
+    if seconds is None or seconds == math.inf:
+        return None
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

@@ -1,0 +1,68 @@
+"""Environments of Gymnasium that show themselves as text, such as those of `toy_text`.
+
+Gymnasium is the user's: `pip install gymnasium` beside the service.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import Any
+
+from flotilla_environment.environment import Begun, Environment, Reply, Task, Turn
+
+TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Gymnasium(Environment):
+    """An environment of Gymnasium with discrete actions and text: reward `return` is the sum of its rewards."""
+
+    def __init__(
+        self,
+        id: str,
+        *,
+        actions: list[str] | None = None,
+        rules: str = "",
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """`actions` names the actions in their order; without names they are numbers."""
+        try:
+            gymnasium = import_module("gymnasium")
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "Gymnasium is not here: pip install gymnasium beside the service"
+            ) from error
+        self._game = gymnasium.make(id, render_mode="ansi", **(options or {}))
+        self._actions = actions or [str(number) for number in range(int(self._game.action_space.n))]
+        self._rules = rules or f"{id}: answer with one action a turn."
+        self._find = re.compile(rf"\b({'|'.join(map(re.escape, self._actions))})\b", re.IGNORECASE)
+        self._sum, self._steps = 0.0, 0
+
+    def begin(self, task: Task) -> Begun:
+        self._game.reset(seed=int(task.info.get("seed", task.seed)) % 2**31)
+        return Begun(f"{self._rules} Actions: {', '.join(self._actions)}.\n\n{self._shown()}")
+
+    def reply(self, turn: Turn) -> Reply:
+        found = self._find.findall(turn.content)
+        if not found:
+            return Reply(f"No action was found in your answer.\n\n{self._shown()}")
+        names = [name.casefold() for name in self._actions]
+        _, reward, terminated, truncated, _ = self._game.step(names.index(found[-1].casefold()))
+        self._sum, self._steps = self._sum + float(reward), self._steps + 1
+        if terminated or truncated:
+            return Reply(
+                done=True, reward=float(reward), rewards=self._rewards(), metrics={"steps": self._steps}
+            )
+        return Reply(self._shown(), reward=float(reward))
+
+    def stop(self, ending: str) -> Reply:
+        return Reply(done=True, rewards=self._rewards(), metrics={"steps": self._steps})
+
+    def close(self) -> None:
+        self._game.close()
+
+    def _rewards(self) -> dict[str, float]:
+        return {"return": self._sum}
+
+    def _shown(self) -> str:
+        return TERMINAL.sub("", str(self._game.render())).strip()

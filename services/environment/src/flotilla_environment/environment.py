@@ -1,0 +1,106 @@
+"""What an environment is: a class that begins an episode, replies to the turns of the policy, and ends it.
+
+Invariants: one object plays one episode. It runs in a worker that holds many episodes and works for one at a time, so
+what episodes share, such as an index, is loaded once into the module. Only the standard library is imported here:
+workers start with this, and so do environments of users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = Mapping[str, Any]
+"""One message as chat templates know it: `role` and `content`, and `tool_call_id` of the result of a call."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the data set says of one episode."""
+
+    messages: list[dict[str, Any]]
+    """The prompt."""
+    answer: str = ""
+    """What is right; empty where the data set says nothing."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """The other columns of the line."""
+    seed: int = 0
+    """Seed of all that the environment draws, so that an episode can be played again."""
+    attempt: int = 1
+    """Count of the beginnings of this episode."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool in a turn."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote."""
+
+    content: str
+    """The text without its calls."""
+    calls: tuple[Call, ...] = ()
+    unparsed: str = ""
+    """The reason why a call in the text could not be read; empty where all could."""
+    cut: bool = False
+    """Whether the turn reached its most tokens before its end."""
+    tokens: int = 0
+    tokens_left: int = 0
+    """Tokens that the rest of the episode may have."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The first history, to which the policy answers with its first turn."""
+
+    messages: str | Sequence[Message]
+    """Messages, or the text of one of the user's."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the policy may call: `name`, `description` and `parameters`, a JSON Schema."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the environment answers to a turn."""
+
+    messages: str | Sequence[Message] = ()
+    """What is said before the next turn: messages, or the text of one of the user's."""
+    done: bool = False
+    """Whether the episode has ended."""
+    reward: float | None = None
+    """Reward of this turn."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of the episode by name, where it is done."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the episode by name, where it is done."""
+    afresh: bool = False
+    """Whether `messages` replace the whole history, as after a summary."""
+
+
+class Environment:
+    """Plays one episode. The parameters of the run are the keyword arguments of `__init__`.
+
+    What a method raises is an error of the episode, told with its file and line, and never a reward.
+    """
+
+    def begin(self, task: Task) -> Begun:
+        """Return the first history."""
+        raise NotImplementedError(f"{type(self).__name__} has no begin(task)")
+
+    def reply(self, turn: Turn) -> Reply:
+        """Answer a turn of the policy, or end the episode."""
+        raise NotImplementedError(f"{type(self).__name__} has no reply(turn)")
+
+    def stop(self, ending: str) -> Reply:
+        """Return the rewards of an episode that gets no further turn: `max_turns`, `no_room` or `timeout`."""
+        return Reply(done=True)
+
+    def close(self) -> None:
+        """Free what the episode holds; called once, however it ended."""

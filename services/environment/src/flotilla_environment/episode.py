@@ -1,0 +1,252 @@
+"""One episode, as the call of its caller plays it.
+
+Invariants: it ends with exactly one `ended`, unless its caller leaves, and then its environment is closed. Only what
+the environment itself gave at its end is a reward: an error and a piece of work above its limit have none. An episode
+whose worker is lost for the sake of another one is played again in a new worker, from its start and with the turns that
+there are. It goes on where the environment says the same again; else its caller begins it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import re
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from flotilla.common.v1.finding_pb2 import Finding
+from flotilla.environment.v1 import environment_pb2 as pb
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    FlotillaError,
+    InvalidRequest,
+    UserCodeError,
+)
+from flotilla_core.structs import to_json
+from flotilla_environment.holders import Holder, Holders, Outcome, Said, owner_of
+from flotilla_workers.functions import Target
+from flotilla_workers.process import Failure, Timeout
+
+BEAT_S = 5.0
+"""A caller takes a replica for dead that is silent for several times as long."""
+CALL_LIMIT_S = 30.0
+CLOSE_LIMIT_S = 10.0
+MOST_DEATHS = 2
+"""Deaths of a worker at work for one episode that are this episode's fault."""
+MOST_BEGINNINGS = 10
+"""Workers in which one episode is begun, before it counts as lost."""
+STOPS = {
+    pb.ENDING_MAX_TURNS: "max_turns",
+    pb.ENDING_NO_ROOM: "no_room",
+    pb.ENDING_TIMEOUT: "timeout",
+}
+_PLACE = re.compile(r"(?P<where>\S.*?:\d+) in \S+: (?P<what>.*)", re.DOTALL)
+_numbers = itertools.count()
+
+
+class Episode:
+    """An episode in some worker."""
+
+    def __init__(self, start: pb.EpisodeStart, target: Target, holders: Holders) -> None:
+        self.name = start.environment.environment
+        self.limit_s = _seconds(start.limit) if start.HasField("limit") else math.inf
+        self._call_limit_s = _seconds(start.call_limit) if start.HasField("call_limit") else CALL_LIMIT_S
+        self._target = target
+        self._owner = owner_of(target, start.run_id)
+        self._holders = holders
+        self._holder: Holder | None = None
+        self._number = next(_numbers)
+        self._past: list[tuple[dict[str, Any], bytes]] = []
+        """The questions so far, and what each answer was."""
+        self._deaths = 0
+        self.is_over = False
+
+    async def ask(self, do: str, **question: Any) -> Said | Failure | Timeout:
+        """Return what the environment says to one more question."""
+        asked = {"do": do, "episode": self._number, **question}
+        for _ in range(MOST_BEGINNINGS):
+            outcome = await self._asked(asked)
+            if outcome is None:
+                continue
+            if isinstance(outcome, Said):
+                self._past.append((asked, outcome.digest))
+            self.is_over = not isinstance(outcome, Said) or outcome.done
+            return outcome
+        raise FailedPrecondition(
+            f"the episode lost its worker {MOST_BEGINNINGS} times",
+            where=self.name,
+            why="other episodes of the run kill workers, or the machine does",
+            next_step="Read the log of this service.",
+        )
+
+    async def _asked(self, question: dict[str, Any]) -> Outcome:
+        """Ask once, in a worker in which the episode stands where it was; None where this worker is lost."""
+        if self._holder is None or self._holder.lost:
+            self._let_go()
+            self._holder = self._holders.take(self._owner)
+            for past, digest in self._past:
+                outcome = await self._blamed(self._holder, past)
+                if not isinstance(outcome, Said):
+                    return outcome
+                if outcome.digest != digest:
+                    raise FailedPrecondition(
+                        "the episode cannot go on in another worker",
+                        where=self.name,
+                        why="its worker was lost, and the environment did not say the same again",
+                    )
+        return await self._blamed(self._holder, question)
+
+    async def _blamed(self, holder: Holder, question: dict[str, Any]) -> Outcome:
+        """Return the outcome; a worker that dies at work is the fault of the episode where that happens again."""
+        outcome = await holder.ask(self._target, question, self._call_limit_s)
+        if isinstance(outcome, Failure) and holder.lost:
+            self._deaths += 1
+            return outcome if self._deaths >= MOST_DEATHS else None
+        return outcome
+
+    async def close(self) -> None:
+        """Free what the episode holds."""
+        holder = self._holder
+        try:
+            if holder is not None and not holder.lost and not self.is_over:
+                with suppress(FlotillaError):  # It says again why the environment does not load.
+                    await holder.ask(self._target, {"do": "close", "episode": self._number}, CLOSE_LIMIT_S)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._holder is not None:
+            self._holder.give_back()
+        self._holder = None
+
+
+async def play(
+    episode: Episode, start: pb.EpisodeStart, parts: AsyncIterator[pb.RunEpisodeRequest]
+) -> AsyncGenerator[pb.RunEpisodeResponse]:
+    """Play an episode: the environment asks for turns, `parts` answers them."""
+    clock = Clock(episode.limit_s)
+    turns: list[float | None] = []
+    ending, doing = pb.ENDING_COMPLETED, "begin"
+    work = asyncio.ensure_future(episode.ask("begin", task=_task(start)))
+    try:
+        while True:
+            async for _ in clock.beats(work):
+                yield pb.RunEpisodeResponse(beat=pb.Beat())
+            outcome = work.result() if work.done() else Timeout(episode.limit_s)
+            if isinstance(outcome, Said) and doing.startswith("reply"):
+                turns[-1] = outcome.reward
+            if not isinstance(outcome, Said) or outcome.done:
+                yield pb.RunEpisodeResponse(ended=_ended(outcome, ending, turns, f"{episode.name}: {doing}"))
+                return
+            asked = pb.TurnAsked(messages=outcome.messages, tools=outcome.tools, afresh=outcome.afresh)
+            yield pb.RunEpisodeResponse(asked=asked)
+            part = await clock.within(anext(parts, None))
+            if part is None and clock.left_s > 0:
+                return  # The caller ended its side: nobody hears what is said.
+            if part is not None and part.WhichOneof("part") == "written":
+                turns.append(None)
+                doing = f"reply to turn {len(turns)}"
+                work = asyncio.ensure_future(episode.ask("reply", turn=_turn(part.written)))
+                continue
+            ending, doing = pb.ENDING_TIMEOUT if part is None else _stop(part), "stop"
+            clock = Clock(math.inf)
+            work = asyncio.ensure_future(episode.ask("stop", ending=STOPS[ending]))
+    finally:
+        work.cancel()
+
+
+class Clock:
+    """The time of one episode."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._ends_at = asyncio.get_running_loop().time() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        return self._ends_at - asyncio.get_running_loop().time()
+
+    async def beats(self, work: asyncio.Future[Any]) -> AsyncGenerator[None]:
+        """Yield now and then until the work or the time ends."""
+        while True:
+            await asyncio.wait((work,), timeout=min(BEAT_S, max(0.0, self.left_s)))
+            if work.done() or self.left_s <= 0:
+                return
+            yield
+
+    async def within(self, coming: Any) -> Any:
+        """Return what comes; None where the time ends before it."""
+        try:
+            async with asyncio.timeout(None if self.left_s == math.inf else max(0.0, self.left_s)):
+                return await coming
+        except TimeoutError:
+            return None
+
+
+def _task(start: pb.EpisodeStart) -> dict[str, Any]:
+    return {
+        "messages": [_message(message) for message in start.messages],
+        "answer": start.answer,
+        "info": to_json(start.info),
+        "seed": start.seed,
+        "attempt": start.attempt,
+    }
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Return a message as chat templates know it."""
+    plain = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _turn(written: pb.TurnWritten) -> dict[str, Any]:
+    return {
+        "content": written.message.content,
+        "calls": _message(written.message).get("tool_calls", []),
+        "unparsed": written.unparsed,
+        "cut": written.finish == pb.TURN_FINISH_LENGTH,
+        "tokens": written.tokens,
+        "tokens_left": written.tokens_left,
+    }
+
+
+def _stop(part: pb.RunEpisodeRequest) -> pb.Ending.ValueType:
+    if part.WhichOneof("part") != "stop" or part.stop.ending not in STOPS:
+        raise InvalidRequest(
+            "the part is no answer to the turn that was asked for",
+            next_step=f"Send written, or stop with one of {', '.join(STOPS.values())}.",
+        )
+    return part.stop.ending
+
+
+def _ended(
+    outcome: Said | Failure | Timeout, ending: pb.Ending.ValueType, turns: list[float | None], doing: str
+) -> pb.EpisodeEnded:
+    if isinstance(outcome, Timeout):
+        error = DeadlineExceeded(f"the environment took longer than {outcome.limit_s:g} s", where=doing)
+        return pb.EpisodeEnded(ending=pb.ENDING_TIMEOUT, failure=error.finding())
+    if isinstance(outcome, Failure):
+        return pb.EpisodeEnded(ending=pb.ENDING_ERROR, failure=_finding(outcome, doing))
+    rewards = [] if all(one is None for one in turns) else [one or 0.0 for one in turns]
+    return pb.EpisodeEnded(
+        ending=ending, rewards=outcome.rewards, turn_rewards=rewards, metrics=outcome.metrics
+    )
+
+
+def _finding(failure: Failure, doing: str) -> Finding:
+    """Return what failed, and in which line of the user's."""
+    found = _PLACE.fullmatch(failure.message)
+    where, what = (found["where"], found["what"]) if found else ("", failure.message)
+    return UserCodeError(f"{doing} failed: {what}", where=where, why=failure.traceback).finding()
+
+
+def _seconds(duration: Any) -> float:
+    return float(duration.ToNanoseconds() / 1e9)

@@ -1,0 +1,66 @@
+"""Plays one episode in a process of its own that needs no fleet: how a user tries an environment.
+
+Run as `python -m flotilla_environment.trial ISOLATION`, a section of the stack as JSON. Each line of standard input is
+a `RunEpisodeRequest` as JSON, each of standard output a `RunEpisodeResponse`. It plays as the service does, in a worker
+that is killed at its limits. An error of the call is the last line, a `Finding`, with exit code REFUSED. What user code
+prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from typing import TextIO
+
+from google.protobuf.json_format import MessageToJson, Parse
+
+from flotilla.environment.v1 import environment_pb2 as pb
+from flotilla_core.config.stack import IsolationConfig
+from flotilla_core.errors import FlotillaError
+from flotilla_environment import catalog
+from flotilla_environment.episode import Episode, play
+from flotilla_environment.holders import Holders
+from flotilla_workers.jail.jail import find
+
+REFUSED = 3
+
+
+async def _parts() -> AsyncIterator[pb.RunEpisodeRequest]:
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        yield Parse(line, pb.RunEpisodeRequest())
+
+
+async def _played(results: TextIO) -> None:
+    isolation = IsolationConfig.model_validate_json(sys.argv[1])
+    holders, parts = Holders(1, partial(find, isolation, "environment")), _parts()
+    await holders.start()
+    try:
+        start = (await anext(parts)).start
+        episode = Episode(start, catalog.resolve(start.environment), holders)
+        async with aclosing(play(episode, start, parts)) as responses:
+            async for response in responses:
+                print(MessageToJson(response, indent=None), file=results, flush=True)
+        await episode.close()
+    finally:
+        await holders.stop()
+
+
+def main() -> int:
+    """Play the episode of standard input."""
+    # What user code and its worker print must not come between.
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        asyncio.run(_played(results))
+    except FlotillaError as error:
+        print(MessageToJson(error.finding(), indent=None), file=results, flush=True)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""The episodes in a worker: how an environment is loaded, and how what it says becomes plain data.
+
+Invariants: an episode that ended, or whose environment raised, is closed and forgotten before its answer leaves. What
+an environment returns is checked here, so what is wrong with it is told with the line of its method. Nothing heavy is
+imported here: workers start with this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from reprlib import repr
+from typing import Any
+
+from flotilla_environment.builtin import BUILTIN
+from flotilla_environment.environment import Begun, Call, Environment, Reply, Task, Turn
+from flotilla_workers.functions import Refusal, Target, user_function
+
+MOST_BYTES = 960 * 1024
+"""The length of what one reply says, as JSON; a worker's answer has at most 1 MiB."""
+MOST_MESSAGES = 1_000
+MOST_NUMBERS = 100
+"""Rewards, and metrics, of one episode."""
+LONGEST_NAME = 200
+NOTHING: dict[str, Any] = {
+    "messages": [],
+    "tools": [],
+    "done": True,
+    "afresh": False,
+    "reward": None,
+    "rewards": {},
+    "metrics": {},
+}
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def load(target: Target) -> Callable[[Any], Any]:
+    """Return what answers questions about the episodes of one environment."""
+    found = BUILTIN[target.source] if target.kind == "builtin" else user_function(target)
+    name = target.function or target.source
+    if not isinstance(found, type) or not issubclass(found, Environment):
+        raise Refusal(f"{name} is no subclass of flotilla_environment.Environment")
+    try:
+        inspect.signature(found).bind(**target.parameters)
+    except TypeError as error:
+        given = ", ".join(f"{key}=" for key in target.parameters)
+        raise Refusal(f"{name}{inspect.signature(found)} cannot be made with ({given}): {error}") from error
+    return Episodes(found, target.parameters).answer
+
+
+class Episodes:
+    """The episodes of one environment with its parameters."""
+
+    def __init__(self, environment: type[Environment], parameters: dict[str, Any]) -> None:
+        self._environment = environment
+        self._parameters = parameters
+        self._playing: dict[int, Environment] = {}
+        self._tools: dict[int, list[str]] = {}
+        self._loop = asyncio.new_event_loop()
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return what the environment says; nothing of the end of an episode that nobody hears."""
+        episode = question["episode"]
+        if question["do"] == "close":
+            self._close(episode)
+            return NOTHING
+        try:
+            said = self._said(episode, question)
+        except BaseException:
+            with suppress(Exception):
+                self._close(episode)
+            raise
+        if said["done"]:
+            self._close(episode)
+        return said
+
+    def _said(self, episode: int, question: dict[str, Any]) -> dict[str, Any]:
+        if question["do"] == "begin":
+            environment = self._playing[episode] = self._environment(**self._parameters)
+            begun = self._call(environment.begin, Task(**question["task"]))
+            if not isinstance(begun, Begun):
+                raise _refused(environment.begin, f"returned {repr(begun)}, expected a Begun")
+            self._tools[episode] = _tools(environment.begin, begun.tools)
+            reply, method = Reply(begun.messages), environment.begin
+        else:
+            environment = self._playing[episode]
+            if question["do"] == "stop":
+                method, reply = environment.stop, self._call(environment.stop, question["ending"])
+            else:
+                method, reply = environment.reply, self._call(environment.reply, _turn(question["turn"]))
+            if not isinstance(reply, Reply):
+                raise _refused(method, f"returned {repr(reply)}, expected a Reply")
+        messages = _messages(method, reply.messages)
+        done = bool(reply.done) or question["do"] == "stop"
+        if not messages and not done:
+            raise _refused(
+                method, "returned no messages and is not done: the policy has nothing to answer to"
+            )
+        return {
+            "messages": messages,
+            "tools": [] if done else self._tools[episode],
+            "afresh": bool(reply.afresh),
+            "done": done,
+            "reward": None if reply.reward is None else _number(method, "reward", reply.reward),
+            "rewards": _numbers(method, "rewards", reply.rewards),
+            "metrics": _numbers(method, "metrics", reply.metrics),
+        }
+
+    def _call(self, method: Callable[..., Any], argument: object) -> Any:
+        returned = method(argument)
+        # One that waits keeps the other episodes of this worker waiting, too.
+        return self._loop.run_until_complete(returned) if inspect.iscoroutine(returned) else returned
+
+    def _close(self, episode: int) -> None:
+        environment = self._playing.pop(episode, None)
+        self._tools.pop(episode, None)
+        if environment is not None:
+            environment.close()
+
+
+def _turn(said: dict[str, Any]) -> Turn:
+    """Return a turn; a call whose arguments are no object is one that could not be read."""
+    calls, unparsed = [], said["unparsed"]
+    for call in said.pop("calls"):
+        try:
+            arguments = json.loads(call["arguments"] or "{}")
+        except (ValueError, RecursionError) as error:
+            unparsed = unparsed or f"arguments of {call['name']} are not JSON: {error}"
+            continue
+        if isinstance(arguments, dict):
+            calls.append(Call(call["id"], call["name"], arguments))
+        else:
+            unparsed = unparsed or f"arguments of {call['name']} are no JSON object"
+    return Turn(**(said | {"calls": tuple(calls), "unparsed": unparsed}))
+
+
+def _refused(method: Callable[..., Any], text: str) -> Refusal:
+    """Return the refusal of what a method returned, with the line of the method."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    where = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}: " if code is not None else ""
+    return Refusal(where + text)
+
+
+def _messages(method: Callable[..., Any], given: object) -> list[dict[str, Any]]:
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(messages, Sequence) or len(messages) > MOST_MESSAGES:
+        raise _refused(
+            method, f"returned {repr(given)} as messages, expected a list of at most {MOST_MESSAGES}"
+        )
+    plain = [_message(method, message) for message in messages]
+    characters = sum(map(_characters, plain))
+    # JSON has at most six bytes for a character.
+    if characters > MOST_BYTES or (characters > MOST_BYTES // 6 and len(json.dumps(plain)) > MOST_BYTES):
+        raise _refused(
+            method,
+            f"returned messages of {characters:,} characters; as JSON they may have {MOST_BYTES:,} bytes",
+        )
+    return plain
+
+
+def _characters(message: dict[str, Any]) -> int:
+    return len(message["content"]) + sum(len(call["arguments"]) for call in message.get("tool_calls", ()))
+
+
+def _message(method: Callable[..., Any], given: object) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or given.get("role") not in ROLES:
+        raise _refused(method, f"returned a message {repr(given)}, expected a role among {', '.join(ROLES)}")
+    content = given.get("content")
+    if not isinstance(content, str | None):
+        raise _refused(method, f"returned a message whose content is {repr(content)}, expected text")
+    message: dict[str, Any] = {"role": given["role"], "content": content or ""}
+    if given.get("tool_call_id"):
+        message["tool_call_id"] = _name(method, given["tool_call_id"])
+    if given.get("tool_calls"):
+        message["tool_calls"] = [_call_said(method, call) for call in given["tool_calls"]]
+    return message
+
+
+def _call_said(method: Callable[..., Any], given: Any) -> dict[str, str]:
+    """Return a call in a message of the environment's, which may be written as chat templates have it."""
+    call = given.get("function", given)
+    arguments = call.get("arguments", "{}")
+    return {
+        "id": _name(method, given.get("id", "")),
+        "name": _name(method, call["name"]),
+        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+    }
+
+
+def _name(method: Callable[..., Any], given: object) -> str:
+    if not isinstance(given, str) or len(given) > LONGEST_NAME:
+        raise _refused(
+            method, f"named something {repr(given)}, expected text of at most {LONGEST_NAME} characters"
+        )
+    return given
+
+
+def _tools(method: Callable[..., Any], given: Sequence[Mapping[str, Any]]) -> list[str]:
+    tools = [json.dumps(tool.get("function", tool)) for tool in given]
+    if len(tools) > MOST_MESSAGES or sum(map(len, tools)) > MOST_BYTES // 4:
+        raise _refused(
+            method, f"returned tools of {sum(map(len, tools)):,} bytes, of {MOST_BYTES // 4:,} at most"
+        )
+    return tools
+
+
+def _numbers(method: Callable[..., Any], what: str, given: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(given, Mapping) or len(given) > MOST_NUMBERS:
+        raise _refused(
+            method, f"returned {repr(given)} as {what}, expected at most {MOST_NUMBERS} numbers by name"
+        )
+    return {_name(method, key): _number(method, f"{what} {key}", value) for key, value in given.items()}
+
+
+def _number(method: Callable[..., Any], what: str, given: Any) -> float:
+    try:
+        number = float(given)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or isinstance(given, str):
+        raise _refused(method, f"returned {repr(given)} as {what}, expected a finite number")
+    return number
