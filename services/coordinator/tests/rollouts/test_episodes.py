@@ -6,19 +6,18 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.ledger.records import DropReason, Ending
+from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.rollouts.batch import RolloutSample
-from flotilla_coordinator.rollouts.episode_call import Asked, Ended, EpisodeStart
+from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeStart
 from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_core.config import EnvironmentConfig, SamplingConfig
@@ -101,11 +100,10 @@ class Call:
     """Plays a script: what the environment asks for and how it ends, or that it is lost."""
 
     script: list[Asked | Ended | Exception]
-    stops_with: Ended
     start: EpisodeStart
     ended: Ended | None = None
     answers: list[dict[str, Any]] = field(default_factory=list)
-    stopped: Ending | None = None
+    stopped: str = ""
 
     async def asked(self) -> Asked | None:
         await asyncio.sleep(0)
@@ -122,8 +120,9 @@ class Call:
     async def written(self, message: dict[str, Any], **facts: Any) -> None:
         self.answers.append({"message": message, **facts})
 
-    async def stop(self, ending: Ending) -> None:
-        self.stopped, self.ended = ending, replace(self.stops_with, ending=ending)
+    async def stop(self, ending: str) -> Ended:
+        self.stopped, self.ended = ending, Ended(ending, {"score": 0.25}, (), {})
+        return self.ended
 
 
 class Environments:
@@ -137,7 +136,7 @@ class Environments:
     @asynccontextmanager
     async def begin(self, start: EpisodeStart) -> AsyncIterator[Call]:
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
-        call = Call(list(script), Ended(Ending.COMPLETED, {"score": 0.25}), start)
+        call = Call(list(script), start)
         self.calls.append(call)
         self.open += 1
         try:
@@ -146,11 +145,15 @@ class Environments:
             self.open -= 1
 
 
-def asks(*texts: str, **options: Any) -> Asked:
-    return Asked([user(text) for text in texts], **options)
+def asks(*texts: str, tools: list[dict[str, Any]] | None = None, **options: Any) -> Asked:
+    return Asked([user(text) for text in texts], tools or [], **options)
 
 
-DONE = Ended(Ending.COMPLETED, {"solved": 1.0}, metrics={"moves": 2.0})
+def ends(turn_rewards: tuple[float, ...] = (), moves: float = 2.0, **rewards: float) -> Ended:
+    return Ended("completed", rewards, turn_rewards, {"moves": moves})
+
+
+DONE = ends(solved=1.0)
 TWO_TURNS: Script = [asks("One?"), asks("Two?"), DONE]
 
 
@@ -211,11 +214,12 @@ async def test_an_episode_is_one_sample_with_its_turns_and_what_was_said_between
     assert "Two?" in tokenizer.decode(sample.token_ids[~sample.trained].tolist())
     assert [(s.version.step, s.end - s.start) for s in sample.spans] == [(3, len(turn))] * 2
     assert sample.text == "blue" and sample.episode is not None
-    assert (sample.episode.ending, sample.episode.turns) == (Ending.COMPLETED, 2)
-    assert "One?" in tokenizer.decode(sample.episode.prompt_token_ids.tolist())
+    assert (sample.episode.ending, sample.episode.turns) == ("completed", 2)
+    (only,) = sample.episode.branches
+    assert only.start == 0 and "One?" in tokenizer.decode(only.prompt_token_ids.tolist())
     said = json.loads(sample.episode.messages)
     assert [one.get("content") for one in said] == ["One?", "blue", "Two?", "blue", None]
-    assert said[-1] == {"ended": "completed", "rewards": {"solved": 1.0}, "turn_rewards": []}
+    assert said[-1] == {"ended": "completed", "rewards": {"solved": 1.0}}
     assert sample.played is not None and sample.played.total == 1.0 and sample.outcome is None
 
 
@@ -223,7 +227,7 @@ async def test_each_turn_sees_exactly_the_tokens_before_it_on_the_replica_that_h
     played = await play(Environments(TWO_TURNS))
     sample = played.one
     first, second = (from_tensor(asked.prompt_token_ids).tolist() for asked in played.generator.asked)
-    assert first == sample.episode.prompt_token_ids.tolist()
+    assert first == sample.episode.branches[0].prompt_token_ids.tolist()
     turn = int(np.flatnonzero(~sample.trained)[-1]) + 1
     assert second == first + sample.token_ids.tolist()[:turn]
     assert played.pool.affinities == [SLOTS[0]] * 2
@@ -255,7 +259,7 @@ async def test_a_generator_that_dies_costs_a_turn_and_its_environment_does_not_n
 async def test_an_environment_that_is_lost_costs_the_episode_which_begins_again(play: Play) -> None:
     gone: Script = [asks("One?"), Unavailable("the environment is gone")]
     played = await play(Environments(gone, TWO_TURNS), says="sky")
-    assert [call.start.attempt for call in played.environments.calls] == [0, 1]
+    assert [call.start.attempt for call in played.environments.calls] == [1, 2]
     sample = played.one
     assert sample.attempt == 1 and sample.episode.turns == 2 and sample.played.total == 1.0
     assert played.lost == [(SLOTS[0],)]
@@ -268,14 +272,14 @@ async def test_an_environment_that_is_always_lost_ends_the_run(play: Play) -> No
 
 
 async def test_a_failed_environment_is_no_reward_and_harms_no_sibling(play: Play) -> None:
-    raised = Ended(Ending.ERROR, failure=Finding(what="division by zero", where="/env.py:12"))
+    raised = Ended("error", {}, (), {}, "/env.py:12: division by zero", "in move")
     played = await play(Environments([asks("One?"), raised], TWO_TURNS), SLOTS)
     failed = next(one for one in played.samples.values() if one.played.total is None)
     (other,) = (one for one in played.samples.values() if one is not failed)
-    assert failed.drop_reason is DropReason.ENVIRONMENT_ERROR and failed.episode.ending is Ending.ERROR
-    assert "division by zero" in failed.outcome.failure and not failed.outcome.unverifiable
+    assert failed.drop_reason is DropReason.ENVIRONMENT_ERROR and failed.episode.ending == "error"
+    assert failed.outcome.report == "/env.py:12: division by zero\nin move" and failed.outcome.failed
     (verdict,) = failed.verdicts
-    assert (verdict.file, verdict.line, verdict.value) == ("/env.py", 12, None)
+    assert (verdict.reward, verdict.outcome, verdict.value) == ("environment", "error", None)
     assert "division by zero" in failed.episode.messages
     assert other.played.total == 1.0 and other.drop_reason is None
 
@@ -283,10 +287,10 @@ async def test_a_failed_environment_is_no_reward_and_harms_no_sibling(play: Play
 @pytest.mark.parametrize(
     "ended",
     [
-        Ended(Ending.COMPLETED, {"a": float("nan")}),
-        Ended(Ending.COMPLETED, {"a": float("inf"), "b": float("-inf")}),
-        Ended(Ending.COMPLETED, {"a": 1e308, "b": 1e308}),
-        Ended(Ending.COMPLETED, {}, turn_rewards=(1.0, 2.0)),
+        ends(a=float("nan")),
+        ends(a=float("inf"), b=float("-inf")),
+        ends(a=1e308, b=1e308),
+        ends((1.0, 2.0)),
     ],
     ids=["nan", "inf", "overflow", "more than turns"],
 )
@@ -296,7 +300,7 @@ async def test_rewards_that_mean_nothing_are_a_failure(play: Play, ended: Ended)
 
 
 async def test_rewards_of_turns_and_of_the_end_are_added(play: Play) -> None:
-    ended = Ended(Ending.COMPLETED, {"a": 1.0, "b": 0.5}, turn_rewards=(0.25, -1.0))
+    ended = ends((0.25, -1.0), a=1.0, b=0.5)
     played = await play(Environments([asks("One?"), asks("Two?"), ended]))
     assert played.one.played.total == 0.75 and played.one.episode.turn_rewards == (0.25, -1.0)
     assert played.one.played.verdicts[0].parts == {"a": 1.0, "b": 0.5, "turns": -0.75}
@@ -306,14 +310,14 @@ async def test_turns_beyond_the_limit_are_refused_and_the_environment_judges_wha
     play: Play,
 ) -> None:
     played = await play(Environments([asks(f"{i}?") for i in range(9)]), max_turns=3)
-    assert played.one.episode.turns == 3 and played.environments.calls[0].stopped is Ending.MAX_TURNS
-    assert played.one.episode.ending is Ending.MAX_TURNS and played.one.played.total == 0.25
+    assert played.one.episode.turns == 3 and played.environments.calls[0].stopped == "max_turns"
+    assert played.one.episode.ending == "max_turns" and played.one.played.total == 0.25
     assert played.one.truncated
 
 
 async def test_an_episode_without_room_ends_with_the_turns_that_it_has(play: Play) -> None:
     played = await play(Environments([asks("One?"), asks("x" * 600), DONE]), episode_tokens=400)
-    assert played.one.episode.ending is Ending.NO_ROOM and played.one.episode.turns == 1
+    assert played.one.episode.ending == "no_room" and played.one.episode.turns == 1
     assert played.one.trained.all(), "no context follows the last turn"
 
 
@@ -341,11 +345,11 @@ async def test_an_episode_that_takes_too_long_is_dropped_and_frees_its_environme
     monkeypatch.setattr(Call, "asked", never)
     played = await play(Environments(TWO_TURNS), episode_timeout_s=0.01)
     assert played.one.drop_reason is DropReason.ENVIRONMENT_TIMEOUT
-    assert played.one.episode.ending is Ending.TIMEOUT and "longer than 0.01 s" in played.one.outcome.failure
+    assert played.one.episode.ending == "timeout" and "longer than 0.01 s" in played.one.outcome.failure
 
 
 async def test_messages_that_the_template_refuses_fail_that_episode_alone(play: Play) -> None:
-    odd: Script = [Asked([user("Weather?")], tools=[{"type": "function", "function": {"name": "weather"}}])]
+    odd: Script = [asks("Weather?", tools=[{"type": "function", "function": {"name": "weather"}}])]
     played = await play(Environments(odd, TWO_TURNS), SLOTS)
     outcomes = sorted(str(one.drop_reason) for one in played.samples.values())
     assert outcomes == ["None", "environment_error"]
@@ -373,10 +377,14 @@ async def test_a_cancelled_group_frees_all_its_environments(
 async def test_a_rewritten_history_is_a_branch_of_the_same_sample(play: Play, tokenizer: Tokenizer) -> None:
     played = await play(Environments([asks("One?"), asks("In short: blue.", afresh=True), DONE]))
     sample = played.one
-    (branch,) = sample.episode.branches
-    assert sample.trained.all() and branch.trained.all() and len(sample.all_spans) == 2
-    assert "In short" in tokenizer.decode(branch.prompt_token_ids.tolist())
-    assert sample.nbytes > branch.nbytes
+    first, second = sample.episode.branches
+    assert sample.trained.all() and (first.start, second.start) == (0, len(sample.token_ids) // 2)
+    assert [(span.start, span.end) for span in sample.spans] == [
+        (0, second.start),
+        (second.start, 2 * second.start),
+    ]
+    assert "In short" in tokenizer.decode(second.prompt_token_ids.tolist())
+    assert sample.nbytes > second.prompt_token_ids.nbytes + first.prompt_token_ids.nbytes
     assert played.episodes.figures.take()["episodes/branches_history"] == 1.0
 
 

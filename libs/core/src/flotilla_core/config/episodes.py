@@ -31,6 +31,9 @@ class EnvironmentConfig(ConfigModel):
     """Time limit of an episode; one that takes longer has no reward and is not trained."""
     call_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
     """Time limit of one answer of the environment; one that takes longer has failed."""
+    trusted: bool = False
+    """Run an environment of yours outside of the jail, as the environment service itself: with its files, its network
+    and its variables."""
 
     def with_paths_from(self, directory: Path) -> Self:
         return self.model_copy(update={"name": function_path(self.name, directory)})

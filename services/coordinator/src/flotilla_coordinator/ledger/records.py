@@ -69,19 +69,6 @@ REWARDS_FAILED = (*REWARD_FAILURES, DropReason.GROUP_TOO_SMALL)
 """Reasons of a failing reward; the last one is for the siblings of a sample that it failed on."""
 
 
-class Ending(StrEnum):
-    """The way in which an episode ended, by its name on disk and on the wire."""
-
-    COMPLETED = "completed"
-    """The environment ended it."""
-    MAX_TURNS = "max_turns"
-    NO_ROOM = "no_room"
-    """The tokens of the episode were used up."""
-    TIMEOUT = "timeout"
-    ERROR = "error"
-    """The environment failed, which is never a reward."""
-
-
 class SampleState(IntEnum):
     """The state of a sample on its way into training."""
 
@@ -164,43 +151,34 @@ class GroupOutcome:
 
 @dataclass(frozen=True)
 class Branch:
-    """A sequence of an episode with a prompt of its own, because its history does not go on from an earlier one."""
+    """A sequence of an episode: a prompt, and where what follows it begins among the tokens of the sample."""
 
+    start: int
     prompt_token_ids: Int32Array
-    token_ids: Int32Array
-    logprobs: Float32Array
-    """0 where the policy did not write."""
-    trained: BoolArray
-    """The tokens that the policy wrote in this sequence."""
-    spans: tuple[TokenSpan, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of its tokens and columns."""
-        return sum(
-            column.nbytes for column in (self.prompt_token_ids, self.token_ids, self.logprobs, self.trained)
-        )
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What a sample of several turns has in addition to its first sequence."""
+    """What a sample of several turns has in addition.
 
-    ending: Ending
+    Its tokens and their columns are those of all its sequences, one after the other.
+    """
+
+    ending: str
+    """`completed`, `max_turns`, `no_room`, `timeout` or `error`."""
     turns: int
     turn_rewards: tuple[float, ...]
     """The reward of each turn; none where the environment gave none."""
     messages: str
     """The conversation as JSON, to be shown."""
-    prompt_token_ids: Int32Array
-    """The prompt of the first sequence, which may be more than that of its group."""
-    branches: tuple[Branch, ...] = ()
-    """The further sequences."""
+    branches: tuple[Branch, ...]
+    """Its sequences: the first one starts at 0, and each further one is a history that does not go on from an earlier
+    one."""
 
     @property
     def nbytes(self) -> int:
-        """Return the size of its own prompt and of its branches."""
-        return self.prompt_token_ids.nbytes + sum(branch.nbytes for branch in self.branches)
+        """Return the size of its prompts."""
+        return sum(branch.prompt_token_ids.nbytes for branch in self.branches)
 
 
 @dataclass
@@ -230,15 +208,9 @@ class FinishedSample:
     """What it has in addition where an environment was in the loop."""
 
     @property
-    def all_spans(self) -> tuple[TokenSpan, ...]:
-        """Return the spans of all its sequences."""
-        branches = () if self.episode is None else self.episode.branches
-        return (*self.spans, *(span for branch in branches for span in branch.spans))
-
-    @property
     def oldest_version(self) -> Version | None:
         """Return the oldest version that generated any of its tokens."""
-        return min((span.version for span in self.all_spans), default=None)
+        return min((span.version for span in self.spans), default=None)
 
 
 @dataclass(frozen=True)

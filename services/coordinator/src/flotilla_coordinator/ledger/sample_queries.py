@@ -13,7 +13,9 @@ from flotilla_coordinator.ledger.records import (
     GroupOutcome,
     SampleRecord,
     SampleState,
+    TokenSpan,
 )
+from flotilla_core.version import Version
 
 
 def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> list[AdmittedGroup]:
@@ -109,7 +111,7 @@ def _sample_record(row: tuple[object, ...]) -> SampleRecord:
         text="" if text is None else str(text),
         token_ids=_array(token_ids, "<i4"),
         logprobs=_array(logprobs, "<f4"),
-        spans=episodes.spans_of_bytes(spans) if isinstance(spans, bytes) else (),
+        spans=_spans(spans),
         reward_terms=tuple(np.frombuffer(terms, "<f8").tolist()) if isinstance(terms, bytes) else (),
         greedy_reward=None if greedy is None else float(str(greedy)),
         trained=_array(trained, "?"),
@@ -119,3 +121,10 @@ def _sample_record(row: tuple[object, ...]) -> SampleRecord:
 
 def _array(data: object, dtype: str) -> np.ndarray | None:
     return np.frombuffer(data, dtype=dtype) if isinstance(data, bytes) else None
+
+
+def _spans(data: object) -> tuple[TokenSpan, ...]:
+    if not isinstance(data, bytes):
+        return ()
+    rows = np.frombuffer(data, dtype="<i8").reshape(-1, 4).tolist()
+    return tuple(TokenSpan(Version(lineage, step), start, end) for lineage, step, start, end in rows)

@@ -187,7 +187,6 @@ CREATE TABLE episodes (
     turns INTEGER NOT NULL,
     turn_rewards BLOB NOT NULL,
     messages TEXT NOT NULL,
-    prompt_token_ids BLOB NOT NULL,
     branches BLOB NOT NULL
 );
 CREATE TRIGGER episodes_go_with_payloads AFTER DELETE ON payloads

@@ -13,18 +13,18 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from flotilla_coordinator.data.renders import Renders
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.ledger.records import Ending, Episode
+from flotilla_coordinator.ledger.records import Branch, Episode, TokenSpan
 from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
 from flotilla_coordinator.rollouts.batch import RolloutSample
-from flotilla_coordinator.rollouts.episode_call import Asked, Ended, Environments, EpisodeCall, EpisodeStart
+from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeCall, EpisodeStart
 from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.rollouts.transcript import Transcript
@@ -37,13 +37,23 @@ from flotilla_core.errors import (
     FlotillaError,
     InvalidConfig,
     Unavailable,
-    UserCodeError,
 )
-from flotilla_core.findings import found_of, text_of
 
 T = TypeVar("T")
+
+
+class Environments(Protocol):
+    """Begins episodes of one environment."""
+
+    def begin(self, start: EpisodeStart) -> AbstractAsyncContextManager[EpisodeCall]:
+        """Begin an episode; what it holds is freed at the exit."""
+        ...
+
+
 ENVIRONMENT = "environment"
 """The name of its verdict among those of the rewards."""
+MAX_TURNS, NO_ROOM, TIMEOUT, ERROR = "max_turns", "no_room", "timeout", "error"
+"""Endings of episodes that their environment did not end by itself."""
 
 
 class _Lost(Exception):
@@ -73,44 +83,52 @@ class _Play:
     def sample(self, ended: Ended) -> RolloutSample:
         """Return the whole episode, with the rewards that its environment gave or the reason why there are none."""
         sequences = self.transcript.sequences
-        if not sequences and ended.failure is None:
-            why = (
-                "there is no room for a first turn"
-                if ended.ending is Ending.NO_ROOM
-                else "no turn was asked for"
-            )
-            ended = Ended(Ending.ERROR, failure=InvalidConfig(why, where=self.sample_id).finding())
+        if not sequences and not ended.failure:
+            why = "there is no room for a first turn" if ended.ending == NO_ROOM else "no turn was asked for"
+            ended = replace(ended, failure=f"the policy wrote nothing: {why}")
         played = _outcome(ended, self.transcript.turns)
-        if played.total is None and ended.ending is not Ending.TIMEOUT:
-            ended = replace(ended, ending=Ending.ERROR)
-        note = {"ended": ended.ending, "rewards": ended.rewards, "turn_rewards": [*ended.turn_rewards]}
-        record = [*self.transcript.record, note | ({"failure": played.failure} if played.failure else {})]
-        nothing = np.empty(0, np.int32)
-        first = sequences[0] if sequences else None
+        ending = ERROR if played.total is None and ended.ending != TIMEOUT else ended.ending
+        record = [*self.transcript.record, _last_entry(ending, ended, played)]
+        starts = np.cumsum([0, *(len(one.token_ids) for one in sequences)]).tolist()
+        last = self.last
         return RolloutSample(
             sample_id=self.sample_id,
-            token_ids=nothing if first is None else first.token_ids,
-            logprobs=nothing.astype(np.float32) if first is None else first.logprobs,
-            text="" if self.last is None else self.last.text,
-            spans=() if first is None else first.spans,
-            truncated=ended.ending in (Ending.MAX_TURNS, Ending.NO_ROOM)
-            or (self.last is not None and self.last.truncated),
-            generator="" if self.last is None else self.last.generator,
+            token_ids=_joined([one.token_ids for one in sequences], np.int32),
+            logprobs=_joined([one.logprobs for one in sequences], np.float32),
+            text="" if last is None else last.text,
+            spans=tuple(
+                TokenSpan(span.version, start + span.start, start + span.end)
+                for start, one in zip(starts, sequences, strict=False)
+                for span in one.spans
+            ),
+            truncated=ending in (MAX_TURNS, NO_ROOM) or (last is not None and last.truncated),
+            generator="" if last is None else last.generator,
             attempt=max(self.attempt, int(self.again)),
-            trained=nothing.astype(np.bool_) if first is None else first.trained,
+            trained=_joined([one.trained for one in sequences], np.bool_),
             instance_ids=frozenset(self.instance_ids),
             outcome=played if played.total is None else None,
             played=played,
             verdicts=played.verdicts,
             episode=Episode(
-                ending=ended.ending,
+                ending=ending,
                 turns=self.transcript.turns,
                 turn_rewards=ended.turn_rewards,
                 messages=json.dumps(record, ensure_ascii=False, separators=(",", ":")),
-                prompt_token_ids=nothing if first is None else first.prompt_token_ids,
-                branches=tuple(sequences[1:]),
+                branches=tuple(
+                    Branch(start, one.prompt_token_ids) for start, one in zip(starts, sequences, strict=False)
+                ),
             ),
         )
+
+
+def _joined(columns: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([*columns, np.empty(0, dtype)]).astype(dtype, copy=False)
+
+
+def _last_entry(ending: str, ended: Ended, played: Outcome) -> dict[str, Any]:
+    """Return the end of an episode, as its conversation shows it."""
+    entry = {"ended": ending, "rewards": ended.rewards, "turn_rewards": ended.turn_rewards}
+    return {name: value for name, value in (entry | {"failure": played.failure}).items() if value}
 
 
 class EpisodeFigures:
@@ -231,14 +249,14 @@ class Episodes:
                 why=f"{play.policy_s:.0f} s of it went into {play.transcript.turns} turns of the policy",
                 next_step="raise environment.episode_timeout_s, or lower environment.max_turns",
             )
-            return Ended(Ending.TIMEOUT, failure=late.finding())
+            return _failed(TIMEOUT, late)
 
     async def _played(self, play: _Play) -> Ended:
         prompt = play.request.prompt
         assert prompt is not None, "a request for episodes has its row"
         start = EpisodeStart(
             episode_id=play.sample_id,
-            attempt=play.attempt,
+            attempt=play.attempt + 1,
             messages=prompt.chat or [{"role": "user", "content": prompt.prompt_text}],
             answer=prompt.answer,
             info=prompt.info,
@@ -251,26 +269,24 @@ class Episodes:
                 if isinstance(over, Ended):
                     return over
                 if over is not None:
-                    await _of_environment(call.stop(over))
-                    await _of_environment(call.asked())
-                    break
+                    return await _of_environment(call.stop(over))
             if call.ended is None:
-                raise _Lost(Unavailable("an environment went on after the end of its episode"))
+                raise _Lost(Unavailable("the environment ended an episode without a word"))
             return call.ended
 
-    async def _turn(self, play: _Play, call: EpisodeCall, asked: Asked) -> Ending | Ended | None:
+    async def _turn(self, play: _Play, call: EpisodeCall, asked: Asked) -> str | Ended | None:
         """Let the policy write one turn; return why there is none, or how the episode ended without one."""
         transcript, own = play.transcript, play.request.sampling
         if transcript.turns >= self._config.max_turns:
-            return Ending.MAX_TURNS
+            return MAX_TURNS
         try:
             room = await transcript.hear(
-                asked.messages, asked.tools, afresh=asked.afresh, thread=asked.thread
+                asked.messages, asked.tools or None, afresh=asked.afresh, thread=asked.thread
             )
         except (InvalidConfig, FailedPrecondition) as refused:  # the template does not take what was said
-            return Ended(Ending.ERROR, failure=refused.finding())
+            return _failed(ERROR, refused)
         if room < 1:
-            return Ending.NO_ROOM
+            return NO_ROOM
         most = min(own.max_response_tokens, room, asked.max_tokens or room)
         limits = {
             "max_response_tokens": most,
@@ -320,6 +336,10 @@ async def _of_environment(said: Awaitable[T]) -> T:
         raise _Lost(error) from error
 
 
+def _failed(ending: str, why: FlotillaError) -> Ended:
+    return Ended(ending, {}, (), {}, failure=str(why))
+
+
 def _outcome(ended: Ended, turns: int) -> Outcome:
     """Return what the rewards of an environment are worth together, or why they are worth nothing."""
     given = dict(ended.rewards)
@@ -327,19 +347,16 @@ def _outcome(ended: Ended, turns: int) -> Outcome:
         given["turns"] = sum(ended.turn_rewards)
     total = sum(given.values())
     failure = ended.failure
-    if failure is None and len(ended.turn_rewards) not in (0, turns):
-        failure = UserCodeError(f"there are {len(ended.turn_rewards)} rewards for {turns} turns").finding()
-    if failure is None and not abs(total) <= LARGEST_REWARD:
-        failure = UserCodeError(f"the rewards of the environment add up to {total}").finding()
-    if failure is None:
+    if not failure and ended.ending in (ERROR, TIMEOUT):
+        failure = f"the environment ended with {ended.ending}"
+    if not failure and len(ended.turn_rewards) not in (0, turns):
+        failure = f"the environment gave {len(ended.turn_rewards)} rewards for {turns} turns"
+    if not failure and not abs(total) <= LARGEST_REWARD:
+        failure = f"the rewards of the environment add up to {total}"
+    if not failure:
         return Outcome(total, verdicts=(TermVerdict(ENVIRONMENT, Said.SCORED, total, given),))
-    timed_out = ended.ending is Ending.TIMEOUT
-    file, _, line = failure.where.rpartition(":")
-    verdict = TermVerdict(
-        ENVIRONMENT,
-        Said.TIMEOUT if timed_out else Said.ERROR,
-        message=found_of(failure),
-        file=file if line.isdecimal() else "",
-        line=int(line) if line.isdecimal() else 0,
+    said = Said.TIMEOUT if ended.ending == TIMEOUT else Said.ERROR
+    verdict = TermVerdict(ENVIRONMENT, said, message=failure)
+    return Outcome(
+        None, failure, timed_out=said is Said.TIMEOUT, verdicts=(verdict,), traceback=ended.traceback
     )
-    return Outcome(None, text_of(failure), timed_out=timed_out, verdicts=(verdict,))

@@ -76,7 +76,7 @@ class GreedyBaseline:
     async def _response(self, request: GenerationRequest) -> RolloutSample:
         async with aclosing(self._sampler.samples(request)) as samples:
             (response,) = [sample async for sample in samples]
-        for span in response.all_spans:
+        for span in response.spans:
             await self._wait_until_verified(span.version)
         return response
 
@@ -226,7 +226,7 @@ class GroupRollout:
 
         A sample that ends while its version is still being checked may be of weights that are not the trainer's.
         """
-        while newest := max((span.version for sample in scored for span in sample.all_spans), default=None):
+        while newest := max((span.version for sample in scored for span in sample.spans), default=None):
             await self._wait_until_verified(newest)
             void = tuple(sample.sample_id for sample in scored if self._is_void(sample))
             if not void:

@@ -19,7 +19,7 @@ import numpy as np
 from flotilla_coordinator.data.chat_template import Conversation
 from flotilla_coordinator.data.chat_turns import Chat, checked_text
 from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.ledger.records import Branch, FinishedSample, TokenSpan
+from flotilla_coordinator.ledger.records import FinishedSample, TokenSpan
 from flotilla_coordinator.rollouts.tool_calls import Answer, ToolFormat, read_answer
 from flotilla_core.errors import InvalidConfig
 
@@ -56,6 +56,19 @@ class _Turn:
     message: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class TokenSequence:
+    """A sequence of an episode, with one row in each column for each token after its prompt."""
+
+    prompt_token_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    """0 where the policy did not write."""
+    trained: np.ndarray
+    """The tokens that the policy wrote in this sequence."""
+    spans: tuple[TokenSpan, ...]
+
+
 @dataclass
 class _Sequence:
     """One growing sequence of tokens."""
@@ -80,8 +93,8 @@ class _Sequence:
         self.trained += [True] * len(token_ids)
         self.logprobs += [] if piece.logprobs is None else piece.logprobs.tolist()
 
-    def branch(self) -> Branch:
-        return Branch(
+    def whole(self) -> TokenSequence:
+        return TokenSequence(
             prompt_token_ids=np.array(self.prompt, np.int32),
             token_ids=np.array(self.token_ids, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
@@ -142,9 +155,9 @@ class Transcript:
         return sum(bool(turn.answer.unparsed) for turn in self._turns)
 
     @property
-    def sequences(self) -> list[Branch]:
+    def sequences(self) -> list[TokenSequence]:
         """Return the sequences with the turns of the policy, in the order of their first turns."""
-        return [sequence.branch() for sequence in self._sequences]
+        return [sequence.whole() for sequence in self._sequences]
 
     async def hear(
         self, messages: Messages, tools: Tools = None, *, afresh: bool = False, thread: str = ""
