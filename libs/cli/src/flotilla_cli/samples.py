@@ -19,6 +19,7 @@ from google.protobuf.json_format import MessageToDict
 
 from flotilla.coordinator.v1.coordinator_pb2 import GetRunResponse, Sample, SampleState
 from flotilla_cli.completion import RunId
+from flotilla_cli.conversations import print_episode
 from flotilla_cli.options import Coordinator, Json, Stack, make_folder_of
 from flotilla_cli.output import print_json, print_line, print_table, say, short_reward, version_text
 from flotilla_cli.stack import ask
@@ -253,6 +254,18 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "response": sample.response,
         "answer": sample.answer if sample.HasField("answer") else None,
         "info": json.loads(sample.info_json) if sample.HasField("info_json") else None,
+        "episode": _episode_json(sample) if sample.HasField("episode") else None,
+    }
+
+
+def _episode_json(sample: Sample) -> dict[str, Any]:
+    episode = sample.episode
+    return {
+        "ending": episode.ending,
+        "turns": episode.turns,
+        "turn_rewards": [*episode.turn_rewards],
+        "branches": episode.branches,
+        "messages": json.loads(episode.messages_json),
     }
 
 
@@ -338,9 +351,12 @@ def _print_whole(sample: dict[str, Any]) -> None:
         print_line(f"judged {_verdict(verdict)}")
     if sample.get("info"):
         print_line(f"info   {visible_json(sample['info'])}")
+    if sample.get("episode"):
+        print_episode(sample["episode"])
     for name in ("prompt", "response", "answer"):
-        if sample.get(name) or name != "answer":
-            print_line(f"--- {name}\n{sample[name]}")
+        if name == "answer" and not sample.get(name) or name != "answer" and sample.get("episode"):
+            continue  # the conversation has both
+        print_line(f"--- {name}\n{sample[name]}")
 
 
 def _tokens(sample: dict[str, Any]) -> int | None:

@@ -35,6 +35,8 @@ class NumberedPrompts:
             info={},
             data_set="",
             teacher="",
+            chat=[],
+            answer_column={},
         )
 
     def pass_by(self, drawn: list[tuple[int, int]]) -> None:

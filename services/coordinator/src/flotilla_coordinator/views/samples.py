@@ -111,6 +111,16 @@ def _message(record: SampleRecord) -> pb.Sample:
         message.verdicts.add(**{field.name: getattr(verdict, field.name) for field in fields(verdict)})
     if record.verdicts:
         _add_parts(message, named_parts(record.verdicts))
+    if (episode := record.episode) is not None:
+        message.episode.CopyFrom(
+            pb.EpisodeShown(
+                ending=episode.ending,
+                turns=episode.turns,
+                turn_rewards=episode.turn_rewards,
+                branches=len(episode.branches),
+                messages_json=episode.messages,
+            )
+        )
     return message
 
 

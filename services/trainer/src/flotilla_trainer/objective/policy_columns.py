@@ -257,9 +257,9 @@ def importance_mean(
 
 
 def segments_of(batch: UpdateBatch) -> NDArray[np.int64]:
-    """Number the stretches of trained tokens with no context in between; a response never shares one with another."""
+    """Number the stretches of trained tokens with no context in between; a sequence never shares one with another."""
     first = np.zeros(batch.trained.size, np.bool_)
-    first[np.cumsum(batch.response_lengths) - batch.response_lengths] = True
+    first[np.cumsum(batch.pieces.response_lengths) - batch.pieces.response_lengths] = True
     before = np.concatenate(([False], batch.trained[:-1]))
     numbers: NDArray[np.int64] = np.cumsum(batch.trained & (first | ~before))
     return numbers
