@@ -351,11 +351,11 @@ def _print_whole(sample: dict[str, Any]) -> None:
         print_line(f"judged {_verdict(verdict)}")
     if sample.get("info"):
         print_line(f"info   {visible_json(sample['info'])}")
-    if sample.get("episode"):
+    texts = ["prompt", "response"]
+    if sample.get("episode"):  # whose conversation has both
         print_episode(sample["episode"])
-    for name in ("prompt", "response", "answer"):
-        if name == "answer" and not sample.get(name) or name != "answer" and sample.get("episode"):
-            continue  # the conversation has both
+        texts = []
+    for name in [*texts, "answer"] if sample.get("answer") else texts:
         print_line(f"--- {name}\n{sample[name]}")
 
 
