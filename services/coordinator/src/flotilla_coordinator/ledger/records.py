@@ -6,6 +6,7 @@ Invariants: the numbers of the states are those of the coordinator's contract; a
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
@@ -174,6 +175,16 @@ class Episode:
     branches: tuple[Branch, ...]
     """Its sequences: the first one starts at 0, and each further one is a history that does not go on from an earlier
     one."""
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as records for people have it."""
+        return {
+            "ending": self.ending,
+            "turns": self.turns,
+            "turn_rewards": [*self.turn_rewards],
+            "branches": len(self.branches),
+            "messages": json.loads(self.messages),
+        }
 
     @property
     def nbytes(self) -> int:

@@ -253,16 +253,8 @@ class RunWiring:
         config = self._config.environment
         if config is None:
             return generation
-        environments = Environments(
-            self._run_id,
-            config.name,
-            config.parameters,
-            self._fleet.environments,
-            self._wait_limit_s,
-            trusted=config.trusted,
-            call_limit_s=config.call_timeout_s,
-            offer=self._host.files.offer,
-        )
+        pool, offer = self._fleet.environments, self._host.files.offer
+        environments = Environments.of(self._run_id, config, pool, self._wait_limit_s, offer)
         return Episodes(
             self._config.seed,
             config,
