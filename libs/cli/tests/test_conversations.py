@@ -36,13 +36,11 @@ def test_turns_say_who_wrote_them_and_what_they_earned(capsys: pytest.CaptureFix
         },
         {"role": "tool", "content": "3"},
         {
-            **{
-                "role": "assistant",
-                "content": "<tool_call>{",
-                "turn": 2,
-                "tokens": 4,
-                "versions": ["0.3", "0.4"],
-            },
+            "role": "assistant",
+            "content": "<tool_call>{",
+            "turn": 2,
+            "tokens": 4,
+            "versions": ["0.3", "0.4"],
             "cut_off": True,
             "unparsed": "a call is not ended",
         },
