@@ -99,6 +99,11 @@ class Pieces:
         return self.prompt_lengths + self.response_lengths
 
     @property
+    def of_tokens(self) -> NDArray[np.int64]:
+        """The number of the sequence of each response token."""
+        return np.repeat(np.arange(self.response_lengths.size), self.response_lengths)
+
+    @property
     def sample_lengths(self) -> NDArray[np.int64]:
         """The number of tokens of each sample, without prompts."""
         return np.add.reduceat(self.response_lengths, np.cumsum(self.counts) - self.counts)

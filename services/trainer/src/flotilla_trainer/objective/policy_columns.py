@@ -243,9 +243,7 @@ def importance_mean(
     """Return the mean weight of the update, over what has one: a token, a stretch or a sequence."""
     assert batch.logprobs is not None, "checked before columns are made"
     by_token = correction.importance in ("token", "icepop")
-    units = np.repeat(np.arange(batch.response_lengths.size), batch.response_lengths)
-    if correction.importance == "segment":
-        units = segments_of(batch)
+    units = segments_of(batch) if correction.importance == "segment" else batch.pieces.of_tokens
     bounded = correction.importance.startswith("icepop")
     return mean_importance(
         policy.astype(np.float64) - batch.logprobs,
