@@ -16,7 +16,6 @@ from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.records import DropReason
-from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeStart
 from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
@@ -159,7 +158,7 @@ TWO_TURNS: Script = [asks("One?"), asks("Two?"), DONE]
 
 @dataclass
 class Played:
-    samples: dict[str, RolloutSample]
+    samples: dict[str, Any]
     environments: Environments
     generator: Generator
     pool: Pool
@@ -167,7 +166,7 @@ class Played:
     lost: list[tuple[str, ...]]
 
     @property
-    def one(self) -> RolloutSample:
+    def one(self) -> Any:
         return self.samples[SLOTS[0]]
 
 
@@ -191,12 +190,13 @@ def play(tokenizer: Tokenizer) -> Play:
         )
         sampling = SamplingConfig(max_response_tokens=options.pop("turn_tokens", 64))
         config = EnvironmentConfig(name="scripted", **options)
-        episodes = Episodes(0, config, tokenizer, turns=turns, environments=environments, lost=tell)
+        scripted: Any = environments
+        episodes = Episodes(0, config, tokenizer, turns=turns, environments=scripted, lost=tell)
         request = GenerationRequest(
             PROMPT.token_ids, tuple(slots), sampling, Version(0, 0), 5.0, 3, prompt=PROMPT, world="0/0"
         )
         async with aclosing(episodes.samples(request)) as samples:
-            found = {sample.sample_id: sample async for sample in samples}
+            found: dict[str, Any] = {sample.sample_id: sample async for sample in samples}
         assert environments.open == 0
         return Played(found, environments, generator, pool, episodes, lost)
 
