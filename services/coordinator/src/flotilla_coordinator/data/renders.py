@@ -51,12 +51,14 @@ class Renders:
         flat = [one for asked in together for one in asked.conversations]
         try:
             texts = iter(await asyncio.to_thread(self._tokenizer.render_chats, flat))
-        except FlotillaError as error:
-            if len(together) > 1:
+        except Exception as error:
+            if len(together) > 1 and isinstance(error, FlotillaError):
                 for asked in together:
                     await self._answer([asked])
-            elif not together[0].done.done():
-                together[0].done.set_exception(error)
+                return
+            for asked in together:
+                if not asked.done.done():
+                    asked.done.set_exception(error)
             return
         for asked in together:
             own = [next(texts) for _ in asked.conversations]

@@ -290,7 +290,8 @@ class Episodes:
         most = min(own.max_response_tokens, room, asked.max_tokens or room)
         limits = {
             "max_response_tokens": most,
-            "min_response_tokens": min(own.min_response_tokens, most),
+            # A text that ends a turn may come earlier.
+            "min_response_tokens": 0 if asked.stop else min(own.min_response_tokens, most),
             "stop": (*own.stop, *asked.stop),
         }
         request = replace(
