@@ -29,6 +29,7 @@ class Renders:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._waiting: list[_Asked] = []
+        self._under_way: list[_Asked] = []
         self._work: asyncio.Task[None] | None = None
 
     async def __call__(self, conversations: Sequence[Conversation]) -> Texts:
@@ -37,28 +38,31 @@ class Renders:
         self._waiting.append(asked)
         if self._work is None:
             self._work = asyncio.create_task(self._answer_all(), name="render")
+            self._work.add_done_callback(self._ended)
         return await asked.done
 
     async def _answer_all(self) -> None:
-        try:
-            while self._waiting:
-                together, self._waiting = self._waiting, []
-                await self._answer([asked for asked in together if not asked.done.done()])
-        finally:
-            self._work = None
+        while self._waiting:
+            self._under_way, self._waiting = self._waiting, []
+            await self._answer([asked for asked in self._under_way if not asked.done.done()])
+
+    def _ended(self, work: asyncio.Task[None]) -> None:
+        error = None if work.cancelled() else work.exception()
+        for asked in (*self._under_way, *self._waiting):
+            if error is not None and not asked.done.done():
+                asked.done.set_exception(error)
+        self._under_way, self._waiting, self._work = [], [], None
 
     async def _answer(self, together: list[_Asked]) -> None:
         flat = [one for asked in together for one in asked.conversations]
         try:
             texts = iter(await asyncio.to_thread(self._tokenizer.render_chats, flat))
-        except Exception as error:
-            if len(together) > 1 and isinstance(error, FlotillaError):
+        except FlotillaError as error:
+            if len(together) > 1:
                 for asked in together:
                     await self._answer([asked])
-                return
-            for asked in together:
-                if not asked.done.done():
-                    asked.done.set_exception(error)
+            elif not together[0].done.done():
+                together[0].done.set_exception(error)
             return
         for asked in together:
             own = [next(texts) for _ in asked.conversations]
