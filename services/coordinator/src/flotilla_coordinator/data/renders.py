@@ -37,9 +37,12 @@ class Renders:
         asked = _Asked(conversations, asyncio.get_running_loop().create_future())
         self._waiting.append(asked)
         if self._work is None:
-            self._work = asyncio.create_task(self._answer_all(), name="render")
-            self._work.add_done_callback(self._ended)
+            self._begin()
         return await asked.done
+
+    def _begin(self) -> None:
+        self._work = asyncio.create_task(self._answer_all(), name="render")
+        self._work.add_done_callback(self._ended)
 
     async def _answer_all(self) -> None:
         while self._waiting:
@@ -48,10 +51,12 @@ class Renders:
 
     def _ended(self, work: asyncio.Task[None]) -> None:
         error = None if work.cancelled() else work.exception()
-        for asked in (*self._under_way, *self._waiting):
+        for asked in self._under_way:
             if error is not None and not asked.done.done():
                 asked.done.set_exception(error)
-        self._under_way, self._waiting, self._work = [], [], None
+        self._under_way, self._work = [], None
+        if self._waiting:  # who asked after the last look
+            self._begin()
 
     async def _answer(self, together: list[_Asked]) -> None:
         flat = [one for asked in together for one in asked.conversations]

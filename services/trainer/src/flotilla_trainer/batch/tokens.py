@@ -55,8 +55,9 @@ def read_scored(
     check_ids(ids)
     pieces = Pieces.of(
         [
-            pieces_of(item.prompt_token_ids, item.token_ids, item.branches, sample_place(item.sequence_id))
+            pieces_of(item.prompt_token_ids, place, item.token_ids, item.branches, place)
             for item in items
+            for place in [sample_place(item.sequence_id)]
         ]
     )
     tokens = joined_tokens(pieces, ids, limits)
@@ -110,12 +111,12 @@ class Pieces:
 
 
 def pieces_of(
-    prompt: tensor_pb2.Tensor, response: tensor_pb2.Tensor, branches: Sequence[pb.Branch], place: str
+    prompt: tensor_pb2.Tensor, of: str, response: tensor_pb2.Tensor, branches: Sequence[pb.Branch], place: str
 ) -> list[tuple[Array, Array]]:
-    """Return the sequences of one sample: each a prompt and what follows it."""
+    """Return the sequences of one sample: each a prompt and what follows it; `of` says whose the prompt is."""
     tokens = token_ids(response, place)
     if not branches:
-        return [(token_ids(prompt, f"prompt of {place}"), tokens)]
+        return [(token_ids(prompt, f"prompt of {of}"), tokens)]
     edges = [*(branch.start for branch in branches), len(tokens)]
     if edges[0] != 0 or any(begin >= end for begin, end in pairwise(edges)):
         raise InvalidRequest(

@@ -94,7 +94,11 @@ class UpdateBatch:
         pieces = Pieces.of(
             [
                 pieces_of(
-                    group.prompt_token_ids, sample.token_ids, sample.branches, sample_place(sample.sample_id)
+                    group.prompt_token_ids,
+                    f"group {group.group_id!r}",
+                    sample.token_ids,
+                    sample.branches,
+                    sample_place(sample.sample_id),
                 )
                 for group in groups
                 for sample in group.samples
