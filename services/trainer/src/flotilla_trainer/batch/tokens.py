@@ -55,7 +55,9 @@ def read_scored(
     check_ids(ids)
     pieces = Pieces.of(
         [
-            pieces_of(item.prompt_token_ids, place, item.token_ids, item.branches, place)
+            pieces_of(
+                item.prompt_token_ids, place, item.token_ids, item.branches, place, may_be_empty=after_last
+            )
             for item in items
             for place in [sample_place(item.sequence_id)]
         ]
@@ -111,10 +113,16 @@ class Pieces:
 
 
 def pieces_of(
-    prompt: tensor_pb2.Tensor, of: str, response: tensor_pb2.Tensor, branches: Sequence[pb.Branch], place: str
+    prompt: tensor_pb2.Tensor,
+    of: str,
+    response: tensor_pb2.Tensor,
+    branches: Sequence[pb.Branch],
+    place: str,
+    *,
+    may_be_empty: bool = False,
 ) -> list[tuple[Array, Array]]:
     """Return the sequences of one sample: each a prompt and what follows it; `of` says whose the prompt is."""
-    tokens = token_ids(response, place)
+    tokens = NO_TOKENS if may_be_empty and not response.data else token_ids(response, place)
     if not branches:
         return [(token_ids(prompt, f"prompt of {of}"), tokens)]
     edges = [*(branch.start for branch in branches), len(tokens)]
