@@ -99,6 +99,7 @@ def scored_parts(groups: Iterable[RolloutGroup], answer_bytes: int = 4) -> Itera
                 )
             )
             size += group.prompt_token_ids.nbytes + sample.token_ids.nbytes
+            size += 0 if sample.episode is None else sample.episode.nbytes
             answers += answer
             if size >= PART_BYTES:
                 yield part
