@@ -149,7 +149,7 @@ class Player:
             before = self.tokenizer.render_chat(self.history[:place], tools=self.tools)
         except InvalidConfig:
             return []
-        end = self.backend.id_to_token(self.end)
+        end = self.backend.id_to_token(self.end) or ""
         if not text.startswith(before):
             return []
         stop = text.index(end, len(before))

@@ -122,7 +122,8 @@ class _Play:
 
 
 def _joined(columns: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate([*columns, np.empty(0, dtype)]).astype(dtype, copy=False)
+    joined: np.ndarray = np.concatenate([*columns, np.empty(0, dtype)])
+    return joined
 
 
 def _last_entry(ending: str, ended: Ended, played: Outcome) -> dict[str, Any]:
@@ -237,8 +238,9 @@ class Episodes:
 
     async def _in_time(self, play: _Play) -> Ended:
         limit_s = self._config.episode_timeout_s
+        clock = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s) as clock:
+            async with clock:
                 return await self._played(play)
         except TimeoutError:
             if not clock.expired():
