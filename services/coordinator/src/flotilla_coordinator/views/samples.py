@@ -109,8 +109,8 @@ def _message(record: SampleRecord) -> pb.Sample:
         message.version_spans.add(version=span.version.to_proto(), start=span.start, end=span.end)
     for verdict in record.verdicts:
         message.verdicts.add(**{field.name: getattr(verdict, field.name) for field in fields(verdict)})
-    if record.verdicts:
-        _add_parts(message, named_parts(record.verdicts))
+    if parts := [*named_parts(record.verdicts)]:
+        _add_parts(message, parts)
     if (episode := record.episode) is not None:
         message.episode.CopyFrom(
             pb.EpisodeShown(
