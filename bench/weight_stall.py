@@ -26,7 +26,7 @@ from table import Row
 from weight_sender import EPOCH, WeightSender
 
 from flotilla.common.v1 import weights_pb2
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_core.errors import Unavailable
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint

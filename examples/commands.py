@@ -5,7 +5,9 @@ Invariants: a fleet that a demo started is always stopped again; one that was up
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -17,6 +19,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 CHAPTERS = 4
+
+
+STANDARD_ERRORS = 3.0
 
 
 class DemoFailed(Exception):
@@ -61,6 +66,27 @@ def make(script: Path, *arguments: str) -> None:
     done = subprocess.run([sys.executable, str(script), *arguments], stdout=sys.stderr, check=False)
     if done.returncode != 0:
         raise DemoFailed(f"exit code {done.returncode}, for the reason said above, of: {script}")
+
+
+def arguments_of_recipe(description: str, stack: Path) -> argparse.Namespace:
+    """Return what a user asks of a recipe whose held-out reward has to rise."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run (%(default)s)")
+    parser.add_argument("--stack", type=Path, default=stack, help="the fleet (%(default)s)")
+    parser.add_argument("--rise", type=float, default=0.2, help="least rise of the reward (%(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run")
+    return parser.parse_args()
+
+
+def require_rise(directory: Path, rise: float) -> None:
+    """Raise unless the mean reward of held-out questions rose by so much, and by three standard errors."""
+    lines = [json.loads(line) for line in (directory / "evaluations.jsonl").read_text().splitlines()]
+    first, last = (line["eval/reward_mean"] for line in (lines[0], lines[-1]))
+    error = math.hypot(*(line["eval/reward_stderr"] for line in (lines[0], lines[-1])))
+    say(f"held-out reward: {first:.3f} to {last:.3f}, standard error of the difference {error:.3f}")
+    say(f"curves, answers and the model: {directory}")
+    if last - first < max(rise, STANDARD_ERRORS * error):
+        raise DemoFailed(f"a rise of {rise} and of {STANDARD_ERRORS:g} standard errors was wanted")
 
 
 def chapter(number: int, title: str) -> None:

@@ -25,7 +25,7 @@ def curve_of(run: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, (run / "evaluations.jsonl").read_text().splitlines())
     return [
         {"step": line["step"]}
-        | {name: round(value, 4) for name, value in line.items() if name.rpartition("/")[2] in KEPT}
+        | {name: round(value, 6) for name, value in line.items() if name.rpartition("/")[2] in KEPT}
         for line in lines
     ]
 

@@ -162,8 +162,16 @@ class ConfigPage:
         yield from self._below(model.model_fields, f"{place}.")
 
     def _union(self, models: Sequence[type[ConfigModel]], place: str, field: FieldInfo) -> Iterator[str]:
-        """Yield a section whose keys depend on its `type`."""
+        """Yield a section whose keys depend on its `type`, or on whether it has a `url`."""
         yield from heading(place)
+        if "type" not in models[0].model_fields:
+            yield from ("Its keys depend on whether it has a `url`.", "")
+            for model, title in zip(models, ("with `url`", "without `url`"), strict=True):
+                yield from heading(place, title)
+                yield from text_of(model)
+                yield from self._table(model, model.model_fields, f"{place}.")
+                yield from self._below(model.model_fields, f"{place}.")
+            return
         default_type = getattr(field.get_default(call_default_factory=True), "type", "")
         yield "Its keys depend on `type`" + (f", by default `{default_type}`." if default_type else ".")
         yield ""

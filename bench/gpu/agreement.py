@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from figures import say
 
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import GenerationRequest, SampleSlot, Sampling
 from flotilla_generator.engine.vllm.boot import WORKER_EXTENSION

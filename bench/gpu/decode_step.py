@@ -21,7 +21,7 @@ from typing import Any
 from figures import say
 from rollout import LONGEST, RUNNING, SAMPLES, drawn_by, make_model
 
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_generator.checkpoint import Checkpoint
 
 TRACED_TOKENS = 96

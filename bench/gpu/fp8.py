@@ -28,7 +28,7 @@ from figures import say
 from qwen3_shape import QWEN3_8B, SMALL
 from rollout import LONGEST, SAMPLES, drawn_by
 
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Sample
 

@@ -86,36 +86,10 @@ class Work:
 
 def main() -> int:
     """Up, what each end takes alone, the runs, down."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--out", type=Path, required=True)
-    cli.add_argument("--gpus", type=int, default=2)
-    cli.add_argument("--first-gpu", type=int, default=0)
-    cli.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
-    cli.add_argument("--steps", type=int, default=12)
-    cli.add_argument("--placement", choices=("separate", "colocated"), help="in place of our choice")
-    cli.add_argument("--sleep", action="store_true", help="colocated; KV caches are the trainer's in updates")
-    cli.add_argument("--prompts", type=int, default=Work.prompts, help="prompts of a step")
-    cli.add_argument("--samples", type=int, default=Work.samples, help="samples of a prompt")
-    cli.add_argument("--tokens", type=int, default=Work.tokens, help="the most tokens of a sample")
-    cli.add_argument("--uneven", action="store_true", help="lengths of a log-normal distribution, median 600")
-    cli.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True)
-    cli.add_argument("--limit", type=float, default=RUN_LIMIT_S, help="seconds after which a run is stopped")
-    cli.add_argument("--set", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the stack file")
-    cli.add_argument("--run", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the run files")
-    cli.add_argument("--shape", choices=SHAPES, default="0.6b", help="the size of the random model")
-    cli.add_argument(
-        "--model", type=Path, help="a model to take instead, with a tokenizer that splits digits"
-    )
-    cli.add_argument(
-        "--work", type=Path, help="the folder `work` of a run before: its model and compile cache"
-    )
-    cli.add_argument("--small", action="store_true", help="a tiny model and few tokens")
-    asked = cli.parse_args()
+    asked = arguments()
     sizes = Work(asked.prompts, asked.samples, asked.tokens)
     if asked.small:
         asked.shape, sizes = "tiny", Work(4, 2, 16)
-    if asked.steps <= WARMING:
-        cli.error(f"--steps must be above {WARMING}")
     asked.out.mkdir(parents=True, exist_ok=True)
     work: Path = asked.work or asked.out / "work"
     show_gpus(0 if asked.small else asked.gpus, asked.first_gpu)
@@ -143,6 +117,38 @@ def main() -> int:
         for log in (work / "state" / "loop" / "logs").glob("*.log"):
             shutil.copy(log, asked.out / log.name)
     return 0
+
+
+def arguments() -> argparse.Namespace:
+    """Return what the command line asks for."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--out", type=Path, required=True)
+    cli.add_argument("--gpus", type=int, default=2)
+    cli.add_argument("--first-gpu", type=int, default=0)
+    cli.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
+    cli.add_argument("--steps", type=int, default=12)
+    cli.add_argument("--placement", choices=("separate", "colocated"), help="in place of our choice")
+    cli.add_argument("--sleep", action="store_true", help="colocated; KV caches are the trainer's in updates")
+    cli.add_argument("--prompts", type=int, default=Work.prompts, help="prompts of a step")
+    cli.add_argument("--samples", type=int, default=Work.samples, help="samples of a prompt")
+    cli.add_argument("--tokens", type=int, default=Work.tokens, help="the most tokens of a sample")
+    cli.add_argument("--uneven", action="store_true", help="lengths of a log-normal distribution, median 600")
+    cli.add_argument("--alone", action=argparse.BooleanOptionalAction, default=True)
+    cli.add_argument("--limit", type=float, default=RUN_LIMIT_S, help="seconds after which a run is stopped")
+    cli.add_argument("--set", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the stack file")
+    cli.add_argument("--run", metavar="KEY=VALUE", nargs="*", default=[], help="keys of the run files")
+    cli.add_argument("--shape", choices=SHAPES, default="0.6b", help="the size of the random model")
+    cli.add_argument(
+        "--model", type=Path, help="a model to take instead, with a tokenizer that splits digits"
+    )
+    cli.add_argument(
+        "--work", type=Path, help="the folder `work` of a run before: its model and compile cache"
+    )
+    cli.add_argument("--small", action="store_true", help="a tiny model and few tokens")
+    asked = cli.parse_args()
+    if asked.steps <= WARMING:
+        cli.error(f"--steps must be above {WARMING}")
+    return asked
 
 
 def show_gpus(count: int, first: int = 0) -> None:

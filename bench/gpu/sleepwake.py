@@ -37,7 +37,7 @@ import torch
 from stall import RUN, SHAPES, STREAMS, Syncs, send, write_folder
 from weight_stall import TimedEngine
 
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_core.errors import Exhausted
 from flotilla_core.service import Activities
 from flotilla_core.version import Version

@@ -62,7 +62,8 @@ def fleet(shared_fleet: SharedFleet) -> Stack:
 @pytest.fixture(scope="session")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OlderFleet]:
     """A fleet whose services are all real but for the engine."""
-    with older_fleet(tmp_path_factory.mktemp("older"), "26449ff", launcher={"port": LAUNCHER_PORT}) as fleet:
+    described = {"launcher": {"port": LAUNCHER_PORT}, "environment": {"replicas": 1}}
+    with older_fleet(tmp_path_factory.mktemp("older"), "26449ff", **described) as fleet:
         yield fleet
 
 

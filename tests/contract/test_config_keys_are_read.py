@@ -168,6 +168,8 @@ class Reads:
             ):
                 holder = self._of(value.args[0], names)
                 return frozenset().union(*(self._read(holder, one) for one in BY_KIND[field.attr]))
+            if name == "values" and isinstance(called, ast.Attribute):
+                return self._of(called.value, names)
             # A class, a function whose annotation names one, or one that is told the class: `load(RunConfig, ...)`.
             told = (named(argument) for argument in value.args if isinstance(argument, ast.Name))
             return named(called).union(self._attributes.get(name, NONE), *told)
@@ -190,8 +192,18 @@ class Reads:
         if holders:
             annotations = (section.model_fields[attribute].annotation for section in holders)
             return frozenset(model for annotation in annotations for model in models_in(annotation))
-        # A section's own methods lead nowhere; any other object may hold a section under this name.
-        return NONE if sections else self._attributes[attribute]
+        if not sections:
+            return self._attributes[attribute]  # any other object may hold a section under this name
+        return frozenset().union(*(self._read_property(section, attribute) for section in sections))
+
+    def _read_property(self, section: type[ConfigModel], attribute: str) -> Sections:
+        """A section's property reads the fields that its code names; its methods lead nowhere."""
+        told = getattr(section, attribute, None)
+        if not isinstance(told, property):
+            return NONE
+        fields = section.model_fields.keys() & set(told.fget.__code__.co_names)
+        self.found |= {(each, field) for field in fields for each in kinds_of(section)}
+        return named(ast.parse(told.fget.__annotations__["return"], mode="eval").body)
 
 
 @pytest.fixture(scope="module")

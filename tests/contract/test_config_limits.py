@@ -15,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from flotilla_core.config import ConfigModel, RunConfig, StackConfig, json_schema, load_text
+from flotilla_core.config.judges import LONGEST_RUBRIC
 from flotilla_core.config.model import UserFunction
 from flotilla_core.config.rewards import RewardTermConfig
 from flotilla_core.errors import InvalidConfig
@@ -157,11 +158,15 @@ def test_a_mapping_has_a_most_of_names(section: type[ConfigModel], name: str, sc
     assert schema["maxProperties"] <= 1000
 
 
+LONG_TEXTS = {"rubric": LONGEST_RUBRIC}
+"""The keys whose text may be that of a file."""
+
+
 @pytest.mark.parametrize(("section", "name", "schema"), keys("string"), ids=named(keys("string")))
 def test_a_text_has_a_longest_length(section: type[ConfigModel], name: str, schema: dict[str, Any]) -> None:
     whole = schema_of(section)["properties"][name]
     alone = any(part.get("type") == "string" for part in parts(whole, deep=False))
-    text = "a" * 5000
+    text = "a" * (LONG_TEXTS.get(name, 4096) + 1)
     assert problems_of(section, name, text if alone else [text])
 
 

@@ -14,6 +14,7 @@ from flotilla_coordinator.api.coordinator_servicer import CoordinatorServicer
 from flotilla_coordinator.api.loop_servicer import LoopServicer
 from flotilla_core.service.operate import OperateServicer
 from flotilla_core.transfer import FileServicer
+from flotilla_environment.service import EnvironmentServicer
 from flotilla_generator.servicer import GeneratorServicer
 from flotilla_launch.serve import LauncherServicer
 from flotilla_reward.service import RewardServicer
@@ -28,6 +29,7 @@ SERVICERS = (
     LoopServicer,
     GeneratorServicer,
     LauncherServicer,
+    EnvironmentServicer,
     RewardServicer,
     TrainerServicer,
     RankServicer,

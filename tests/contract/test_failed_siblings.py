@@ -1,9 +1,10 @@
-"""A sample whose reward failed changes no bit of what its siblings learn, whatever compares them with each other."""
+"""A sample that has no reward changes no bit of what its siblings learn, whatever compares them with each other."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,11 @@ from flotilla_workers.jail.jail import no_jail
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 REWARDS = """
+import os
+
 def alone(solution_str, ground_truth):
+    if solution_str == "ends its worker":
+        os._exit(1)
     return len(solution_str) / 7 if solution_str != "breaks it" else 1 / 0
 
 def rank(prompt, responses, answer, info):
@@ -58,13 +63,15 @@ async def trained(pool: Workers, terms: list[RewardTermConfig], responses: list[
     samples = []
     for item in items:
         sample = RolloutSample(item.sample_id, np.empty(0, np.int32), None, item.response)
-        sample.take_outcome(weigh(terms, [outcomes[item.sample_id]]))
+        outcome = weigh(terms, outcomes[item.sample_id])
+        assert outcome.unverifiable is (item.response == "ends its worker")
+        sample.take_outcome(outcome)
         if sample.drop_reason is None:
             samples.append(sample)
     return samples
 
 
-@pytest.mark.parametrize("failed", ["breaks it", "cannot be ranked"])
+@pytest.mark.parametrize("failed", ["breaks it", "cannot be ranked", "ends its worker"])
 @pytest.mark.parametrize("order", [("alone", "rank", "trl"), ("trl", "rank", "alone")])
 async def test_a_failed_sample_changes_no_bit_of_the_advantages_of_its_siblings(
     pool: Workers, tmp_path: Path, order: tuple[str, ...], failed: str
@@ -72,7 +79,11 @@ async def test_a_failed_sample_changes_no_bit_of_the_advantages_of_its_siblings(
     file = tmp_path / "rewards.py"
     file.write_text(REWARDS)
     weights = {"alone": 0.3, "rank": 0.9, "trl": 1.1}
-    terms = [RewardTermConfig(reward=f"{file}:{name}", weight=weights[name]) for name in order]
+    drops: dict[str, Any] = {"alone": {"blames_response": True, "on_unverifiable": "drop"}}
+    terms = [
+        RewardTermConfig(reward=f"{file}:{name}", weight=weights[name], **drops.get(name, {}))
+        for name in order
+    ]
     siblings = ["x" * 11, "xxx", "x" * 40, "xx"]
     found = []
     for responses in (siblings, [failed, *siblings], [*siblings[:2], failed, *siblings[2:], failed]):

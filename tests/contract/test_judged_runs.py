@@ -95,8 +95,8 @@ def test_samples_are_scored_by_a_judge_that_agrees_with_its_examples(
         0 <= step["judge/cache_hit_ratio/quality"] < 1 and step["reward/error_rate"] == 0 for step in steps
     )
     assert all(request.headers["Authorization"] == f"Bearer {KEY}" for request in judge.requests)
-    shown = stack.flotilla("run", "show", finished["run_id"]).out
-    assert "judge:j" in shown and "How long is it?" in shown
+    (term,) = stack.ok("run", "show", finished["run_id"])["config"]["rewards"]
+    assert (term["reward"], term["rubric"]) == ("judge:j", "How long is it? (good)")
     (sample, *_) = stack.ok("samples", finished["run_id"])["samples"]
     assert {"quality", "quality[tokens]", "quality[score]"} <= {
         part["reward"] for part in sample["reward_parts"]

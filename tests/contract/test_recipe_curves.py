@@ -1,4 +1,4 @@
-"""Recipes of GSM8K and of the instructions: their files are sound, and what their pages promise was measured."""
+"""The files of recipes are sound, and what their pages promise was measured."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_file_of_a_recipe_is_a_configuration_with_a_name_of_its_own(file: P
     assert [other for other in alike if f"name: {found}\n" in other.read_text()] == [file]
 
 
-@pytest.mark.parametrize("recipe", ["gsm8k", "instruct", "ppo"])
+@pytest.mark.parametrize("recipe", ["code", "gsm8k", "instruct", "ppo", "reward_model"])
 def test_the_scores_that_a_page_tells_are_those_of_its_curves(recipe: str) -> None:
     # What was measured on a CPU with GRPO is told by the page of the example.
     pages = [RECIPES / recipe / "README.md", ROOT / "examples" / "instruct" / "README.md"]

@@ -20,7 +20,7 @@ WRITERS = (
     "services/trainer/src/**/*.py",
     "libs/core/src/flotilla_core/evaluations.py",
 )
-NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>]+)+")
+NAME = re.compile(r"[a-z_]+(/[a-z0-9_@:<>]+)+")
 NO_METRICS = {"examples/arithmetic"}
 COMPUTED = {
     "time/<>_s": {f"time/{role}_s" for role in (CRITIC, REFERENCE, TEACHER)},

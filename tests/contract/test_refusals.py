@@ -52,6 +52,7 @@ SERVED = {
     "generator-0": ("flotilla.generator.v1.GeneratorService", *EVERYWHERE),
     "trainer": ("flotilla.trainer.v1.TrainerService", *EVERYWHERE),
     "reward-0": ("flotilla.reward.v1.RewardService", *EVERYWHERE),
+    "environment-0": ("flotilla.environment.v1.EnvironmentService", *EVERYWHERE),
     "coordinator": (
         "flotilla.coordinator.v1.CoordinatorService",
         "flotilla.coordinator.v1.LoopService",
@@ -177,6 +178,7 @@ def test_who_does_not_belong_is_refused_on_every_call_and_changes_nothing(
         "ListSamples",
         "GetWeightStatus",
         "ListRewards",
+        "ListEnvironments",
         "List",
     } <= served
     assert changes(before, state_of(stack)) == []

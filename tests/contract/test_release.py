@@ -69,10 +69,10 @@ def test_an_extra_installs_its_service_with_all_that_it_imports() -> None:
 
 
 def test_constraints_pin_every_dependency() -> None:
-    # Clients of trackers and Ray are extras, and have locks of their own.
+    # Clients of trackers, Ray and generated tasks are extras, and have locks of their own.
     locks = [
         (ROOT / "requirements" / name).read_text("ascii")
-        for name in ("trackers.txt", "ray.txt", "constraints.txt")
+        for name in ("trackers.txt", "ray.txt", "tasks.txt", "constraints.txt")
     ]
     lines = [line for lock in locks for line in lock.splitlines()]
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))

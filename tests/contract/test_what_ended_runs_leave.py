@@ -73,7 +73,7 @@ def test_a_killed_coordinator_leaves_an_outcome_and_plots(fleet: Stack, run_file
 
 
 def test_services_are_the_same_whether_the_coordinator_answers_or_hangs(fleet: Stack, run_file: Path) -> None:
-    """But for what the coordinator alone knows: services from elsewhere, and what a run has given to each."""
+    """But for what the coordinator alone knows: services from elsewhere, what a run has given to each, and its jail."""
     run = fleet.ok("run", "start", str(run_file), "steps=20000", "resume=by_user")
 
     def rows() -> dict[str, dict[str, Any]]:
@@ -87,9 +87,9 @@ def test_services_are_the_same_whether_the_coordinator_answers_or_hangs(fleet: S
     wait_until("the record of its end", (Path(run["directory"]) / "outcome.json").exists, 60)
     assert answered.keys() - hung.keys() == {"trainer"}, "no launcher started it: it has registered itself"
     for name, row in hung.items():
-        # A run gives a generator its version and leases it, and only a coordinator has runs.
-        of_run = {key: row[key] for key in ("policy_version", "run_id", "asleep")}
-        assert of_run == {"policy_version": None, "run_id": None, "asleep": False}
+        # A run gives a generator its version and leases it; only a coordinator has runs, and registrations.
+        of_run = {key: row[key] for key in ("policy_version", "run_id", "asleep", "isolation")}
+        assert of_run == {"policy_version": None, "run_id": None, "asleep": False, "isolation": None}
         assert json.dumps(answered[name] | of_run) == json.dumps(row)
 
 

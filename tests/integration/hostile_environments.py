@@ -144,8 +144,8 @@ class Hostile(Environment):
     def reward_is_text(self):
         return Reply(done=True, rewards={"r": "1"})
 
-    def million_rewards(self):
-        return Reply(done=True, rewards={str(number): 1.0 for number in range(1_000_000)})
+    def many_rewards(self):
+        return Reply(done=True, rewards={str(number): 1.0 for number in range(100_000)})
 
     def close_raises(self):
         return Reply(done=True, rewards={"r": 1.0})

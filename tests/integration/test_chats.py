@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.plain_torch import logprobs, plain_model
 from flotilla_testing.stack import Stack
 

@@ -74,6 +74,7 @@ def test_an_evaluation_without_a_trainer_equals_that_of_the_run(
     assert found["metrics"] == {"eval/accuracy": lines[2]["accuracy"], **own}
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     kept = list(read_samples(directory.path, "eval", [2]))
+    assert all(verdict.pop("seconds") > 0 for one in (*kept, *answers) for verdict in one["verdicts"])
     assert len(answers) == 5 + 4 * 5 and kept == answers
     assert {answer["set"] for answer in answers} == {"easy", "hard"}
     assert answers[0]["reward_parts"][0]["value"] == answers[0]["reward"]

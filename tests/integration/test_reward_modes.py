@@ -87,9 +87,11 @@ async def test_a_sample_has_the_reward_of_its_mode_and_the_value_of_each_term(
 ) -> None:
     gate = ", gate_at: 1" if mode == "gated" else ""
     config = load_text(RunConfig, RUN.replace("MODE", mode).replace("GATE", gate))
-    scorer = Scorer([RewardServiceScorer("run", config.rewards, replicas, 30.0)], config.reward_mode)
+    scorer = Scorer(RewardServiceScorer("run", config.rewards, replicas, 30.0), config.reward_mode)
     items = [pb.ScoreItem(sample_id=name, response=text, answer="Paris") for name, text in RESPONSES.items()]
     outcomes = await scorer.score(items)
     assert {name: outcome.total for name, outcome in outcomes.items()} == TOTALS[mode]
     assert {name: outcome.terms[:2] for name, outcome in outcomes.items()} == TERMS
-    assert {tuple(name for name, _ in one.parts) for one in outcomes.values()} == {("shape", "length", "f1")}
+    assert {tuple(said.reward for said in one.verdicts) for one in outcomes.values()} == {
+        ("shape", "length", "f1")
+    }

@@ -128,9 +128,7 @@ class Fleet:
             return [pb.ScoreItem(sample_id=name, response="4", answer="4") for name in names]
 
         term = RewardTermConfig(reward=reward, timeout_s=timeout_s)
-        scorers = [
-            Scorer([RewardServiceScorer("run", (term,), self.replicas, LIMIT_S)]) for _ in range(calls)
-        ]
+        scorers = [Scorer(RewardServiceScorer("run", (term,), self.replicas, LIMIT_S)) for _ in range(calls)]
         async with asyncio.timeout(LIMIT_S):
             scored = await asyncio.gather(*(scorer.score(group(call)) for call, scorer in enumerate(scorers)))
         return [outcome for group in scored for outcome in group.values()]

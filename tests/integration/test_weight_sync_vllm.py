@@ -21,7 +21,7 @@ from weight_bench import LONG, Bench
 
 from flotilla.common.v1 import weights_pb2
 from flotilla_core.config import LoraConfig
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_core.errors import WeightGroupFailed, WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flotilla_cli.init import TASK_ROWS, _tasks
 from flotilla_coordinator.plan import size_limits
 from flotilla_core.config import RunConfig, StackConfig, load
 from flotilla_core.config.presets import PRESETS
@@ -455,12 +456,19 @@ def test_held_out_data_without_answers_are_refused(flotilla: Command) -> None:
     assert code == 2 and "the held-out data have no answers" in err
 
 
+def test_a_size_is_that_of_the_rows_and_no_key_that_ends_like_it() -> None:
+    sizes = [one.size for one in _tasks(["a?grid_size=5", "a?size=7", "a?grid_size=5&size=9", "a"])]
+    assert sizes == [TASK_ROWS, 7, 9, TASK_ROWS]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (("--data", "x.jsonl", "--tasks", "countdown"), "name --data or --tasks"),
         ((), "name --data or --tasks"),
         (("--tasks", "reasoning_gym:Count"), "followed by the name of a task"),
+        (("--tasks", "countdown?levels=0-4"), "names a range of levels, and init writes no data.curriculum"),
+        (("--data", "reasoning_gym:countdown", "--heldout", "x.jsonl"), "--heldout is for other data"),
     ],
 )
 def test_data_or_tasks_are_named_and_well(flotilla: Command, arguments: tuple[str, ...], told: str) -> None:

@@ -55,13 +55,14 @@ def test_a_judge_is_tried_and_its_agreement_is_told(flotilla: Command, judge: Sc
     assert code == 0, err
     assert "short=1" in out and "short[tokens]=42" in out and "# Short" in judge.requests[0].user
     assert "the judge of short agrees by 1.000 (share of equal verdicts over 20 examples, at least 0.9" in err
-    assert len(judge.requests) == 2 + 20
+    assert len(judge.requests) == 2 + 2, "the twenty examples are two questions"
     code, out, err = flotilla("reward", "test", "run.yaml", "-n", "1", "--response", "4", "--json")
     assert json.loads(out)["judges"] == [{"reward": "short", "agreement": 1.0, "at_least": 0.9}]
 
 
 def test_a_judge_that_agrees_too_little_fails_the_trial(flotilla: Command, judge: ScriptedJudge) -> None:
-    rows = [json.loads(line) | {"label": "yes"} for line in Path("labelled.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("labelled.jsonl").read_text().splitlines()]
+    rows = [row | {"label": ("yes", "no")[place // 10]} for place, row in enumerate(rows)]
     Path("labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, _, err = flotilla("reward", "test", "run.yaml", "-n", "1", "--response", "4")
     assert code == 1 and "the judge of short agrees by 0.500" in err
@@ -89,8 +90,26 @@ def test_a_plan_without_the_key_leaves_the_judge_to_the_start(
     monkeypatch.setattr("flotilla_cli.run.plan_run", lambda *_: Plan())
     monkeypatch.delenv("KEY_OF_JUDGE")
     code, _, err = flotilla("run", "plan", "run.yaml")
-    assert code == 0 and "judges were not asked from here" in err and "no variable KEY_OF_JUDGE" in err
+    assert (
+        code == 0
+        and "the judge of reward short was not asked from here" in err
+        and "no variable KEY_OF_JUDGE" in err
+    )
     assert judge.requests == []
+
+
+def test_a_plan_asks_the_other_judges_where_one_cannot_be_asked(
+    flotilla: Command, judge: ScriptedJudge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flotilla.coordinator.v1.run_pb2 import Plan
+
+    monkeypatch.setattr("flotilla_cli.run.plan_run", lambda *_: Plan())
+    gone = "{name: gone, reward: {judge: j}, rubric: r, pairs: true, agreement: {examples: gone.jsonl}}"
+    run = Path("run.yaml")
+    run.write_text(run.read_text().replace("rewards: [", f"rewards: [{gone}, "))
+    code, out, err = flotilla("run", "plan", "run.yaml")
+    assert code == 0 and "the judge of reward gone was not asked from here" in err
+    assert "judge of short" in out and "1.000" in out
 
 
 def test_a_key_comes_from_where_the_stack_says_and_is_in_no_output(

@@ -29,6 +29,7 @@ Command = Callable[..., tuple[int, str, str]]
 RUN = "count-1"
 RESPONSES = ("twelve", "thirteen or so", "12")
 REWARDS = (0.25, 0.0, 1.0)
+FAILED = "a dozen"
 RAISED = TermVerdict(
     "/work/mine.py:shape",
     Said.ERROR,
@@ -69,7 +70,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         )
         await ledger.group_issued(GroupIssue(RUN, f"{RUN}/0/0", tuple(ids), 0, 0, "6+6=", prompt))
         await ledger.group_scored(trained)
-        await ledger.dropped(RUN, [ids[3]], DropReason.REWARD_ERROR, {ids[3]: (RAISED,)})
+        failed = dataclasses.replace(trained[0], sample_id=ids[3], text=FAILED, verdicts=(RAISED,))
+        await ledger.dropped(RUN, [ids[3]], DropReason.REWARD_ERROR, [failed])
         ledger.close()
 
     asyncio.run(record())
@@ -100,7 +102,7 @@ def shown(flotilla: Command, *arguments: str) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "responses"),
     [
-        ((), [*RESPONSES, ""]),
+        ((), [*RESPONSES, FAILED]),
         (("--state", "scored"), [*RESPONSES]),
         (("--reward-above", "0"), ["twelve", "12"]),
         (("--reward-below", "0.25"), ["thirteen or so"]),
@@ -167,6 +169,8 @@ def test_a_sample_without_a_reward_says_why_and_where(flotilla: Command, run_dir
     code, out, _ = flotilla("samples", RUN, "--state", "dropped", "--json")
     (sample,) = json.loads(out)["samples"]
     assert sample["verdicts"] == [RAISED.record()]
+    told = tuple(sample[name] for name in ("response", "answer", "info", "policy_versions", "reward"))
+    assert told == (FAILED, "12", {"level": 1}, ["0.0"], None), "what a user needs to judge it again"
 
 
 def test_whole_answer_of_an_evaluation_has_its_place_and_its_parts(flotilla: Command, run_dir: Path) -> None:
@@ -182,7 +186,7 @@ def test_whole_answer_of_an_evaluation_has_its_place_and_its_parts(flotilla: Com
 def test_samples_that_fit_become_a_parquet_file(flotilla: Command, run_dir: Path) -> None:
     assert flotilla("samples", RUN, "--parquet", "all.parquet", "-n", "1")[0] == 0
     rows = pq.read_table("all.parquet").to_pylist()
-    assert [row["response"] for row in rows] == [*RESPONSES, ""]
+    assert [row["response"] for row in rows] == [*RESPONSES, FAILED]
     assert (rows[0]["answer"], json.loads(rows[0]["info"])) == ("12", {"level": 1})
     assert rows[0]["reward_parts"][0] == {"reward": "exact", "value": 0.25}
     shape = rows[0]["verdicts"][1]

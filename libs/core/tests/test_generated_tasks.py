@@ -25,6 +25,11 @@ from flotilla_core.generated_tasks import SPLITS, TaskSource, package_version, p
             "countdown?level=3",
         ),
         (
+            "countdown?levels=1-3&seed=2",
+            "reasoning_gym:countdown?levels=1-3&size=500&seed=2",
+            "countdown?levels=1-3",
+        ),
+        (
             'chain_sum?operators=["+", "-"]&max_terms=2&style=plain',
             'reasoning_gym:chain_sum?max_terms=2&operators=["+", "-"]&style="plain"&size=500&seed=1',
             'chain_sum?max_terms=2&operators=["+", "-"]&style="plain"',

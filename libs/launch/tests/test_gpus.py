@@ -46,6 +46,40 @@ def test_each_of_several_trainers_has_its_own_gpus_and_a_single_one_keeps_its_na
         gpus.require(stack, 2)
 
 
+def test_generators_of_judges_have_gpus_after_the_gangs_and_before_the_policys_generators() -> None:
+    judges = {
+        "careful": {"model": "m/judge", "replicas": 2, "tensor_parallel_size": 2},
+        "far": {"url": "https://h/v1", "model": "m"},
+    }
+    stack = stack_of(critic={"replicas": 1}, judges=judges, generator={"replicas": 1})
+    gpus = Gpus(tuple("0123456"))
+    gpus.require(stack, 1)
+    found = placed(gpus, stack)
+    places = [found[name] for name in ("critic", "judge-careful-0", "judge-careful-1", "generator-0")]
+    assert places == ["1", "2,3", "4,5", "6"] and "judge-far" not in found
+    with pytest.raises(
+        FailedPrecondition, match=r"judge-careful-1 takes 2 \(judges.careful.tensor_parallel_size"
+    ):
+        gpus.require(stack, 2)
+
+
+def test_a_judge_leaves_the_only_gpu_of_a_host_to_nobody_else() -> None:
+    stack = stack_of(judges={"careful": {"model": "m/judge"}})
+    assert not Gpus(("0",)).colocates(stack) and Gpus(("0",)).colocates(stack_of())
+
+
+def test_a_judge_on_vllm_has_its_gpu_beside_generators_that_need_none() -> None:
+    stack = stack_of(
+        judges={"careful": {"model": "m/judge"}}, generator={"engine": "sim"}, trainer={"replicas": 0}
+    )
+    assert placed(Gpus(("0",)), stack) == {
+        "generator-0": "",
+        "judge-careful": "0",
+        "coordinator": "",
+        "reward-0": "",
+    }
+
+
 def test_named_teachers_have_their_gpus_after_the_teacher_in_the_order_of_the_file() -> None:
     teachers = {"math": {"replicas": 2, "nproc": 2}, "code": {"replicas": 1}, "idle": {}}
     stack = stack_of(teacher={"replicas": 1}, teachers=teachers, generator={"replicas": 1})

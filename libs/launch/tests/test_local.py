@@ -22,7 +22,7 @@ from flotilla.launcher.v1.launcher_pb2 import (
     PROCESS_STATE_READY,
     PROCESS_STATE_STOPPED,
 )
-from flotilla_core.config import dump_yaml
+from flotilla_core.config import FleetJudgeConfig, dump_yaml
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition, Internal, InvalidConfig, InvalidRequest
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.trust import write_secret
@@ -232,6 +232,18 @@ async def test_scale_adds_and_removes_the_highest_replicas_only(stacks) -> None:
             await launcher.scale(SERVICE_KIND_TRAINER, 2, timeout_s=5)
         with pytest.raises(InvalidRequest, match="256 is the limit"):
             await launcher.scale(SERVICE_KIND_GENERATOR, 257, timeout_s=5)
+    assert stacks.identities() == before
+
+
+async def test_scale_leaves_the_generators_of_a_judge_as_they_are(stacks) -> None:
+    judges = {"careful": FleetJudgeConfig(model="models/judge", replicas=2)}
+    result = await stacks.up(stacks.config(judges=judges))
+    before = stacks.identities()
+    assert {"judge-careful-0", "judge-careful-1", "generator-0"} <= before.keys()
+    async with LauncherClient.open(result.launcher) as launcher:
+        grown = await launcher.scale(SERVICE_KIND_GENERATOR, 2, timeout_s=30)
+        assert [status.name for status in grown] == ["generator-0", "generator-1"]
+        await launcher.scale(SERVICE_KIND_GENERATOR, 1, timeout_s=30)
     assert stacks.identities() == before
 
 

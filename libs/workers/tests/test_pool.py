@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from flotilla_core.config import IsolationConfig
 from flotilla_core.subprocess_group import AdoptedProcess
 from flotilla_testing.reward_process import exists
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
+from flotilla_workers.jail.jail import NO_JAIL, find
 from flotilla_workers.pool import WorkerPool
 
 LOADER = "flotilla_workers.functions:user_function"
@@ -27,6 +30,9 @@ def endless(question):
     pathlib.Path(__file__).with_name("begun").touch()
     while True:
         time.sleep(1)
+
+def dies(question):
+    os.kill(os.getpid(), question["by"])
 """
 
 
@@ -77,6 +83,26 @@ async def test_workers_and_what_runs_in_them_end_with_the_pool(
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     outcome, _ = await asyncio.wait_for(job, 20)
     assert outcome.message == "the worker was ended by SIGKILL while it answered"
+
+
+@pytest.mark.parametrize("preload", [None, ()], ids=["worker", "process of an answer"])
+async def test_a_death_by_a_signal_without_a_name_is_an_answer_like_other_deaths(
+    target: Callable[[str], Target], tmp_path: Path, preload: tuple[str, ...] | None
+) -> None:
+    jail = find(IsolationConfig(readable=(tmp_path,), preload=preload))
+    if preload is not None and not jail.level:
+        pytest.skip(f"this host has no jail: {jail.why_not_higher}")
+    pool: WorkerPool[Any] = WorkerPool(1, LOADER, read, lambda: NO_JAIL if preload is None else jail)
+    await pool.start()
+    try:
+        for number, name in (
+            (signal.SIGRTMIN + 6, f"signal {signal.SIGRTMIN + 6}"),
+            (signal.SIGSEGV, "SIGSEGV"),
+        ):
+            outcome, _ = await pool.ask(target("dies"), {"by": int(number)}, 20)
+            assert f"was ended by {name} " in outcome.message
+    finally:
+        await pool.stop()
 
 
 async def test_workers_end_with_a_service_that_is_killed() -> None:

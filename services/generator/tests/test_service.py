@@ -17,7 +17,7 @@ from flotilla.common.v1 import weights_pb2
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla.generator.v1 import generator_pb2_grpc
 from flotilla_core import rpc
-from flotilla_core.config.stack import GeneratorConfig, SimConfig
+from flotilla_core.config.generators import GeneratorConfig, SimConfig
 from flotilla_core.errors import (
     AlreadyExists,
     FailedPrecondition,

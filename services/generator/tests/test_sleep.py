@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_core.errors import Exhausted, FailedPrecondition, Internal, StaleVersion, Unavailable
 from flotilla_core.service import Activities
 from flotilla_core.version import Version

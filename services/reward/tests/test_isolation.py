@@ -41,16 +41,18 @@ def connects(prompt, response, answer, info):
         return float(made.connect_ex(("127.0.0.1", int(response))) == 0)
 
 SEEN = []
+THERE = {*os.listdir(tempfile.gettempdir())}  # this file may be below it
 
 def finds_and_leaves(prompt, response, answer, info):
     libc = ctypes.CDLL(None, use_errno=True)
-    found = [*SEEN, *os.listdir(tempfile.gettempdir())]
+    found = [*SEEN, *{*os.listdir(tempfile.gettempdir())} - THERE]
     SEEN.append("memory")
     os.makedirs(os.path.join(tempfile.gettempdir(), "folder", "below"))
     open(os.path.join(tempfile.gettempdir(), "folder", "file"), "w").close()
     subprocess.Popen(["sleep", "600"], start_new_session=True)
     if os.path.exists("/proc/self"):
-        commands = [open(f"/proc/{name}/cmdline").read() for name in os.listdir("/proc") if name.isdigit()]
+        numbers = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        commands = [open(f"/proc/{name}/cmdline").read() for name in numbers]
         found += [one for one in commands if one.startswith("sleep")][1:]
         found += os.listdir("/dev/shm")
         open("/dev/shm/file", "w").close()
@@ -66,6 +68,25 @@ def finds_and_leaves(prompt, response, answer, info):
     if response == "dies":
         os.kill(os.getpid(), 9)
     return float(len(found))
+
+def asks(prompt, response, answer, info):
+    import urllib.request
+    urllib.request.urlopen(response)
+
+def wraps(prompt, response, answer, info):
+    try:
+        socket.create_connection(("192.0.2.1", 80))
+    except OSError as error:
+        raise ValueError("no page") from error
+
+def needs_variable(prompt, response, answer, info):
+    os.environ[response]
+
+def lacks_key(prompt, response, answer, info):
+    {}[response]
+
+def fills(prompt, response, answer, info):
+    raise MemoryError
 
 async def waits(prompt, response, answer, info):
     await asyncio.sleep(0)
@@ -137,6 +158,20 @@ async def test_what_the_jail_refuses_is_told_with_the_key_that_allows_it(
     told = await value(service, shown, "reads", str(shown / "more"))
     assert "No such file" in told and "name it in reward.isolation.readable of the stack" in told
     assert "reward.isolation" not in await value(service, shown, "reads", str(shown / "nowhere"))
+    assert "reward.isolation.memory_gib" in await value(service, shown, "fills", "")
+    assert "reward.isolation.environment of the stack names: name MY_KEY there" in await value(
+        service, shown, "needs_variable", "MY_KEY"
+    )
+    assert "reward.isolation" not in await value(service, shown, "lacks_key", "MY_KEY")
+    if find().level is Level.NAMESPACES:
+        trusted = "`trusted: true` in the term of the run lets this function out of it"
+        assert trusted in await value(service, shown, "writes", "/usr/bin/mine")
+        for function, response in (
+            ("asks", "http://192.0.2.1/"),
+            ("asks", "http://a.example/"),
+            ("wraps", ""),
+        ):
+            assert f"The jail has no network: {trusted}" in await value(service, shown, function, response)
 
 
 async def test_a_function_that_its_run_trusts_runs_outside_of_the_jail_and_no_other_one_does(

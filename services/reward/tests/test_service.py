@@ -13,13 +13,14 @@ from flotilla.reward.v1 import reward_pb2_grpc
 from flotilla_core import rpc
 from flotilla_core.config import BindConfig, RewardServiceConfig
 from flotilla_core.errors import InvalidConfig
+from flotilla_reward.judges.judge import Judges
 from flotilla_reward.service import RewardHostService
 from flotilla_testing.credentials import credential
 from flotilla_testing.files import files_in
 
 
 async def test_a_group_is_scored_over_grpc_and_errors_keep_their_class(tmp_path: Path) -> None:
-    service = RewardHostService(RewardServiceConfig(workers=1), files_in(tmp_path))
+    service = RewardHostService(RewardServiceConfig(workers=1), files_in(tmp_path), Judges({}))
     trusted = credential(tmp_path)
     server = rpc.RpcServer(BindConfig(), credential=trusted)
     service.add_to(server)

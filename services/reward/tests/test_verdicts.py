@@ -94,6 +94,11 @@ async def test_each_verdict_names_its_verifier_its_time_and_what_was_read(pool: 
     assert outcome.elapsed.ToNanoseconds() == pytest.approx(parts, abs=10)
 
 
+async def test_what_was_read_is_cut_wherever_it_was_read(pool: Workers, judge: str) -> None:
+    (outcome,) = await score(pool, [spec("exact"), spec(judge)], "x" * 5000)
+    assert [len(component.extracted) for component in outcome.value.components] == [2000, 2000]
+
+
 async def test_a_file_that_changed_is_another_version(pool: Workers, judge: str) -> None:
     (first,) = await score(pool, [spec(judge)], "4")
     Path(judge.partition(":")[0]).write_text(JUDGES + "# the same, and a comment more\n")
@@ -109,6 +114,8 @@ async def test_of_a_function_a_limit_and_a_death_are_errors_unless_the_term_blam
     limit_ms = 300 if broken == "hangs" else 20_000
     (error,) = await score(pool, [spec("exact"), spec(judge, limit_ms=limit_ms)], broken)
     assert error.WhichOneof("outcome") == ("timeout" if broken == "hangs" else "error")
+    failed = error.timeout if broken == "hangs" else error.error
+    assert (failed.file, failed.line) == (judge.rpartition(":")[0], 7), "where the function begins"
     assert [component.reward for component in error.before] == ["exact"]
     (blamed,) = await score(pool, [spec(judge, limit_ms=limit_ms, blames=True)], broken)
     (component,) = blamed.value.components
@@ -124,7 +131,17 @@ async def test_text_that_looks_like_a_place_harms_nothing(pool: Workers, tmp_pat
     path = tmp_path / "odd.py"
     path.write_text("def judge(solution_str): return 'f.py:99999999999999999999 in g: h'\n")
     (outcome,) = await score(pool, [spec(f"{path}:judge")], "4")
-    assert (outcome.error.file, outcome.error.line) == ("", 0)
+    assert (outcome.error.file, outcome.error.line) == (str(path), 1), "the function's own place"
+
+
+async def test_what_returns_no_number_is_told_with_the_place_of_its_function(
+    pool: Workers, tmp_path: Path
+) -> None:
+    path = tmp_path / "none.py"
+    path.write_text("import math\n\ndef judge(solution_str): return None if solution_str else math.nan\n")
+    for response in ("", "4"):
+        (outcome,) = await score(pool, [spec(f"{path}:judge")], response)
+        assert (outcome.error.file, outcome.error.line) == (str(path), 3), outcome
 
 
 async def test_a_function_blames_a_response_by_the_name_of_its_exception(pool: Workers, judge: str) -> None:

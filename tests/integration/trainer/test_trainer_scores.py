@@ -18,7 +18,7 @@ from transformers import (
 
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_core.errors import FailedPrecondition, InvalidRequest
+from flotilla_core.errors import FailedPrecondition, InvalidRequest, RankFailed
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_testing.session_specs import as_struct
 from flotilla_testing.tiny_qwen3 import VOCABULARY
@@ -187,8 +187,6 @@ async def test_an_encoder_gives_what_its_own_class_gives_for_any_layout(
 
 
 async def test_a_language_model_cannot_be_a_reward_model(start_trainer: Callable[..., Any]) -> None:
-    with pytest.raises(
-        FailedPrecondition, match=r"no head of scores: score\.weight or v_head\.summary\.weight"
-    ):
+    with pytest.raises(RankFailed, match=r"no head of scores: score\.weight or v_head\.summary\.weight"):
         async with start_trainer(name=NAME, nproc=1):
             pass

@@ -98,13 +98,14 @@ async def test_a_frozen_gang_refuses_to_learn_and_scores_on(
         "ForwardBackward": pb.ForwardBackwardRequest(run_id=run_id, groups=groups),
         "OptimStep": pb.OptimStepRequest(run_id=run_id),
         "EvaluateLoss": pb.EvaluateLossRequest(run_id=run_id, groups=groups),
-        "ComputeValues": pb.ComputeValuesRequest(run_id=run_id),
         "OpenWeightGroup": pb.OpenWeightGroupRequest(run_id=run_id),
         "LoadCheckpoint": pb.LoadCheckpointRequest(run_id=run_id, path=str(tmp_path)),
         "ExportModel": pb.ExportModelRequest(run_id=run_id, path=str(tmp_path / "x"), policy_version=version),
     }.items():
         with pytest.raises(FailedPrecondition, match="the reference does not learn"):
             await reference.call(method, request)
+    with pytest.raises(FailedPrecondition, match="a reference has no values"):
+        await reference.call("ComputeValues", pb.ComputeValuesRequest(run_id=run_id))
     assert_same(await logprobs_of(reference, groups), plainly(reference.model, groups))
 
 

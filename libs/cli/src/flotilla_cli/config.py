@@ -33,9 +33,10 @@ from flotilla_core.config.model import HUB, is_url
 from flotilla_core.config.other_programs import OURS
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.findings import found_of
-from flotilla_core.gangs import named_gangs
+from flotilla_core.gangs import model_of, named_gangs
 from flotilla_core.generated_tasks import TASKS
-from flotilla_core.roles import NAMED
+from flotilla_core.judge_generators import judge_roles
+from flotilla_core.roles import NAMED, section_of
 from flotilla_launch.environment import presentable
 
 app = typer.Typer(help="Check configuration files; print their JSON Schema.", no_args_is_help=True)
@@ -190,6 +191,7 @@ def _of_stack(config: StackConfig) -> Iterator[Found]:
     models |= {"reference.model": config.reference.model, "teacher.model": config.teacher.model}
     for kind, named in named_gangs(config).items():
         models |= {f"{NAMED[kind]}.{name}.model": gang.model for name, gang in named.items()}
+    models |= {f"{section_of(role)}.model": model_of(config, role) for role in judge_roles(config)}
     for key, model in models.items():
         if isinstance(model, Path):
             yield _folder(key, model, "config.json")

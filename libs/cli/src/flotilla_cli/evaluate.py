@@ -22,13 +22,13 @@ from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.checkpoint import chosen, saved_of
 from flotilla_cli.completion import complete_setting
+from flotilla_cli.judge_trial import asks_fleet
 from flotilla_cli.options import Json, Stack, make_folder_of, wait
 from flotilla_cli.output import print_json, print_table, say
 from flotilla_cli.processes import boot_progress
 from flotilla_cli.stack import load_stack, make_example, stack_file
 from flotilla_client import Client
 from flotilla_client.discovery import credential_of_caller
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import copies_folder, read_held_out
 from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, held_out_prompts
 from flotilla_coordinator.plan.chapter import Chapter
@@ -45,6 +45,7 @@ from flotilla_core.config import (
     BindConfig,
     CoordinatorConfig,
     GangConfig,
+    JudgeConfig,
     NatsConfig,
     RewardMode,
     RewardTermConfig,
@@ -58,6 +59,7 @@ from flotilla_core.config.model import function_path
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig, InvalidRequest
 from flotilla_core.evaluations import held_out_text
 from flotilla_core.version import Version
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_launch import local
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.state import find
@@ -113,8 +115,10 @@ def evaluate(
         make_folder_of(output)
     make_example(stack_file(stack))
     subject = _subject(target, checkpoint, stack)
-    config = _config(subject, arguments or [], data or [], reward or [])
-    fleet = fleet_for(load_stack(stack), subject)
+    config, of_stack = _config(subject, arguments or [], data or [], reward or []), load_stack(stack)
+    if judges := asks_fleet(config.all_rewards, of_stack):
+        raise _nothing_to_evaluate_with(f"judge {', '.join(judges)} is held by the fleet: runs alone ask it")
+    fleet = fleet_for(of_stack, subject)
     found = wait(_evaluated(subject, config, fleet), interrupted="interrupted: the fleet is stopped again")
     lines = [answer.record(subject.version.step, subject.version) for answer in found.answers]
     if output is not None:
@@ -249,6 +253,7 @@ def fleet_for(stack: StackConfig, subject: Subject) -> StackConfig:
         "placement": "separate",
         "teachers": {},
         "reward_models": {},
+        "judges": {name: one for name, one in stack.judges.items() if isinstance(one, JudgeConfig)},
         "autoscale": None,
     }
     changes |= dict.fromkeys(("critic", "reference", "teacher"), GangConfig())
@@ -291,7 +296,7 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
             def scorer_of(terms: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
                 pool, steps = pools.rewards, config.steps
                 service = RewardServiceScorer(subject.run_id, terms, pool, limit_s, total_steps=steps)
-                return Scorer([service], mode)
+                return Scorer(service, mode)
 
             sets = held_out_prompts(config, held_out, scorer_of)
             rollout = config.rollout

@@ -43,7 +43,7 @@ from flotilla_core import rpc
 from flotilla_core.config import StackConfig
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FlotillaError, InvalidRequest
-from flotilla_core.gangs import model_of, roles_of, started, with_model
+from flotilla_core.gangs import model_of, model_roles, started, with_model
 from flotilla_core.kinds import KINDS, Kind
 from flotilla_core.model_folder import model_folder
 from flotilla_launch.kubernetes.engine import KubernetesEngine
@@ -260,7 +260,7 @@ def _check(stack: StackConfig, launcher: str) -> None:
     if launcher in ON_THIS_HOST:
         check(stack)
     if launcher == LOCAL:
-        of_gangs = (model_of(stack, role) for role in roles_of(stack) if started(stack, role))
+        of_gangs = (model_of(stack, role) for role in model_roles(stack) if started(stack, role))
         for model in dict.fromkeys([stack.model, *of_gangs]):
             if not is_url(model):
                 model_folder(model)  # One of the hub is downloaded once for all services.
@@ -275,7 +275,7 @@ def _placeable(stack: StackConfig, launcher: str, *, quiet: bool) -> StackConfig
     here = with_models_here(stack)
     decided = placed(here)
     placeable = decided
-    for role in roles_of(stack):
+    for role in model_roles(stack):
         if model_of(here, role) != model_of(stack, role):
             placeable = with_model(placeable, role, model_of(stack, role))
     if not quiet:
@@ -344,7 +344,7 @@ async def _state_of(
 async def _refuse_to_starve(paths: StackPaths, kind: Kind, replicas: int) -> None:
     """Refuse to remove an active run's last replica of a kind without --yes: the run would wait, and then fail."""
     busy = [run.run_id for run in await _going_on(paths)]
-    wanted = min(len(busy), 1) if kind.shared else len(busy)
+    wanted = 0 if kind.optional else min(len(busy), 1) if kind.shared else len(busy)
     if wanted > replicas:
         each = f"and need a {kind.name} service" if kind.shared else f"each needs a {kind.name}"
         raise InvalidRequest(

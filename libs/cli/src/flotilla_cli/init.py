@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,6 @@ from flotilla_cli.init_files import (
 )
 from flotilla_cli.options import Json
 from flotilla_cli.output import print_json, print_line, say
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import JoinedSets, read_held_out, read_sets, training_data
 from flotilla_coordinator.plan import plan_run
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -53,6 +53,7 @@ from flotilla_data.files import data_files
 from flotilla_data.formats import no_rows
 from flotilla_data.recognition import ANSWERS, PAIRS, Answers, Fields, kind_of_answers, recognised
 from flotilla_data.rows import open_rows
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_launch.gpus import Gpus
 
 if TYPE_CHECKING:
@@ -109,11 +110,13 @@ def init(
 ) -> None:
     """Write stack.yaml and run.yaml for a model and data, by the GPUs of this host, and plan the run."""
     _refuse_existing([folder / "stack.yaml", folder / "run.yaml"], force)
-    if bool(data) == bool(tasks) or (tasks and held_out):
+    named = tasks or ([data] if data and is_generated(data) else [])
+    if bool(data) == bool(tasks) or (named and held_out):
         raise InvalidRequest(
-            "name --data or --tasks, which brings held-out rows of its own", where="flotilla init"
+            "name --data or --tasks; tasks bring held-out rows of their own, so --heldout is for other data",
+            where="flotilla init",
         )
-    made = _tasks(tasks or ([data] if data and is_generated(data) else []))
+    made = _tasks(named)
     # A name of the hub is one wherever it is read from now on, and in the files.
     data, held_out = (str(data_source(source or "")) for source in (data, held_out))
     draft = _fitted(_drafted(folder, model, data, held_out, algorithm, made))
@@ -155,8 +158,15 @@ def _tasks(names: Sequence[str]) -> tuple[TaskSource, ...]:
         sources = [TaskSource.parse(name) for name in names]
     except ValueError as error:
         raise InvalidRequest(str(error), where="--tasks", next_step=f"write {TASKS}countdown") from None
+    for one in sources:
+        if one.highest is not None:
+            raise InvalidRequest(
+                f"{one} names a range of levels, and init writes no data.curriculum",
+                where="--tasks",
+                next_step=f"name level={one.level}, then write levels and data.curriculum into run.yaml",
+            )
     return tuple(
-        one if "size=" in name else replace(one, size=TASK_ROWS)
+        one if re.search(r"[?&]size=", name) else replace(one, size=TASK_ROWS)
         for one, name in zip(sources, names, strict=True)
     )
 

@@ -1,7 +1,7 @@
 """Implements `flotilla reward`, which lists the rewards that a run may name, and tries them without a fleet.
 
 Invariant: no code of a user runs in this process. A trial is scored by the reward service's own code, in a process of
-its own that ends with the command.
+its own that ends with the command; one that asks a judge of the fleet is scored by a replica of the fleet.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from select import select
@@ -29,14 +29,17 @@ from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla.reward.v1.reward_pb2 import ListRewardsRequest, RewardInfo
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.completion import complete_setting
+from flotilla_cli.judge_trial import asks_fleet, scored_by_fleet
 from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
 from flotilla_cli.output import print_json, print_line, print_table, say, short_reward
 from flotilla_cli.processes import say_isolation
 from flotilla_cli.services import find_services
 from flotilla_cli.stack import (
-    load_stack_with_model,
+    load_stack,
     make_example,
+    missing_model,
     stack_file,
+    stack_paths,
     with_models_here,
 )
 from flotilla_core import rpc
@@ -48,6 +51,7 @@ from flotilla_core.errors import (
     Internal,
     InvalidConfig,
     InvalidRequest,
+    NotFound,
     Unavailable,
 )
 from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
@@ -55,12 +59,13 @@ from flotilla_core.model_folder import model_folder
 from flotilla_core.rpc.status import from_status
 from flotilla_data.rows import open_rows, parts
 from flotilla_launch.environment import resolved
+from flotilla_launch.state import is_up
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.prompts import Prompt
-    from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.rollouts.judges import Agreement
     from flotilla_coordinator.rollouts.scoring import Outcome
+    from flotilla_data.tokenizer import Tokenizer
 
 app = typer.Typer(help="Rewards that a run may name.", no_args_is_help=True)
 
@@ -68,8 +73,9 @@ _LIST_S = 10.0
 _TRIAL = "flotilla_reward.trial"
 _REFUSED = 3
 """The exit code of a trial that printed the status of an error."""
-_MOST_PRINTED = 1 << 20
+_SHOWN_BYTES = 2 << 10
 """The bytes that are shown of what rewards print."""
+_BLOCK_BYTES = 1 << 16
 _LOOK_S = 0.1
 _LONGEST_CELL = 40
 ANSWER, EMPTY = "(the answer)", "(empty)"
@@ -81,7 +87,13 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
 
     A function in a file needs no entry here: name it in the run as path.py:function.
     """
-    known, levels = wait(_ask(stack, coordinator))
+    try:
+        known, levels = wait(_ask(stack, coordinator))
+    except Unavailable:
+        if coordinator is not None or is_up(stack_paths(stack)) or not _is_installed():
+            raise
+        say("no fleet is running: these are the rewards that are installed here")
+        known, levels = _installed(), {}
     rewards = [_reward_json(found, services) for found, services in known]
     if as_json:
         print_json({"rewards": rewards, "isolation": levels})
@@ -92,6 +104,20 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
     ]
     print_table(("REWARD", "PARAMETERS", "WHAT IT GIVES"), rows)
     say_isolation(levels)
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec(_TRIAL.partition(".")[0]) is not None
+
+
+def _installed() -> list[tuple[RewardInfo, list[str]]]:
+    """Return the rewards that a reward service of this host would have."""
+    listed = subprocess.run([sys.executable, "-m", _TRIAL, "list"], capture_output=True, check=False)
+    if listed.returncode:
+        raise Internal(
+            "the rewards cannot be listed", why=listed.stderr.decode(errors="replace")[-_SHOWN_BYTES:]
+        )
+    return [(info, []) for info in pb.ListRewardsResponse.FromString(listed.stdout).rewards]
 
 
 async def _ask(
@@ -167,12 +193,13 @@ def test(
     """
     config = _config_of(arguments, data)
     make_example(stack_file(stack))
-    of_stack = load_stack_with_model(stack)
-    prompts, tokenizer = _rows(config, of_stack, rows)
+    of_stack = load_stack(stack)
+    tokenizer = _tokenizer(of_stack, missing_model(stack, of_stack))
+    prompts = _prompts(config, tokenizer, rows)
     tried = list(_responses(prompts, response or [], responses))
     scored = zip(tried, _scored(config, of_stack, tokenizer, tried), strict=True)
     found = [_trial_json(*one, *outcome) for one, outcome in scored]
-    judges = list(agreements(config, of_stack))
+    judges = [agreement_with(term, of_stack) for term in config.judged_terms]
     if as_json:
         figures = [{"reward": one.term, "agreement": one.figure, "at_least": one.at_least} for one in judges]
         names = [term.shown for term in config.rewards]
@@ -185,16 +212,13 @@ def test(
         raise typer.Exit(RUN_FAILED)
 
 
-def agreements(config: RunConfig, stack: StackConfig) -> Iterator[Agreement]:
-    """Ask the judges of a run of their labelled examples; yield how far each agrees."""
+def agreement_with(term: RewardTermConfig, stack: StackConfig) -> Agreement:
+    """Ask the judge of a term of its labelled examples; return how far it agrees."""
     from flotilla_coordinator.rollouts.judges import agreement_of, examples_of
-    from flotilla_coordinator.rollouts.scoring import reward_spec
 
-    for term in config.judged_terms:
-        examples = examples_of(term)
-        request = pb.ScoreRequest(rewards=[reward_spec(term)], items=[one.item for one in examples])
-        outcomes = {one.sample_id: one for one in _trial(request, stack).outcomes}
-        yield agreement_of(term, examples, outcomes)
+    examples = examples_of(term)
+    outcomes = _outcomes((term,), [one.item for one in examples], None, stack)
+    return agreement_of(term, examples, {one.sample_id: one for one in outcomes})
 
 
 def _config_of(arguments: list[str], data: Path | None) -> RunConfig:
@@ -238,14 +262,22 @@ def _term_of(config: RunConfig, name: str) -> RewardTermConfig:
     return known.get(str(asked.reward), asked)
 
 
-def _rows(config: RunConfig, stack: StackConfig, rows: int) -> tuple[list[Prompt], Tokenizer]:
+def _tokenizer(stack: StackConfig, no_model: NotFound | None) -> Tokenizer:
+    """Return the tokenizer of the stack's policy; where no stack file names a model, one that takes text alone."""
+    from flotilla_data.tokenizer import TextAlone, Tokenizer
+
+    if no_model is None:
+        return Tokenizer.load(model_folder(with_models_here(stack).model))
+    say("there is no stack file: prompts are taken as they are, and rewards see no token ids")
+    return TextAlone(no_model)
+
+
+def _prompts(config: RunConfig, tokenizer: Tokenizer, rows: int) -> list[Prompt]:
     """Return the first rows of the training data, with their prompts as the policy of the stack sees them."""
     from flotilla_coordinator.data.prompts import load_prompts
-    from flotilla_coordinator.data.tokenizer import Tokenizer
     from flotilla_coordinator.data.training_sets import JoinedSets, read_sets
 
-    tokenizer = Tokenizer.load(model_folder(with_models_here(stack).model))
-    return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows), tokenizer
+    return JoinedSets(read_sets(config.data, tokenizer, load_prompts)).first(rows)
 
 
 def _responses(
@@ -253,8 +285,10 @@ def _responses(
 ) -> Iterator[tuple[Prompt, str, str]]:
     """Yield prompt, response, and a name for each response that is no text of the user's."""
     if file is not None:
-        texts = _read_responses(file, len(prompts))
+        texts = list(_read_responses(file, len(prompts)))
         yield from ((prompt, text, "") for prompt, text in zip(prompts, texts, strict=False))
+        if missing := len(prompts) - len(texts):
+            say(f"{file} has {len(texts)} responses: {missing} of {len(prompts)} rows are not scored by it")
     for prompt in prompts:
         yield from ((prompt, text, "") for text in given)
         if not given and file is None:
@@ -273,6 +307,10 @@ def _read_responses(file: Path, most: int) -> Iterator[str]:
         raise type(error)(
             "the responses cannot be read", where=error.where, why=why, next_step=written
         ) from None
+    if (ignored := len(rows) - most) > 0:
+        say(
+            f"{file} has {len(rows)} responses: {ignored} of them are ignored, for {most} rows are scored (-n)"
+        )
     for part in parts(rows, range(min(most, len(rows)))):
         for row in rows.read(part):
             if row.error is not None:
@@ -292,35 +330,52 @@ def _scored(
     """
     import numpy as np
 
-    from flotilla_coordinator.rollouts.scoring import reward_spec, score_item, weigh
+    from flotilla_coordinator.rollouts.scoring import score_item, weigh
+    from flotilla_data.tokenizer import TextAlone
 
+    token_ids = [
+        None if isinstance(tokenizer, TextAlone) else tokenizer.encode(text, special=False)
+        for _, text, _ in tried
+    ]
     items = [
         score_item(
             str(number),
             prompt,
             text,
             group=str(prompt.index),
-            token_ids=np.array(tokenizer.encode(text, special=False), np.int32),
+            token_ids=None if tokens is None else np.array(tokens, np.int32),
             step=0,
         )
-        for number, (prompt, text, _) in enumerate(tried)
+        for number, ((prompt, text, _), tokens) in enumerate(zip(tried, token_ids, strict=True))
     ]
-    rewards = map(reward_spec, config.rewards)
-    outcomes = _trial(pb.ScoreRequest(rewards=rewards, items=items, total_steps=config.steps), stack).outcomes
     return [
-        (weigh(config.rewards, [one], config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
-        for one in outcomes
+        (weigh(config.rewards, one, config.reward_mode), one.elapsed.ToNanoseconds() / 1e9)
+        for one in _outcomes(config.rewards, items, config.steps, stack)
     ]
+
+
+def _outcomes(
+    terms: tuple[RewardTermConfig, ...], items: list[pb.ScoreItem], steps: int | None, stack: StackConfig
+) -> Sequence[pb.ScoreOutcome]:
+    """Return the outcomes in the order of the items; of terms that ask a judge of the fleet, from its replicas."""
+    from flotilla_coordinator.rollouts.scoring import reward_spec
+
+    if asks_fleet(terms, stack):
+        return wait(scored_by_fleet(terms, items, steps, stack))
+    request = pb.ScoreRequest(rewards=map(reward_spec, terms), items=items, total_steps=steps)
+    return list(_trial(request, stack).outcomes)
 
 
 def _trial(request: pb.ScoreRequest, stack: StackConfig) -> pb.ScoreResponse:
     """Return the outcomes of a request, from a process of the reward service."""
-    if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
+    if not _is_installed():
         raise FailedPrecondition(
             "the reward service is not installed here", next_step="pip install flotilla-reward"
         )
     asked = {judge_of(spec.reward) for spec in request.rewards}
-    judges = {name: one for name, one in stack.judges.items() if name in asked}
+    judges = {
+        name: one for name, one in stack.judges.items() if name in asked and isinstance(one, JudgeConfig)
+    }
     keys = {one.api_key_env for one in judges.values()}
     places = {name: place for name, place in stack.reward.environment.items() if name in keys}
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answered:
@@ -345,12 +400,12 @@ def _trial(request: pb.ScoreRequest, stack: StackConfig) -> pb.ScoreResponse:
 def _say_all(trial: Popen[bytes]) -> None:
     """Print what the code of a user prints until the trial ends: up to a limit, as text that no terminal obeys."""
     assert trial.stderr is not None
-    line, left, more, over = b"", _MOST_PRINTED, 0, False
+    line, left, more, over = b"", _SHOWN_BYTES, 0, False
     while not over:
         # What user code left behind may keep the pipe open: after the end of the trial only what is in it counts.
         over = trial.poll() is not None
         ready, _, _ = select([trial.stderr], [], [], 0 if over else _LOOK_S)
-        block = os.read(trial.stderr.fileno(), _MOST_PRINTED) if ready else b""
+        block = os.read(trial.stderr.fileno(), _BLOCK_BYTES) if ready else b""
         over = over or bool(ready and not block)
         more += max(0, len(block) - left)
         line += block[:left]
@@ -361,7 +416,7 @@ def _say_all(trial: Popen[bytes]) -> None:
         for one in lines:
             say(line_text(one))
     if more:
-        say(f"... and {more:,} bytes more, which are not shown")
+        say(f"... and {more:,} bytes more of what was printed, which are not shown")
 
 
 def _trial_json(prompt: Prompt, response: str, name: str, outcome: Outcome, seconds: float) -> dict[str, Any]:
@@ -412,7 +467,8 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
         if one["failure"]:
             failures.setdefault(one["failure"], []).append(one)
     for failure, ones in failures.items():
-        print_line(f"\n{len(ones)} of {len(found)} failed, row {ones[0]['row']} first: {failure}")
+        place = _place(ones[0], failure)
+        print_line(f"\n{len(ones)} of {len(found)} failed, row {ones[0]['row']} first: {failure}{place}")
         if ones[0]["traceback"]:
             print_line(textwrap.indent(ones[0]["traceback"].rstrip(), "  "))
     for reward, ones in _verdicts_by_reward(found).items():
@@ -428,6 +484,12 @@ def _print_trial(found: list[dict[str, Any]]) -> None:
             )
     if len(rewards) > 1 and len(set(rewards)) == 1:
         say("all rewards are equal: these responses teach nothing. Try others: --response TEXT")
+
+
+def _place(one: dict[str, Any], failure: str) -> str:
+    """Return where the function is that failed, unless the failure says it."""
+    places = [f"{said['file']}:{said['line']}" for said in one["verdicts"] if said.get("line")]
+    return f" (at {places[-1]})" if places and places[-1] not in failure else ""
 
 
 def _verdicts_by_reward(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

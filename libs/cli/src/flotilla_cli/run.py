@@ -135,21 +135,20 @@ def _ask_judges(plan: Plan, run: config.RunConfig, stack: str | None) -> None:
     """Add to a plan how far the judges of the run agree with their labelled examples, asked from here."""
     if not run.judged_terms:
         return
-    from flotilla_cli.reward import agreements
+    from flotilla_cli.reward import agreement_with
     from flotilla_coordinator.plan.chapter import Chapter, Entry, Line, refusal
 
     entries: list[Entry] = []
-    try:
-        for one in agreements(run, load_stack(stack)):
-            entries.append(Line(f"judge of {one.term}", f"{one.figure:.3f}", one.shown))
-            if not one.enough:
-                entries.append(
-                    refusal(f"the judge of reward {one.term} agrees by {one.figure:.3f}: {one.shown}")
-                )
-    except FlotillaError as error:
-        entries.append(
-            findings.warning(f"judges were not asked from here, the start of the run does so: {error}")
-        )
+    for term in run.judged_terms:
+        try:
+            one = agreement_with(term, load_stack(stack))
+        except FlotillaError as error:
+            why = f"the judge of reward {term.shown} was not asked from here, the start of the run does so: {error}"
+            entries.append(findings.warning(why))
+            continue
+        entries.append(Line(f"judge of {one.term}", f"{one.figure:.3f}", one.shown))
+        if not one.enough:
+            entries.append(refusal(f"the judge of reward {one.term} agrees by {one.figure:.3f}: {one.shown}"))
     Chapter.of(entries).write(plan)
 
 

@@ -21,7 +21,7 @@ from flotilla_core.activities import Activities
 from flotilla_core.config import StackConfig, load
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
-from flotilla_core.gangs import model_of, roles_of
+from flotilla_core.gangs import model_of, model_roles
 from flotilla_launch.paths import StackPaths
 from flotilla_launch.state import is_up
 
@@ -61,14 +61,21 @@ def load_stack(given: str | None) -> StackConfig:
 def load_stack_with_model(given: str | None) -> StackConfig:
     """Return the stack for a command that uses its model, which without a stack file would be that of an example."""
     stack = load_stack(given)
-    if stack_file(given) is None and not os.path.isdir(stack.model):
-        raise NotFound(
-            "there is no stack file, which names the model",
-            where=str(Path.cwd()),
-            why=f"neither {' nor '.join(map(str, _DEFAULT_FILES))} is here",
-            next_step="name one by --stack FILE, or make one: flotilla init",
-        )
+    if (refusal := missing_model(given, stack)) is not None:
+        raise refusal
     return stack
+
+
+def missing_model(given: str | None, stack: StackConfig) -> NotFound | None:
+    """Return the refusal of a command that needs a model where no stack file names one; None where one does."""
+    if stack_file(given) is not None or os.path.isdir(stack.model):
+        return None
+    return NotFound(
+        "there is no stack file, which names the model",
+        where=str(Path.cwd()),
+        why=f"neither {' nor '.join(map(str, _DEFAULT_FILES))} is here",
+        next_step="name one by --stack FILE, or make one: flotilla init",
+    )
 
 
 def stack_paths(given: str | None) -> StackPaths:
@@ -168,7 +175,7 @@ def _make(script: Path) -> None:
 
 def with_models_here(stack: StackConfig) -> StackConfig:
     """Return the stack with copies on this host in place of models in object storage, fetched where needed."""
-    places = {str(model) for role in roles_of(stack) if is_url(model := model_of(stack, role))}
+    places = {str(model) for role in model_roles(stack) if is_url(model := model_of(stack, role))}
     if not places:
         return stack
     from flotilla_core.service.model import with_copies

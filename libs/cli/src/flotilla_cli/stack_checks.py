@@ -20,7 +20,6 @@ from flotilla_cli.processes import as_the_coordinator_sees
 from flotilla_cli.services import services_seen
 from flotilla_cli.stack import load_stack, stack_file
 from flotilla_client.discovery import credential_of_caller
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import MODEL, STATE, bfloat16_warnings
 from flotilla_core import rpc
@@ -31,13 +30,14 @@ from flotilla_core.config.training import CheckpointConfig
 from flotilla_core.disk import check_state_directory, free_bytes, nearest, room
 from flotilla_core.errors import FlotillaError, InvalidConfig, Mismatch
 from flotilla_core.findings import failed, found_of, passed, warned
-from flotilla_core.gangs import model_of, roles_of, started
+from flotilla_core.gangs import model_of, model_roles, started
 from flotilla_core.model_folder import model_folder
 from flotilla_core.protocol import check_protocol, limits
 from flotilla_core.roles import POLICY, section_of
 from flotilla_core.rpc.interface import check_interface
 from flotilla_core.transfer.object_store import ObjectFolder
 from flotilla_core.trust import Credential
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_launch.guardian import starts_launcher_again, why_it_ended
 from flotilla_launch.health import is_serving
 from flotilla_launch.launcher import launcher_of
@@ -121,7 +121,7 @@ def _models(config: StackConfig) -> list[Finding]:
     # Services by this file may be on another host than the coordinator, which then gives them the model.
     fetched = config.nats.url is not None
     findings = _model("model", config.model, fetched=fetched)
-    for role in (role for role in roles_of(config) if role != POLICY):
+    for role in (role for role in model_roles(config) if role != POLICY):
         model = model_of(config, role)
         if started(config, role) and model != config.model:
             findings += _model(f"{section_of(role)}.model", model, fetched=fetched)
@@ -205,8 +205,11 @@ def _interface(config: StackConfig) -> list[Finding]:
 
 def _isolation(config: StackConfig) -> list[Finding]:
     """Look for the jail of functions of users here, where the stack starts what runs them."""
-    sections = {"reward": config.reward, "environment": config.environment}
-    return [jail.find(one.isolation, name).finding for name, one in sections.items() if one.replicas]
+    asked = [
+        (config.reward.replicas, config.reward.isolation, "reward"),
+        (config.environment.replicas, config.environment.isolation, "environment"),
+    ]
+    return [jail.find(isolation, section).finding for replicas, isolation, section in asked if replicas]
 
 
 async def service_checks(config: StackConfig) -> list[Finding]:

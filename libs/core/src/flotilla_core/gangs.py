@@ -1,4 +1,4 @@
-"""The gangs of each role, as the stack file describes them."""
+"""The gangs of each role, and the models of all roles, as the stack file describes them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 from flotilla_core.config import GangConfig, StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
+from flotilla_core.judge_generators import judge_of_role, judge_roles
 from flotilla_core.roles import (
     CRITIC,
+    JUDGE,
     KINDS,
     NAMED,
     POLICY,
@@ -29,6 +31,11 @@ def roles_of(stack: StackConfig) -> tuple[str, ...]:
     return (*KINDS, *_named(stack))
 
 
+def model_roles(stack: StackConfig) -> tuple[str, ...]:
+    """Return all roles whose processes may load a model: those of gangs, then those of judges."""
+    return (*roles_of(stack), *judge_roles(stack))
+
+
 def gang_of(stack: StackConfig, role: str) -> TrainerConfig:
     """Return the section that describes the gangs of a role."""
     if role == POLICY:
@@ -37,13 +44,18 @@ def gang_of(stack: StackConfig, role: str) -> TrainerConfig:
 
 
 def model_of(stack: StackConfig, role: str) -> Path | str:
-    """Return the folder or hub name of the model that a role's gangs are started with."""
+    """Return the folder or hub name of the model that a role's processes are started with."""
+    if kind_of_role(role) == JUDGE:
+        return judge_of_role(stack, role).model
     own = None if role == POLICY else _beside(stack, role).model
     return stack.model if own is None else own
 
 
 def with_model(stack: StackConfig, role: str, folder: Path | str) -> StackConfig:
     """Return the stack with another folder for the model of a role, and of those that share it."""
+    if kind_of_role(role) == JUDGE:
+        judge = judge_of_role(stack, role).model_copy(update={"model": folder})
+        return stack.model_copy(update={"judges": {**stack.judges, name_of_role(role): judge}})
     if role == POLICY or _beside(stack, role).model is None:
         return stack.model_copy(update={"model": folder})
     gang = _beside(stack, role).model_copy(update={"model": folder})
@@ -54,7 +66,9 @@ def with_model(stack: StackConfig, role: str, folder: Path | str) -> StackConfig
 
 
 def started(stack: StackConfig, role: str) -> bool:
-    """Return whether the stack has a gang of this role, started by its launcher or attached."""
+    """Return whether the stack has a process of this role, started by its launcher or attached."""
+    if role in judge_roles(stack):
+        return judge_of_role(stack, role).replicas > 0
     if role not in roles_of(stack):
         return False
     gang = gang_of(stack, role)

@@ -91,7 +91,9 @@ class TaskSource:
     @property
     def kind(self) -> str:
         """The task with its difficulty, without what chooses its rows."""
-        level = [] if self.level is None else [("level", self.level)]
+        level = [] if self.level is None else [("level", str(self.level))]
+        if self.highest is not None:
+            level = [("levels", f"{self.level}-{self.highest}")]
         query = "&".join(f"{key}={value}" for key, value in (*level, *self.parameters))
         return f"{self.task}?{query}" if query else self.task
 

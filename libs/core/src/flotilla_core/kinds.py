@@ -29,6 +29,8 @@ class Kind:
     """Replicas whose number may change while the stack lives: `replicas` of its section, and those of `attach`."""
     shared: bool = False
     """All of them serve every run; one that is not shared belongs to one run at a time."""
+    optional: bool = False
+    """Need of some runs alone."""
     loads_model: bool = False
     """Need of the folder of its model, and of shared memory for torch."""
     capacity: str = ""
@@ -86,6 +88,7 @@ KINDS = (
         node="environment",
         scales=True,
         shared=True,
+        optional=True,
         capacity="workers",
     ),
     Kind(reg.SERVICE_KIND_RANKS, "opens its port", section="", node="trainer", is_gang=True, ends=1),

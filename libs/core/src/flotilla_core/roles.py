@@ -1,7 +1,8 @@
-"""The roles that a gang of ranks can have for a run.
+"""The roles that a gang of ranks, or a generator with a judge, can have for a run.
 
-Invariant: a process's name says its role, so a gang that is started by hand needs no further setting. The role is the
-part of the name; a teacher or a reward model with a name of its own has a role of its own, the first two parts.
+Invariant: a process's name says its role, so one that is started by hand needs no further setting. The role is the
+part of the name; a teacher, a reward model or a judge with a name of its own has a role of its own, the first two
+parts.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ CRITIC = "critic"
 REFERENCE = "reference"
 TEACHER = "teacher"
 REWARD_MODEL = "reward_model"
+JUDGE = "judge"
 
 KINDS = (POLICY, CRITIC, REFERENCE, TEACHER)
 """The kinds of roles with a section of their own: every named teacher is a teacher."""
-NAMED = {TEACHER: "teachers", REWARD_MODEL: "reward_models"}
-"""The sections of gangs that have names, by the kind of their roles."""
+NAMED = {TEACHER: "teachers", REWARD_MODEL: "reward_models", JUDGE: "judges"}
+"""The sections of processes that have names, by the kind of their roles."""
 BESIDE_THE_POLICY = (CRITIC, REFERENCE, TEACHER, REWARD_MODEL)
 LEARNING = (POLICY, CRITIC)
 
@@ -25,7 +27,7 @@ MOST_NAMED = 16
 
 
 def named_role(kind: str, name: str) -> str:
-    """Return the role of the teacher, or of the reward model, with this name."""
+    """Return the role of the teacher, the reward model or the judge with this name."""
     return f"{kind}-{name}"
 
 
@@ -35,7 +37,7 @@ def teacher_role(name: str) -> str:
 
 
 def name_of_role(role: str) -> str:
-    """Return the name of a named teacher or of a reward model; empty for any other role."""
+    """Return the name of a named teacher, of a reward model or of a judge; empty for any other role."""
     return role.partition("-")[2]
 
 
@@ -57,12 +59,17 @@ def role_of_process(name: str) -> str:
     return first if first in BESIDE_THE_POLICY else POLICY
 
 
+def holds_judge(name: str) -> bool:
+    """Return whether a process of this name holds a judge, and no policy."""
+    return kind_of_role(role_of_process(name)) == JUDGE
+
+
 def process_name(role: str) -> str:
     """Return the name of the process that fills a role."""
     return "trainer" if role == POLICY else role
 
 
 def section_of(role: str) -> str:
-    """Return the section of the stack file that describes the gangs of a role."""
+    """Return the section of the stack file that describes the processes of a role."""
     name = name_of_role(role)
     return f"{NAMED[kind_of_role(role)]}.{name}" if name else process_name(role)

@@ -86,7 +86,7 @@ def test_key_of_another_program_is_told_by_its_name_here(text: str, says: str) -
         ("lora: {r: 8}", "unknown key lora.r; here it is lora.rank"),
         ("tools: [search]", "unknown key tools: a response is one answer, without tools"),
         ("rollout: {multi_turn: {enable: true}}", "unknown key rollout.multi_turn: a response is one answer"),
-        ("judge: {model: big}", "unknown key judge: a reward asks no judge model by itself"),
+        ("judge: {model: big}", "unknown key judge: name a judge in judges of stack.yaml"),
         ("algorithm: {type: GRPO}", "did you mean grpo?"),
         ("algorithm: {type: reinforce++}", "did you mean reinforce_plus_plus?"),
         ("algorithm: {type: Dr. GRPO}", "did you mean dr_grpo?"),

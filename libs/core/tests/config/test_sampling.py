@@ -57,6 +57,11 @@ def test_a_mistake_about_held_out_sets_is_named(data: str, message: str) -> None
             "reward_mode: min\nrewards: [{reward: exact, weight: 0}]",
             "reward_mode is min, and every weight is 0",
         ),
+        ("\nrewards: [{reward: exact, weight: 0}]", "reward_mode is weighted, and every weight is 0"),
+        (
+            "evaluation: {data: [{path: /a.jsonl, rewards: [{reward: exact, weight: 0}]}]}",
+            "reward_mode of a is weighted, and every weight is 0",
+        ),
         (
             "reward_mode: max\nrewards: []\nalgorithm: {type: sft}",
             "reward_mode is max, and there are no rewards",
@@ -73,6 +78,12 @@ def test_rewards_that_cannot_be_combined_as_the_run_says_are_refused(text: str, 
     rewards = "" if "\nrewards:" in f"\n{text}" else "rewards: [{reward: exact}]\n"
     with pytest.raises(InvalidConfig, match=message):
         load_text(RunConfig, f"{run}{rewards}{text}\n", source="run.yaml")
+
+
+def test_rewards_without_a_weight_are_taken_where_their_sum_teaches_nothing() -> None:
+    run = "name: run\nsteps: 3\ndata: {train: /x.jsonl}\nrewards: [{reward: exact, weight: 0}]\n"
+    for algorithm in ("{type: sft}", "{type: gdpo, advantage: {type: gdpo, weights: [1.0]}}"):
+        load_text(RunConfig, f"{run}algorithm: {algorithm}\n", source="run.yaml")
 
 
 def test_every_held_out_set_is_judged_by_rewards_where_one_is() -> None:

@@ -1,11 +1,11 @@
 """The assignment of this host's GPUs to the processes of a stack.
 
 Invariants: the trainers have the first GPUs, `trainer.nproc` each. The other gangs (critic, reference, teacher, named
-teachers, reward models) have the next ones in this order. Generator i has the i-th `tensor_parallel_size` after them,
-or where both are colocated the GPU of trainer rank i. So a process keeps its GPUs over restarts and while other
-replicas come and go. A process sees its own GPUs and no others. A stack that needs more than there are is refused
-before anything starts. On a host without GPUs nothing is set. CUDA_VISIBLE_DEVICES of the launcher narrows what there
-is: empty hides all GPUs, a number given twice is shared.
+teachers, reward models) have the next ones in this order, then the generators of judges. Generator i of the policy has
+the i-th `tensor_parallel_size` after them, or where both are colocated the GPU of trainer rank i. So a process keeps
+its GPUs over restarts and while other replicas come and go. A process sees its own GPUs and no others. A stack that
+needs more than there are is refused before anything starts. On a host without GPUs nothing is set.
+CUDA_VISIBLE_DEVICES of the launcher narrows what there is: empty hides all GPUs, a number given twice is shared.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig, TrainerConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.gangs import gang_of, roles_of, section_of_process, slots_of_role
+from flotilla_core.judge_generators import judge_of_role, judge_roles, slots_of_judge
 from flotilla_core.kinds import OF_GANGS
-from flotilla_core.roles import POLICY, role_of_process, section_of
-from flotilla_launch.placement import Slot, processes_of, slots_of
+from flotilla_core.roles import POLICY, holds_judge, role_of_process, section_of
+from flotilla_launch.placement import Slot, processes_of, runs_vllm, slots_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROC = Path("/proc/driver/nvidia/gpus")
@@ -52,26 +53,22 @@ class Gpus:
         """Return whether each generator shares the GPU of a trainer rank; `auto` shares one that is the only one."""
         if stack.placement != "auto":
             return stack.placement == "colocated"
-        one_each = sum(_gangs(stack).values()) == _policy_ranks(stack) == stack.generator.replicas == 1
+        one_each = sum(_first(stack).values()) == _policy_ranks(stack) == stack.generator.replicas == 1
         return len(self.names) == 1 and one_each and _generator(stack) == 1
 
     def require(self, stack: StackConfig, generators: int) -> None:
         """Refuse a stack with this many generator replicas that does not fit."""
-        gangs, each = _gangs(stack), _generator(stack)
+        first, each = _first(stack), _generator(stack)
         if self.names and each and self.colocates(stack):
             self._require_ranks(stack, generators)
             each = 0
-        needed = sum(gangs.values()) + generators * each
+        needed = sum(first.values()) + generators * each
         if not self.names or needed <= len(self.names):
             return
         raise FailedPrecondition(
             f"the stack needs {needed} GPUs and this host has {len(self.names)}",
             where=f"stack {stack.name!r}",
-            why=", ".join(
-                f"{name} takes {count} ({section_of(role_of_process(name))}.nproc)"
-                for name, count in gangs.items()
-                if count
-            )
+            why=", ".join(f"{name} takes {count} ({_key_of(name)})" for name, count in first.items() if count)
             + f" and {generators} generators take {each} each (generator.tensor_parallel_size)",
             next_step="lower trainer.nproc, generator.replicas or generator.tensor_parallel_size; "
             f"or run on the CPU: {VISIBLE}= flotilla up ...",
@@ -101,13 +98,13 @@ class Gpus:
         if not self.names:
             return {}
         first, count = 0, 0
-        gangs = _gangs(stack)
-        if slot.kind == ServiceKind.SERVICE_KIND_TRAINER:
-            count = gangs[slot.name]
-            first = sum(gangs[name] for name in [*gangs][: [*gangs].index(slot.name)])
+        before = _first(stack)
+        if slot.kind == ServiceKind.SERVICE_KIND_TRAINER or slot.name in before:
+            count = before[slot.name]
+            first = sum(before[name] for name in [*before][: [*before].index(slot.name)])
         elif slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
             count = _generator(stack)
-            first = slot.index if self.colocates(stack) else sum(gangs.values()) + slot.index * count
+            first = slot.index if self.colocates(stack) else sum(before.values()) + slot.index * count
         order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.numbered_by_bus else {}
         return {VISIBLE: ",".join(self.names[first : first + count]), **order}
 
@@ -116,25 +113,37 @@ def taken_by(slot: Slot, stack: StackConfig) -> int:
     """Return how many GPUs a service takes that has its own."""
     if slot.kind in OF_GANGS:
         return processes_of(slot, stack) if _ranks(section_of_process(stack, slot.name)) else 0
-    return _generator(stack) if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR else 0
+    is_generator = slot.kind == ServiceKind.SERVICE_KIND_GENERATOR
+    return processes_of(slot, stack) if is_generator and runs_vllm(slot, stack) else 0
 
 
 def needed(stack: StackConfig) -> int:
     """Return the GPUs of a stack whose placement is decided."""
     generators = 0 if stack.placement == "colocated" else stack.generator.replicas * _generator(stack)
-    return sum(_gangs(stack).values()) + generators
+    return sum(_first(stack).values()) + generators
 
 
 def needed_beside(stack: StackConfig) -> int:
-    """Return the GPUs of the gangs beside the policy."""
-    return sum(_gangs(stack).values()) - _policy_ranks(stack)
+    """Return the GPUs of the gangs and judges beside the policy."""
+    return sum(_first(stack).values()) - _policy_ranks(stack)
 
 
-def _gangs(stack: StackConfig) -> dict[str, int]:
-    """GPUs of each gang by its slot, in the order in which they are dealt."""
-    return {
+def _first(stack: StackConfig) -> dict[str, int]:
+    """GPUs of each gang and of each judge's generator by its slot, in the order in which they are dealt."""
+    gangs = {
         slot: _ranks(gang_of(stack, role)) for role in roles_of(stack) for slot in slots_of_role(stack, role)
     }
+    judges = {
+        slot: judge_of_role(stack, role).tensor_parallel_size
+        for role in judge_roles(stack)
+        for slot in slots_of_judge(stack, role)
+    }
+    return gangs | judges
+
+
+def _key_of(name: str) -> str:
+    """Return the key that says how many GPUs a process takes."""
+    return f"{section_of(role_of_process(name))}.{'tensor_parallel_size' if holds_judge(name) else 'nproc'}"
 
 
 def _policy_ranks(stack: StackConfig) -> int:

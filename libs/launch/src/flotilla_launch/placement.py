@@ -17,7 +17,9 @@ from flotilla_core.addresses import is_free, ports_of
 from flotilla_core.config import StackConfig
 from flotilla_core.errors import Exhausted, FailedPrecondition, InvalidConfig, InvalidRequest
 from flotilla_core.gangs import gang_of, ranks_beside, roles_of, slots_of_role, spread_gangs
+from flotilla_core.judge_generators import judge_roles, section_of_generator, slots_of_judge
 from flotilla_core.kinds import KINDS, OF_GANGS, SCALABLE, Kind, kind_name, kind_of
+from flotilla_core.roles import holds_judge
 from flotilla_launch.environment import shown
 
 
@@ -30,7 +32,11 @@ class Slot:
     attached: str | None = None
     """Address of the process that someone else started."""
     index: int = 0
-    """The number of a replica among its kind."""
+    """The number of a replica among its kind, or among the generators of its judge."""
+
+    def scales_with(self, kind: ServiceKind.ValueType) -> bool:
+        """Return whether it is one of the replicas of a kind: those of a judge have a number of their own."""
+        return self.kind == kind and not holds_judge(self.name)
 
 
 def check_scalable(kind: ServiceKind.ValueType) -> None:
@@ -98,9 +104,14 @@ def processes_of(slot: Slot, stack: StackConfig) -> int:
     """Return how many processes of a service compute, which share its CPUs and have a GPU each."""
     if slot.kind in OF_GANGS:
         return ranks_beside(stack, slot.name)
-    if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR and stack.generator.engine == "vllm":
-        return stack.generator.tensor_parallel_size
+    if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR and runs_vllm(slot, stack):
+        return section_of_generator(stack, slot.name).tensor_parallel_size
     return 0 if slot.kind == ServiceKind.SERVICE_KIND_COORDINATOR else 1
+
+
+def runs_vllm(slot: Slot, stack: StackConfig) -> bool:
+    """Return whether a generator runs the model: those of judges always do."""
+    return stack.generator.engine == "vllm" or holds_judge(slot.name)
 
 
 def slots_of(stack: StackConfig) -> list[Slot]:
@@ -166,7 +177,8 @@ def _own(stack: StackConfig, kind: Kind) -> Iterable[Slot]:
     if kind.is_gang:
         return _gangs(stack)
     if kind.scales:
-        return [replica(kind.number, index) for index in range(replicas_of(stack, kind.number))]
+        own = [replica(kind.number, index) for index in range(replicas_of(stack, kind.number))]
+        return [*own, *_judges(stack)] if kind.number == ServiceKind.SERVICE_KIND_GENERATOR else own
     return [Slot(kind.name, kind.number, getattr(stack, kind.section).attach)]
 
 
@@ -175,6 +187,13 @@ def _gangs(stack: StackConfig) -> Iterator[Slot]:
     for role in roles_of(stack):
         for name in slots_of_role(stack, role):
             yield Slot(name, ServiceKind.SERVICE_KIND_TRAINER, gang_of(stack, role).attach)
+
+
+def _judges(stack: StackConfig) -> Iterator[Slot]:
+    """The generators of judges."""
+    for role in judge_roles(stack):
+        for index, name in enumerate(slots_of_judge(stack, role)):
+            yield Slot(name, ServiceKind.SERVICE_KIND_GENERATOR, index=index)
 
 
 def _attached(stack: StackConfig, kind: Kind) -> Iterator[Slot]:

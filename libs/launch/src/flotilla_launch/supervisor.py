@@ -19,7 +19,7 @@ from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.addresses import ANY_ADDRESS, joined, loopback
 from flotilla_core.bus import Bus, Login
 from flotilla_core.config import StackConfig, dump_yaml
-from flotilla_core.config.stack import MOST_REPLICAS
+from flotilla_core.config.generators import MOST_REPLICAS
 from flotilla_core.disk import why_full
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidRequest, NotFound
 from flotilla_core.files import write_atomically
@@ -147,7 +147,7 @@ class Supervisor:
             )
         async with self._change():
             await self._scale(kind, replicas)
-        return [service.status() for service in self._services.values() if service.slot.kind == kind]
+        return [service.status() for service in self._services.values() if service.slot.scales_with(kind)]
 
     async def restart(self, name: str, executables: Path) -> ProcessStatus:
         """Start a replica again from the commands of another environment; return when it is READY.
@@ -193,7 +193,7 @@ class Supervisor:
     def _replica(self, name: str) -> Slot:
         """Return the slot of a replica that runs here, or of the one more that its kind may have."""
         for kind in SCALABLE:
-            own = [one.slot for one in self._services.values() if one.slot.kind == kind]
+            own = [one.slot for one in self._services.values() if one.slot.scales_with(kind)]
             for slot in [*own, replica(kind, len(own))]:
                 if slot.name == name and slot.index < MOST_REPLICAS:
                     return slot
@@ -295,7 +295,7 @@ class Supervisor:
         await start_together([self._services[slot.name] for slot in slots])
 
     async def _scale(self, kind: ServiceKind.ValueType, replicas: int) -> bool:
-        running = {name: service for name, service in self._services.items() if service.slot.kind == kind}
+        running = {name: one for name, one in self._services.items() if one.slot.scales_with(kind)}
         wanted = [replica(kind, index) for index in range(replicas)]
         if kind == ServiceKind.SERVICE_KIND_GENERATOR:
             self._gpus.require(self.stack, replicas)

@@ -16,6 +16,7 @@ from flotilla.launcher.v1.launcher_pb2 import ProcessStatus
 from flotilla_core.config import StackConfig
 from flotilla_core.config.model import Environment, SecretReference
 from flotilla_core.gangs import agent_of, section_of_process
+from flotilla_core.judge_generators import section_of_generator
 from flotilla_core.kinds import OF_GANGS, kind_name, kind_of
 from flotilla_launch.environment import shown
 from flotilla_launch.gpus import VISIBLE, Gpus
@@ -204,5 +205,7 @@ def _variables(slot: Slot, stack: StackConfig) -> Mapping[str, str | SecretRefer
         return {}
     if slot.kind in OF_GANGS:
         return section_of_process(stack, slot.name).environment
+    if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
+        return section_of_generator(stack, slot.name).environment
     own: Environment = getattr(stack, kind_of(slot.kind).section).environment
     return own

@@ -20,6 +20,7 @@ from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.launcher.v1.launcher_pb2 import ProcessState, ProcessStatus
 from flotilla_core.errors import DeadlineExceeded, FailedPrecondition
 from flotilla_core.kinds import SCALABLE, SHARED, kind_name
+from flotilla_core.roles import holds_judge
 from flotilla_launch.launcher import KUBERNETES, Launcher, LocalLauncher
 
 LOOK_EVERY_S = 0.5
@@ -76,7 +77,11 @@ class Upgrade:
     async def _replicas(self) -> list[str]:
         """Return the replicas that the launcher has; refuse where one is down, which no spare could replace."""
         state = await self.launcher.state()
-        own = [one for one in state.processes if one.kind == self.kind and "@" not in one.name]
+        own = [
+            one
+            for one in state.processes
+            if one.kind == self.kind and "@" not in one.name and not holds_judge(one.name)
+        ]
         down = [one.name for one in own if one.state != _READY]
         if not own or down:
             raise FailedPrecondition(
@@ -97,7 +102,9 @@ class Upgrade:
         newest: dict[str, pb.Service] = {}
         for one in await self.coordinator.list_services():
             known = newest.get(one.registration.name)
-            if one.registration.kind == self.kind and (known is None or _started(known) < _started(one)):
+            if one.registration.kind != self.kind or holds_judge(one.registration.name):
+                continue
+            if known is None or _started(known) < _started(one):
                 newest[one.registration.name] = one
         return list(newest.values())
 

@@ -1,4 +1,4 @@
-"""What code in a jail may try: each snippet says REACHED where it got what it wanted.
+"""Attacks that code in a jail may try: each snippet says REACHED where it got what it wanted.
 
 `host` holds what there is to reach: a secret in the environment, files, sockets, processes and descriptors of the host.
 Its text is the first argument. A keeper gives the others, as to each worker: its channel, and the process that it must
@@ -8,7 +8,7 @@ not outlive.
 from __future__ import annotations
 
 PRELUDE = """
-import ctypes, errno, json, os, platform, resource, signal, socket, struct, subprocess, sys, time
+import ctypes, errno, json, os, platform, resource, select, signal, socket, struct, subprocess, sys, time
 host, channel = json.loads(sys.argv[1]), int(sys.argv[2])
 libc = ctypes.CDLL(None, use_errno=True)
 x86 = platform.machine() == "x86_64"
@@ -35,6 +35,7 @@ ATTACKS = {
     "write beside the devices": 'tries(lambda: open("/dev/made", "w"))',
     "write to programs of the system": 'tries(lambda: open("/usr/bin/made", "w"), lambda: os.remove("/usr/bin/env"))',
     "add a .pth to the packages": 'tries(lambda: open(host["packages"] + "/made.pth", "w"))',
+    "change the code that judges": 'tries(lambda: open(host["grader"], "a"), lambda: os.remove(host["grader"]))',
     "change the file of the reward": 'tries(lambda: open(host["shown"] + "/reward.py", "a"))',
     "make files grant it rights": 'tries(lambda: os.chmod(host["shown"] + "/reward.py", 0o6777))',
     "read a file of the host": 'tries(lambda: open(host["secret_file"]).read())',
@@ -86,6 +87,22 @@ for number in {*range(3, 1024)} - {channel}:
     except OSError:
         continue
     reached(number)""",
+    "read its own output before its keeper does": """
+try:
+    taken = os.open("/proc/self/fd/1", os.O_RDONLY)
+except OSError as error:
+    print("held:", error)
+else:
+    taker = os.fork()
+    while taker == 0:
+        os.read(taken, 1)
+    for _ in range(5000):
+        os.write(1, b"x")
+        os.sched_yield()
+    os.kill(taker, signal.SIGKILL)
+    os.waitpid(taker, 0)
+    signal.alarm(20)  # Nobody would pass on what it prints then, and it would wait for ever.
+    os.write(1, b"x" * (1 << 17) + b"\\n")""",
     # Processes
     "see processes of the host": """
 try:
@@ -110,7 +127,32 @@ except OSError as error:
     "read memory of its parent": """
 local = ctypes.create_string_buffer(8)
 allowed(310, 270, os.getppid(), struct.pack("PN", ctypes.addressof(local), 8), 1, struct.pack("PN", 4096, 8), 1, 0)""",
+    "write memory of its parent": """
+local = ctypes.create_string_buffer(8)
+allowed(311, 271, os.getppid(), struct.pack("PN", ctypes.addressof(local), 8), 1, struct.pack("PN", 4096, 8), 1, 0)
+tries(lambda: open(f"/proc/{os.getppid()}/mem", "r+b"))""",
+    "end or stop its parent": """
+parent = os.getppid()
+for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL):
+    try:
+        os.kill(parent, number)
+    except OSError as error:
+        print("held:", error)
+os.getppid() == parent or reached("it ended")""",
     "take a descriptor of its parent": "allowed(438, 438, os.getppid(), 0, 0)",
+    "change the limits and the turn of others": """
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+for one in (host["process"], os.getppid(), child):
+    tries(
+        lambda: resource.prlimit(one, resource.RLIMIT_NOFILE, (8, 8)),
+        lambda: os.setpriority(os.PRIO_PROCESS, one, 19),
+        lambda: os.sched_setaffinity(one, {*os.sched_getaffinity(0)}),
+        lambda: os.sched_setscheduler(one, os.SCHED_IDLE, os.sched_param(0)),
+    )
+    allowed(251, 30, 1, one, 3 << 13)
+tries(lambda: os.setpriority(os.PRIO_USER, 0, 19))""",
     "raise its own limits": "tries(lambda: resource.setrlimit(resource.RLIMIT_DATA, (-1, -1)))",
     "raise its priority": "tries(lambda: os.nice(-5))",
     "become root": "tries(*[lambda: os.setuid(0)] * (os.getuid() != 0))",
@@ -140,6 +182,7 @@ before and told.stdout.strip() == "0" and reached()""",
     "type into the terminal": "allowed(16, 29, 0, 0x5412, b'x')",
     # Network and other ways to talk
     "TCP to the host": 'tries(lambda: socket.create_connection(("127.0.0.1", host["tcp"]), 2))',
+    "TCP to the host by IPv6": 'tries(lambda: socket.create_connection(("::1", host["tcp_6"]), 2))',
     # Nobody answers: the test looks whether it arrived.
     "UDP to the host": """
 try:
@@ -147,6 +190,11 @@ try:
 except OSError as error:
     print("held:", error)""",
     "a socket in a folder of the host": 'tries(lambda: socket.socket(socket.AF_UNIX).connect(host["unix"]))',
+    "a socket or a pipe beside its functions": """
+tries(
+    lambda: socket.socket(socket.AF_UNIX).connect(host["shown"] + "/socket"),
+    lambda: os.open(host["shown"] + "/pipe", os.O_WRONLY | os.O_NONBLOCK),
+)""",
     "an abstract socket of the host": 'tries(lambda: socket.socket(socket.AF_UNIX).connect("\\0" + host["abstract"]))',
     "a socket to the machine below": "tries(lambda: socket.socket(40, socket.SOCK_STREAM))",
     "a raw socket": "tries(lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))",
@@ -155,8 +203,25 @@ except OSError as error:
     "shared memory of the host": """
 place = call(29, 194, host["shared_memory"], 0, 0)
 place >= 0 and reached(place)""",
+    "shared memory of the host by its number": """
+host["namespaces"] or call(31, 195, host["shared_memory_number"], 0, 0) == 0 and reached()
+host["namespaces"] or allowed(31, 195, host["shared_memory_number"], 2, ctypes.create_string_buffer(256))""",
     # Too much
     "memory": "tries(lambda: bytearray(host['memory'] + (1 << 20)))",
+    "memory of many processes": """
+reads, writes = os.pipe()
+for _ in range(8):
+    if os.fork() == 0:
+        held = b"x" * (host["memory"] // 6)
+        os.write(writes, b"x")
+        time.sleep(600)
+os.close(writes)
+holding, ended = 0, 0
+while holding + ended < 8:
+    ended += os.waitpid(-1, os.WNOHANG)[0] != 0
+    holding += len(os.read(reads, 1)) if select.select([reads], [], [], 0.01)[0] else 0
+# Without groups of the kernel each process is bounded alone.
+host["groups"] and not ended and os.waitpid(-1, os.WNOHANG)[0] == 0 and reached(holding)""",
     "a long file": """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 tries(lambda: open("long", "wb").truncate(host["tmp"] + 1))""",
@@ -181,7 +246,8 @@ except OSError as error:
     "processes without end": """
 made = 0
 try:
-    while made < host["processes"] + 64:
+    # The lower level bounds them together with those of the service's user, where that is not root.
+    while made < host["processes"] + (64 if host["namespaces"] else 1200):
         if os.fork() == 0:
             time.sleep(30)
             os._exit(0)
@@ -189,6 +255,22 @@ try:
     reached(made)
 except OSError as error:
     print("held:", error)""",
+    "many small files": """
+made = 0
+try:
+    for made in range(50_000):
+        open(f"small-{made}", "w").close()
+except OSError as error:
+    print("held:", error)
+print("made", made)""",
+    "a stack without end": """
+child = os.fork()
+if child == 0:
+    def deeper():
+        return [*map(lambda _: deeper(), (0,))]
+    sys.setrecursionlimit(1 << 30)
+    deeper()
+print("ended", os.waitpid(child, 0)[1])""",
     "a core dump": """
 child = os.fork()
 if child == 0:

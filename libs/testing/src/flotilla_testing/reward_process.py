@@ -89,7 +89,7 @@ async def service_process(
             announced = directory / "instances" / f"{kind}-0.json"
             await exists(announced)
             address = json.loads(announced.read_text())["address"]
-            async with rpc.connect(address, credential=credential) as channel:
+            async with rpc.connect(address, credential=credential, dial_s=LIMIT_S) as channel:
                 await _serves(channel)
                 yield process, address, channel
         finally:

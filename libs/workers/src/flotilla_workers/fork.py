@@ -1,29 +1,40 @@
 """Answers in processes of their own, forked from a worker that has loaded everything: none finds what another one left.
 
 Invariants: what an answer changes in memory ends with its process. Before it leaves, every process that it started is
-dead, and what it wrote is gone. A worker that cannot bring this about says so with the answer, and gives no further
-one. The process of an answer has no channel, and cannot write into the memory of the worker. Only in a jail: all
-processes that this one may end are those of its answers.
+dead, and what it wrote is gone, be it beside the content: modes, attributes and times of folders, and states of the
+standard descriptors, which all share. A worker that cannot bring this about says so with the answer, and gives no
+further one. The process of an answer has no channel, and cannot write into the memory of the worker. Only in a jail:
+all processes that this one may end are those of its answers.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib
 import json
 import os
 import select
 import signal
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flotilla_workers.frames import MOST_ANSWER_BYTES
 
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 SHARED_MEMORY = "/dev/shm"
 OF_SYSTEM_V = ("shm", "sem", "msg")
+
+
+class State(NamedTuple):
+    """All that an answer could write for the next one."""
+
+    files: dict[str, object]
+    """The paths, parents first, with what each says beside its content; None of what is mounted there."""
+    descriptors: list[object]
 
 
 class Forks:
@@ -35,7 +46,7 @@ class Forks:
         self._libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         self._libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._folders = [folder for folder in (os.environ["HOME"], SHARED_MEMORY) if _is_shown(folder)]
-        self._before = {*self._written()}
+        self._before = self._state()
         for module in preload:
             importlib.import_module(module)
 
@@ -69,15 +80,32 @@ class Forks:
     def _is_clean(self) -> bool:
         """Remove what was written, children first; return whether nothing is left."""
         with suppress(OSError, RecursionError):
-            for path in reversed([*self._written()]):
-                if path not in self._before:
+            for path in reversed([path for path, _ in self._written()]):
+                if path not in self._before.files:
                     (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
-            return {*self._written()} == self._before and not any(map(_is_left, OF_SYSTEM_V))
+            if self._state() == self._before and not any(map(_is_left, OF_SYSTEM_V)):
+                self._reset_times()
+                return True
         return False
 
-    def _written(self) -> Iterator[str]:
+    def _written(self) -> Iterator[tuple[str, int]]:
+        """Give what is there, with the device that it is to be on."""
         for folder in self._folders:
-            yield from _below(folder, os.stat(folder).st_dev)
+            device = os.stat(folder).st_dev
+            yield folder, device
+            for path in _below(folder, device):
+                yield path, device
+
+    def _state(self) -> State:
+        files = {path: _beside_content(path, device) for path, device in self._written()}
+        return State(files, [_of_descriptor(number) for number in (0, 1, 2)])
+
+    def _reset_times(self) -> None:
+        for path, state in self._before.files.items():
+            if state is not None:
+                # Where this is not allowed, nobody in the jail may set a time.
+                with suppress(PermissionError):
+                    os.utime(path, follow_symlinks=False)
 
 
 def _is_shown(folder: str) -> bool:
@@ -94,6 +122,24 @@ def _below(folder: str, device: int) -> Iterator[str]:
         yield entry.path
         if entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_dev == device:
             yield from _below(entry.path, device)
+
+
+def _beside_content(path: str, device: int) -> object:
+    state = os.lstat(path)
+    if state.st_dev != device:
+        return None
+    names: list[str] = []
+    with suppress(OSError):  # A file system without attributes.
+        names = os.listxattr(path, follow_symlinks=False)
+    attributes = {name: os.getxattr(path, name, follow_symlinks=False) for name in names}
+    return state.st_mode, state.st_uid, state.st_gid, state.st_size, attributes
+
+
+def _of_descriptor(number: int) -> object:
+    asked = [fcntl.F_GETFL, fcntl.F_GETOWN, fcntl.F_GETSIG]
+    if stat.S_ISFIFO(os.fstat(number).st_mode):
+        asked.append(fcntl.F_GETPIPE_SZ)
+    return [fcntl.fcntl(number, what) for what in asked]
 
 
 def _is_left(kind: str) -> bool:
@@ -138,5 +184,13 @@ def _reply(body: bytes, status: int) -> dict[str, Any]:
         said = json.loads(body)
         if isinstance(said, dict):
             return said
-    how = f"was ended by {signal.Signals(status).name}" if os.WIFSIGNALED(status) else "ended"
+    how = f"was ended by {signal_name(os.WTERMSIG(status))}" if os.WIFSIGNALED(status) else "ended"
     return {"failed": f"its process {how} before it answered"}
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; most of those of real time have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

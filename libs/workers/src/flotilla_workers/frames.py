@@ -9,7 +9,6 @@ Nothing heavy is imported here: workers start with this.
 
 from __future__ import annotations
 
-import hmac
 import json
 import socket
 import struct
@@ -20,6 +19,8 @@ HEAD = struct.Struct(f">{SECRET_BYTES}sI")
 """The secret of the question, and the length of the object behind it."""
 MOST_ANSWER_BYTES = 1024 * 1024
 """The length of the longest answer, a message with a traceback among them."""
+AT_ONCE = 1 << 16
+"""The most that is read at once; with nothing behind a question, its head and all of it come together."""
 
 
 class NoAnswer(Exception):
@@ -32,8 +33,11 @@ def encode(secret: bytes, message: dict[str, Any]) -> bytes:
     return HEAD.pack(secret, len(body)) + body
 
 
-def length_of_answer(head: bytes, secret: bytes) -> int:
+def length_of_answer(head: bytes | bytearray, secret: bytes) -> int:
     """Return how many bytes follow the head of the answer to the question with this secret."""
+    # Of the service alone.
+    import hmac
+
     said, length = HEAD.unpack(head)
     if not hmac.compare_digest(said, secret):
         raise NoAnswer("it does not begin with the secret of the question")
@@ -54,15 +58,13 @@ def decode_answer(body: bytes) -> dict[str, Any]:
 
 def receive_question(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
     """Return the next question with its secret; blocks until it is there."""
-    secret, length = HEAD.unpack(_receive_exactly(channel, HEAD.size))
-    return secret, json.loads(_receive_exactly(channel, length))
-
-
-def _receive_exactly(channel: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = channel.recv(min(count - len(parts), 1 << 20))
+    told, secret, wanted = bytearray(), b"", HEAD.size
+    while len(told) < wanted:
+        part = channel.recv(AT_ONCE)
         if not part:
             raise EOFError("the other side closed the channel")
-        parts += part
-    return bytes(parts)
+        told += part
+        if len(told) >= HEAD.size:
+            secret, length = HEAD.unpack_from(told)
+            wanted = HEAD.size + length
+    return secret, json.loads(told[HEAD.size :])

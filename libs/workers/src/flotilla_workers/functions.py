@@ -8,28 +8,23 @@ this.
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import importlib
 import importlib.util
 import json
+import os
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import traceback
 
 LONGEST_MESSAGE = 2_000
 LONGEST_TRACEBACK = 16_000
 
-LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-"""Beginnings of file names whose code no user wrote for a run."""
 
-
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """The code that answers questions in a worker, with its parameters."""
 
     kind: Literal["builtin", "file", "entry_point"]
@@ -38,15 +33,18 @@ class Target:
     """Name of the built-in, absolute path of the file, or module of the entry point."""
     function: str = ""
     """Name within the file or module."""
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
     stamp: str = ""
     """State of the file when the target was made."""
     trusted: bool = False
-    """Its run vouches for it: it needs no jail."""
+    """True where the run vouches for the code: no jail is needed."""
 
-    @cached_property
+    @property
     def key(self) -> str:
-        text = json.dumps(asdict(self), sort_keys=True)
+        # Workers, which start with this, need no digest.
+        import hashlib
+
+        text = json.dumps(self._asdict(), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -56,10 +54,8 @@ class Refusal(Exception):
 
 def user_function(target: Target) -> Callable[..., Any]:
     """Return the function of a user that the target names; its module is imported."""
-    if target.kind == "entry_point":
-        module = importlib.import_module(target.source)
-    else:
-        module = _import_file(Path(target.source))
+    imported = importlib.import_module if target.kind == "entry_point" else _import_file
+    module = imported(target.source)
     found: Any = module
     for part in target.function.split("."):
         if not hasattr(found, part):
@@ -72,11 +68,12 @@ def user_function(target: Target) -> Callable[..., Any]:
     return function
 
 
-def _import_file(path: Path) -> Any:
+def _import_file(path: str) -> Any:
     # Modules next to the file can be imported from it, but never hide one of ours or of the standard library.
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    name = f"flotilla_user_{path.stem}"
+    folder, file = os.path.split(path)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    name = f"flotilla_user_{os.path.splitext(file)[0]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise Refusal(f"{path} is not a Python file")
@@ -88,6 +85,9 @@ def _import_file(path: Path) -> Any:
 
 def described(error: BaseException, ours: tuple[str, ...]) -> dict[str, Any]:
     """Return what a worker says of an exception; `ours` are folders with code that no user wrote."""
+    # Most workers never need it.
+    import traceback
+
     told = traceback.TracebackException.from_exception(error)
     trimmed: traceback.TracebackException | None = told
     while trimmed is not None:
@@ -102,13 +102,43 @@ def described(error: BaseException, ours: tuple[str, ...]) -> dict[str, Any]:
         "failed": message[:LONGEST_MESSAGE],
         "traceback": "".join(told.format())[-LONGEST_TRACEBACK:],
     }
-    if isinstance(error, OSError) and type(error.errno) is int:
-        path = error.filename if type(error.filename) is str else ""
-        said["system"] = [error.errno, path[:LONGEST_MESSAGE]]
+    if (of_system := _of_system(error)) is not None:
+        said["system"] = of_system
+    if name := _missing_variable(error):
+        said["variable"] = name[:LONGEST_MESSAGE]
     return said
+
+
+def _of_system(error: BaseException) -> list[Any] | None:
+    """Return number and path of the system's error that an exception is, or that it wraps, as HTTP clients do."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and not any(found is one for one in seen):
+        seen.append(found)
+        if isinstance(found, MemoryError):
+            return [errno.ENOMEM, ""]
+        if isinstance(found, OSError) and type(found.errno) is int:
+            path = found.filename if type(found.filename) is str else ""
+            return [found.errno, path[:LONGEST_MESSAGE]]
+        # `URLError` has it there and names no cause.
+        reason = vars(found).get("reason")
+        found = reason if isinstance(reason, BaseException) else found.__cause__ or found.__context__
+    return None
+
+
+def _missing_variable(error: BaseException) -> str:
+    """Return the variable of the environment that an exception says is missing; empty where it says no such thing."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    of_environment = last is not None and last.tb_frame.f_code is type(os.environ).__getitem__.__code__
+    return error.args[0] if of_environment and error.args and type(error.args[0]) is str else ""
 
 
 def _users_frames(stack: traceback.StackSummary, ours: tuple[str, ...]) -> list[traceback.FrameSummary]:
     """Return the frames of the user's files; of code in an installed package, all that are not ours."""
-    users = [frame for frame in stack if not frame.filename.startswith((*ours, *LIBRARIES))]
+    import sysconfig
+
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    users = [frame for frame in stack if not frame.filename.startswith((*ours, "<frozen ", *libraries))]
     return users or [frame for frame in stack if not frame.filename.startswith((*ours, "<frozen "))]

@@ -14,8 +14,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from secrets import token_bytes
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from flotilla_core.errors import Unavailable, unicode_text
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_core.subprocess_group import signal_child
 from flotilla_workers import frames, keeper
+from flotilla_workers.fork import signal_name
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import NO_JAIL, Cell
 from flotilla_workers.jail.level import Level
@@ -63,7 +64,7 @@ class WorkerProcess:
         self.pid = 0
         """Process id of the worker, once it has begun; of its keeper where the jail numbers processes itself."""
         self.spent = False
-        """Whether it found what an answer left, and could not remove it: it is to be ended."""
+        """True where the worker found what an answer left, and could not remove it: it is to be ended."""
         self._identity: ProcessIdentity | None = None
 
     @classmethod
@@ -73,7 +74,11 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         log = _log()
-        try:
+        with ExitStack() as theirs_alone, ExitStack() as where_it_fails:
+            theirs_alone.callback(theirs.close)
+            if log >= 0:
+                theirs_alone.callback(os.close, log)
+            where_it_fails.callback(ours.close)
             # Only installed packages: nothing in the current folder can pose as one of them.
             command = [
                 sys.executable,
@@ -101,10 +106,7 @@ class WorkerProcess:
                     pass_fds=(theirs.fileno(), *start.descriptors),
                     start_new_session=True,
                 )
-        finally:
-            theirs.close()
-            if log >= 0:
-                os.close(log)
+            where_it_fails.pop_all()
         worker = cls(process, ours, cell)
         begun = await worker._ask({"do": "begin"}, START_LIMIT_S, "started", lambda said: int(said["pid"]))
         if not isinstance(begun, int):
@@ -143,7 +145,7 @@ class WorkerProcess:
         if target.key in self.loaded:
             return None
         outcome = await self._ask(
-            {"do": "load", "target": asdict(target)},
+            {"do": "load", "target": target._asdict()},
             LOAD_LIMIT_S,
             "loaded",
             lambda said: _text(said["loaded"]) if "loaded" in said else self._failure(said),
@@ -176,10 +178,7 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(limit_s):
                 await asyncio.get_running_loop().sock_sendall(self._channel, frames.encode(secret, question))
-                length = frames.length_of_answer(await self._read(frames.HEAD.size), secret)
-                body = await self._read(length)
-            if self._said():
-                raise frames.NoAnswer("more bytes follow it")
+                body = await self._answer_to(secret)
             said = frames.decode_answer(body)
             self.spent |= "spent" in said
             return read(said)
@@ -198,15 +197,20 @@ class WorkerProcess:
             await self.kill()
             raise
 
-    async def _read(self, count: int) -> bytes:
+    async def _answer_to(self, secret: bytes) -> bytes:
+        """Return the object of the answer to the question with this secret."""
         loop = asyncio.get_running_loop()
-        parts = bytearray()
-        while len(parts) < count:
-            part = await loop.sock_recv(self._channel, count - len(parts))
+        told, wanted = bytearray(), frames.HEAD.size
+        while len(told) < wanted:
+            part = await loop.sock_recv(self._channel, frames.AT_ONCE)
             if not part:
                 raise EOFError("the worker closed its channel")
-            parts += part
-        return bytes(parts)
+            told += part
+            if len(told) >= frames.HEAD.size:
+                wanted = frames.HEAD.size + frames.length_of_answer(bytes(told[: frames.HEAD.size]), secret)
+        if len(told) > wanted or self._said():
+            raise frames.NoAnswer("more bytes follow it")
+        return bytes(told[frames.HEAD.size :])
 
     async def kill(self) -> str:
         """End the worker and all that it started; says how it ended."""
@@ -224,14 +228,18 @@ class WorkerProcess:
         finally:
             self._channel.close()
             self._end_group()
-            self._cell.close()
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+            # Its folder may have a million files.
+            await asyncio.to_thread(self._cell.close)
+        return f"was ended by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
 
     def _failure(self, said: dict[str, Any]) -> Failure:
         message, traceback = _text(said.get("failed")), _text(said.get("traceback", ""))
         match said.get("system"):
             case [int(number), str(path)]:
                 message += self._cell.way_out(number, path)
+        match said.get("variable"):
+            case str(name):
+                message += self._cell.way_to_variable(name)
         return Failure(message, traceback)
 
     def _end_group(self) -> None:

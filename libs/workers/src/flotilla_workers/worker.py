@@ -13,26 +13,27 @@ standard error, so that prints of user code end in its log.
 
 from __future__ import annotations
 
-import ctypes
-import inspect
+import importlib
 import json
 import os
-import pkgutil
 import signal
 import socket
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flotilla_workers import frames
-from flotilla_workers.fork import Forks
 from flotilla_workers.functions import Refusal, Target, described
+
+if TYPE_CHECKING:
+    from flotilla_workers.fork import Forks
 
 PR_SET_PDEATHSIG = 1
 
 Answers = Callable[[Any], Any]
 Loader = Callable[[Target], Answers]
+"""A function, not another thing that can be called."""
 
 
 def answer(request: dict[str, Any], load: Loader, loaded: dict[str, Answers]) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def answer(request: dict[str, Any], load: Loader, loaded: dict[str, Answers]) ->
     except Refusal as error:
         return {"failed": str(error)}
     except BaseException as error:  # noqa: BLE001 - the boundary between user code and the service
-        return described(error, tuple(map(os.path.dirname, (__file__, inspect.getfile(load)))))
+        return described(error, tuple(map(os.path.dirname, (__file__, load.__code__.co_filename))))
 
 
 def serve(connection: socket.socket, load: Loader, forks: Forks | None) -> None:
@@ -70,17 +71,34 @@ def serve(connection: socket.socket, load: Loader, forks: Forks | None) -> None:
 
 def main() -> None:
     loader, preload, channel, parent = sys.argv[1], json.loads(sys.argv[2]), *map(int, sys.argv[3:])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The first process of a jail is 1 for those in it, and none of them outlives it.
-    if os.getppid() not in (parent, 1):
-        sys.exit("the service went away before its worker started")
+    if os.getppid() != 1:
+        _end_with(parent)
+    # Else the first process of a jail is 1 for those in it, and none of them outlives it.
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)
+    module, _, name = loader.partition(":")
+    load = getattr(importlib.import_module(module), name)
     try:
-        serve(connection, pkgutil.resolve_name(loader), None if preload is None else Forks(preload))
+        serve(connection, load, None if preload is None else _forks(preload))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+
+
+def _end_with(parent: int) -> None:
+    # A worker in a jail of the higher level starts faster without it.
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the service went away before its worker started")
+
+
+def _forks(preload: list[str]) -> Forks:
+    # Only workers that fork need it.
+    from flotilla_workers.fork import Forks
+
+    return Forks(preload)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 
 from flotilla_testing.jail_attacks import ATTACKS, PRELUDE
 from flotilla_workers import keeper
+from flotilla_workers.jail import groups
 from flotilla_workers.jail.jail import Bounds, Cell, Jail, candidates, why_not
 from flotilla_workers.jail.level import Level
 
@@ -51,28 +53,41 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     (shown / ".keys").mkdir()
     (shown / ".keys" / "key").write_text(SECRET)
     tcp = socket.create_server(("127.0.0.1", 0))
+    tcp_6 = socket.create_server(("::1", 0), family=socket.AF_INET6) if socket.has_ipv6 else tcp
     udp = socket.socket(type=socket.SOCK_DGRAM)
     udp.bind(("127.0.0.1", 0))
     udp.setblocking(False)
-    unix, abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    unix, beside, abstract = (socket.socket(socket.AF_UNIX) for _ in range(3))
     unix.bind(str(folder / "socket"))
+    beside.bind(str(shown / "socket"))
     abstract.bind("\0" + SECRET[:20])
-    for listening in (unix, abstract):
+    os.mkfifo(shown / "pipe")
+    for path, mode in ((shown / "socket", 0o777), (shown / "pipe", 0o666)):
+        path.chmod(mode)
+    pipe = os.open(shown / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for listening in (unix, beside, abstract):
         listening.listen()
     libc = ctypes.CDLL(None)
     key = secrets.randbelow(1 << 30)
     shared = libc.shmget(key, 4096, IPC_CREAT | 0o666)
     process = subprocess.Popen(["sleep", "600"])
+    group = groups.make(BOUNDS.memory_bytes, BOUNDS.processes)
+    if group is not None:
+        group.close()
     yield {
+        "groups": group is not None,
         "secret": SECRET,
         "secret_file": str(folder / "secret"),
         "shown": str(shown),
         "packages": sysconfig.get_path("purelib"),
+        "grader": keeper.__file__,
         "tcp": tcp.getsockname()[1],
+        "tcp_6": tcp_6.getsockname()[1],
         "udp": udp.getsockname()[1],
         "unix": str(folder / "socket"),
         "abstract": SECRET[:20],
         "shared_memory": key,
+        "shared_memory_number": shared,
         "process": process.pid,
         "marked": "600",
         "memory": BOUNDS.memory_bytes,
@@ -84,7 +99,8 @@ def host(place: Path) -> Iterator[dict[str, Any]]:
     process.kill()
     process.wait()
     libc.shmctl(shared, 0, None)
-    for one in (tcp, udp, unix, abstract):
+    os.close(pipe)
+    for one in (tcp, tcp_6, udp, unix, beside, abstract):
         one.close()
 
 
@@ -100,6 +116,7 @@ def jail(request: pytest.FixtureRequest) -> Jail:
 
 
 def run(jail: Jail, code: str, host: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Run code in the jail; its keeper passes on what it prints, as to the log of a service."""
     told = {name: value for name, value in host.items() if name != "heard"}
     told["namespaces"] = jail.level is Level.NAMESPACES
     leaked = os.open(host["secret_file"], os.O_RDONLY)
@@ -132,13 +149,50 @@ def test_no_attack_reaches_anything(
     jail: Jail, attack: str, host: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", SECRET)
-    done = run(jail, ATTACKS[attack], host)
-    assert "REACHED" not in done.stdout, done.stdout
+    done = run(jail, f"{ATTACKS[attack]}\nprint('OVER')", host)
+    assert "REACHED" not in done.stderr, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.endswith("OVER\n"), f"the attack did not come to its end: {done}"
     with pytest.raises(BlockingIOError):
         host["heard"].recv(100)
     well = run(jail, "print(open(host['shown'] + '/reward.py').read() == '')", host)
-    assert well.stdout == "True\n", well.stderr
+    assert well.stderr == "True\n", well.stderr
+
+
+def test_a_flood_of_output_reaches_the_log_within_its_bound_and_says_what_is_missing(
+    jail: Jail, host: dict[str, Any]
+) -> None:
+    flood = "for _ in range(256):\n    sys.stdout.write('x' * (1 << 20))\nsys.stdout.flush()\nprint('OVER')"
+    told = run(jail, flood, host).stderr
+    assert keeper.MOST_PRINTED_BYTES <= len(told) < 4 * keeper.MOST_PRINTED_BYTES
+    assert "bytes that a worker printed are left out]" in told
+
+
+def test_nothing_that_was_left_is_found_by_the_next_one_and_links_lead_to_no_removal(
+    jail: Jail, host: dict[str, Any]
+) -> None:
+    left = """
+home = os.environ["HOME"]
+os.symlink(os.path.dirname(host["secret_file"]), os.path.join(home, "link"))
+for folder in (home, "/dev/shm"):
+    try:
+        open(os.path.join(folder, "left"), "w").close()
+    except OSError as error:
+        print("held:", error)
+if os.fork() == 0:
+    time.sleep(600)
+print("left")
+"""
+    found = """
+for folder in (os.environ["HOME"], "/tmp", "/dev/shm"):
+    try:
+        "left" in os.listdir(folder) and reached(folder)
+    except OSError as error:
+        print("held:", error)
+"""
+    assert run(jail, left, host).stderr.endswith("left\n")
+    assert "REACHED" not in run(jail, found, host).stderr
+    assert Path(host["secret_file"]).read_text() == SECRET
 
 
 def test_functions_are_read_where_their_owner_alone_may_go(
@@ -151,7 +205,7 @@ def test_functions_are_read_where_their_owner_alone_may_go(
     for path, mode in ((file, 0o600), (folder, 0o700), (folder.parent, 0o700)):
         path.chmod(mode)
     done = run(jail, "print(open(host['shown'] + '/reward.py').read())", host | {"shown": str(folder)})
-    assert done.stdout == "1\n", done.stderr
+    assert done.stderr == "1\n", done.stderr
 
 
 def test_the_folder_in_which_a_command_is_called_is_shown_to_nobody(tmp_path: Path) -> None:
@@ -166,6 +220,18 @@ def test_the_folder_in_which_a_command_is_called_is_shown_to_nobody(tmp_path: Pa
         ]
 
 
+def test_threads_of_the_user_of_the_service_are_not_those_of_a_jail(jail: Jail, host: dict[str, Any]) -> None:
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait) for _ in range(2 * BOUNDS.processes)]
+    for one in threads:
+        one.start()
+    try:
+        code = "import threading\nmade = threading.Thread(target=print, args=('made',))\nmade.start()\nmade.join()"
+        assert run(jail, code, host).stderr == "made\n"
+    finally:
+        over.set()
+
+
 def test_what_a_verdict_needs_works(jail: Jail, host: dict[str, Any]) -> None:
     code = """
 import sqlite3, tempfile
@@ -176,4 +242,4 @@ with open("made", "w") as file:
     print(told.strip(), file.write("12"), open(host["shown"] + "/reward.py").read() == "")
 """
     done = run(jail, code, host)
-    assert done.stdout == "42 2 True\n", done.stderr
+    assert done.stderr == "42 2 True\n", done.stderr

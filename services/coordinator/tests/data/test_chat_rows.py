@@ -11,10 +11,10 @@ import pytest
 
 from flotilla_coordinator.data.chat_turns import ChatText
 from flotilla_coordinator.data.given import chat_parts
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import training_data
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import InvalidConfig
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing import chat_templates as templates
 from flotilla_testing.chat_templates import CALLING, TOOL, assistant, user
 

@@ -13,11 +13,11 @@ import pytest
 
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt, PromptFile, load_prompts
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import data_remarks, read_held_out, read_sets
 from flotilla_coordinator.plan.data_lines import data_lines
 from flotilla_core.config import DataConfig, RunConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.model_folders import write_tokenizer
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"

@@ -11,10 +11,10 @@ import pytest
 from flotilla_coordinator.data.given import load_given
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Answer, PromptFile
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_data.columns import Reads
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.model_folders import write_tokenizer
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz|\n"

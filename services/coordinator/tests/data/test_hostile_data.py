@@ -31,7 +31,7 @@ import contextlib, functools, json, sys
 from pathlib import Path
 from flotilla_core.bounded_process import BoundedProcess, Bounds
 from flotilla_coordinator.data.prompts import load_prompts
-from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_data import copies, formats, rows

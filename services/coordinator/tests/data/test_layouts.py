@@ -16,7 +16,6 @@ import pytest
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.data.prompt_source import PromptSource
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import training_data
 from flotilla_coordinator.rollouts.source import SupervisedSource
 from flotilla_coordinator.trainers.messages import fill
@@ -24,6 +23,7 @@ from flotilla_core.config import RunConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing import chat_templates as templates
 from flotilla_testing.chat_templates import CALL, CALLING, TOOL, assistant, system, user
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import tokenizers
 
-from flotilla_coordinator.data.chat_template import ChatTemplate
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import PromptFile, load_prompts
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import training_data
 from flotilla_coordinator.rollouts.scoring import score_item
 from flotilla_core.config import DataConfig, RunConfig, TrainingSet
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.generated_tasks import TaskSource
 from flotilla_core.structs import to_json
+from flotilla_data.chat_template import ChatTemplate
 from flotilla_data.files import data_files
+from flotilla_data.tokenizer import Tokenizer
 
 CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz<>|\n"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flotilla.common.v1.registration_pb2 import Registration
-from flotilla_coordinator.data.tokenizer import of_same_tokenizer
+from flotilla_coordinator.data.same_tokenizer import of_same_tokenizer
 from flotilla_core.errors import Mismatch
 
 OURS: Any = SimpleNamespace(digest="ours")

@@ -197,11 +197,12 @@ async def test_an_answer_that_cannot_be_scored_is_counted_and_is_no_wrong_answer
 async def test_a_response_that_made_a_verifier_fail_stays_in_the_figures_whatever_training_does_with_it() -> (
     None
 ):
-    found = await evaluator(Generation(), held_out("sums", Scorer(unverifiable=("/1/0",)), 2, 2)).evaluate(
-        VERSION, step=0
-    )
+    sums = held_out("sums", Scorer(unverifiable=("/1/0",)), 2, 2)
+    found = await evaluator(Generation(), sums).evaluate(VERSION, step=0)
     assert (found.accuracy, found.metrics["eval/unverifiable_rate"]) == (0.0, 0.25)
     assert found.metrics["eval/unscored_rate"] == 0 and found.unscored == ""
+    lenient = await evaluator(Generation(), replace(sums, success_at=0.0)).evaluate(VERSION, step=0)
+    assert lenient.accuracy == 0.75, "a response that is dropped is never right"
 
 
 async def test_the_answers_to_a_prompt_are_scored_together() -> None:
@@ -229,7 +230,8 @@ def test_pass_at_k_is_the_share_of_all_teams_of_k_with_a_right_answer(drawn: int
 
 
 def figures(rewards: list[list[float]], success_at: float = 1.0) -> dict[str, float]:
-    return figures_of(rewards, [[str(reward) for reward in answers] for answers in rewards], success_at)
+    right = [[reward >= success_at for reward in answers] for answers in rewards]
+    return figures_of(rewards, [[str(reward) for reward in answers] for answers in rewards], right)
 
 
 def test_pass_at_1_is_the_mean_and_k_stops_at_the_largest_power_of_two() -> None:

@@ -16,6 +16,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_coordinator.fleet.fleet import Fleet, ResourceRequest
 from flotilla_coordinator.fleet.leases import LeaseFile
 from flotilla_core import rpc
+from flotilla_core.config import FleetJudgeConfig
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
 from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.roles import POLICY, role_of_process
@@ -23,6 +24,7 @@ from flotilla_core.rpc import Load
 from flotilla_testing.credentials import credential
 
 KINDS = {
+    "judge": reg.SERVICE_KIND_GENERATOR,
     "trainer": reg.SERVICE_KIND_TRAINER,
     "teacher": reg.SERVICE_KIND_TRAINER,
     "generator": reg.SERVICE_KIND_GENERATOR,
@@ -37,7 +39,8 @@ async def new_fleet(tmp_path: Path) -> AsyncIterator[Callable[[], Fleet]]:
     made: list[Fleet] = []
 
     def new() -> Fleet:
-        stack = SimpleNamespace(ready_timeout_s=60.0)
+        judges = {"careful": FleetJudgeConfig(model="models/judge")}
+        stack = SimpleNamespace(ready_timeout_s=60.0, judges=judges)
         host: Any = SimpleNamespace(
             stack=stack, state_dir=tmp_path, connect=partial(rpc.connect, credential=credential(tmp_path))
         )
@@ -64,7 +67,7 @@ async def register(fleet: Fleet, *names: str, **states: reg.InstanceState.ValueT
             address="127.0.0.1:1",
             state=states.get(name.replace("-", "_"), reg.INSTANCE_STATE_READY),
             protocol_version=PROTOCOL_VERSION,
-            role=role_of_process(name),
+            role=role_of_process(name.partition("/")[0]),
         )
         for name in names
     }
@@ -89,6 +92,33 @@ async def register_another_build(fleet: Fleet, *names: str) -> None:
 
 def generators(fleet: Fleet, run_id: str) -> list[str]:
     return sorted(one.name for one in fleet.runs[run_id].generators.replicas())
+
+
+async def test_generators_of_a_judge_are_leased_to_nobody_and_every_run_that_asks_it_finds_them(
+    fleet: Fleet,
+) -> None:
+    judged = ResourceRequest(judges=("careful", "behind_an_endpoint"))
+    await register(fleet, "trainer-0", "trainer-1", "judge-careful", "generator-0", "reward-0")
+    first = await fleet.admit("first", judged)
+    assert generators(fleet, "first") == ["generator-0"] and [*first.judges] == ["careful"]
+    assert [one.name for one in await first.judge("careful", 1.0)] == ["judge-careful"]
+    with pytest.raises(FailedPrecondition, match="there is no generator for another run: 1 for run first"):
+        fleet.require_place(judged)
+    (holder,) = [fleet.holder(one) for one in fleet.registrations.values() if one.name == "judge-careful"]
+    assert holder == ""
+
+
+async def test_a_run_waits_for_its_judge_by_name_and_takes_the_process_that_replaced_a_dead_one(
+    fleet: Fleet,
+) -> None:
+    await register(fleet, "trainer-0", "generator-0")
+    run = await fleet.admit("first", ResourceRequest(judges=("careful",)))
+    with pytest.raises(Unavailable, match=r"waited 0.1 s for judge careful.*no judge-careful is available"):
+        await run.judge("careful", 0.1)
+    await register(fleet, "trainer-0", "generator-0", "judge-careful/a")
+    assert [one.instance_id for one in await run.judge("careful", 1.0)] == ["judge-careful/a"]
+    run.doubt_judge("careful", "it did not answer")
+    assert run.judges["careful"].replicas() == []
 
 
 async def test_a_run_has_all_generators_until_another_one_takes_its_share(fleet: Fleet) -> None:

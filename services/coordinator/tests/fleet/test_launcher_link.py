@@ -29,6 +29,10 @@ class Launcher(launcher_pb2_grpc.LauncherServiceServicer):
 
     async def List(self, request: Any, context: Any) -> launcher_pb2.ListResponse:
         processes = [launcher_pb2.ProcessStatus(kind=SERVICE_KIND_GENERATOR, state=s) for s in self._states]
+        judge = launcher_pb2.ProcessStatus(
+            name="judge-careful", kind=SERVICE_KIND_GENERATOR, state=READY
+        )  # counts for nothing
+        processes.append(judge)
         return launcher_pb2.ListResponse(processes=processes)
 
     async def Scale(self, request: launcher_pb2.ScaleRequest, context: Any) -> launcher_pb2.ScaleResponse:

@@ -140,16 +140,20 @@ async def test_a_dropped_sample_keeps_why_it_has_no_reward_until_it_is_asked_for
     await ledger.group_issued(group)
     first, second, third = group.sample_ids
     raised = TermVerdict("f.py:f", Said.ERROR, message="KeyError: 'level'", file="/f.py", line=7)
-    await ledger.dropped(RUN, [first], DropReason.REWARD_ERROR, {first: (raised,)})
+    await ledger.dropped(RUN, [first], DropReason.REWARD_ERROR, [replace(scored(first), verdicts=(raised,))])
     await ledger.group_scored([replace(scored(second), verdicts=VERDICTS)])
     await ledger.dropped(RUN, [second], DropReason.UNIFORM)
     records = {record.sample_id: record for record in await ledger.samples(RUN)}
     assert records[first].verdicts == (raised,) and records[second].verdicts == VERDICTS
     assert [one.failure for one in recorded_failures([records[first]])] == ["KeyError: 'level'"]
     assert records[third].verdicts == ()
+    kept = records[first]
+    assert (kept.state, kept.reward, kept.generator) == (SampleState.DROPPED, None, "generator-0")
+    assert (kept.text, kept.spans) == ("2", (TokenSpan(START, 0, 2),)), "a user can judge its response again"
     await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None, retry_rewards=True)
     again = {record.sample_id: record for record in await ledger.samples(RUN)}
     assert (again[first].state, again[first].verdicts) == (SampleState.ISSUED, ())
+    assert again[first].token_ids is None, "another response may come"
 
 
 async def test_progress_and_cursor_are_recorded_with_the_update(ledger: Ledger) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_core.errors import FlotillaError, Internal
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.model_folders import write_tokenizer
 from flotilla_testing.peak_memory import forget_most_memory, most_memory_kib
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flotilla_coordinator.plan.chapter import Chapter
-from flotilla_coordinator.plan.checks import config_errors, role_errors
+from flotilla_coordinator.plan.checks import config_errors, fleet_warnings, role_errors
 from flotilla_coordinator.plan.reward_lines import reward_model_chapter
 from flotilla_core.config import RunConfig, StackConfig
 from flotilla_testing.model_folders import write_header, write_tokenizer
@@ -25,9 +25,9 @@ CONFIG = {
 }
 
 
-def make_model(folder: Path, labels: int, template: str = TEMPLATE) -> Path:
+def make_model(folder: Path, labels: int, template: str = TEMPLATE, **config: Any) -> Path:
     write_tokenizer(folder, "_ab", template=template)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
     head = {"score.weight": [labels, 8]} if labels else {}
     write_header(folder, {"embed": [20, 8], "model.layers.0.mlp.weight": [3, 8, 8]} | head, "F32")
     return folder
@@ -86,6 +86,13 @@ def test_a_model_that_cannot_score_is_refused_by_the_key_to_change(
     assert line.explanation.endswith(f"reads up to 64 tokens of its own tokenizer, labels: {labels}")
 
 
+def test_an_encoder_after_roberta_reads_two_tokens_less_than_it_has_positions(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", 1, model_type="roberta")
+    stack = StackConfig.model_validate({"reward_models": {"helpful": {"model": str(folder)}}})
+    (line,) = chapter(run_with({"reward": {"model": "helpful"}}), stack).lines
+    assert "reads up to 62 tokens" in line.explanation
+
+
 def test_a_run_whose_reward_model_the_stack_does_not_start_is_refused() -> None:
     stack = StackConfig.model_validate({"reward_models": {"idle": {"model": "/m", "replicas": 0}}})
     found = chapter(run_with({"reward": {"model": "helpful"}}, {"reward": {"model": "idle"}}), stack)
@@ -101,6 +108,24 @@ def test_terms_with_one_name_are_refused() -> None:
     assert Chapter.of(config_errors(config)).errors == [
         "rewards: 2 terms have the name kind: give each its own"
     ]
+
+
+def test_terms_of_a_held_out_set_with_one_name_are_refused_and_its_functions_need_a_service() -> None:
+    own = [{"reward": reward, "name": "kind"} for reward in ("exact", "math")]
+    config = RunConfig.model_validate(
+        {
+            "name": "r",
+            "steps": 1,
+            "data": {"train": "rows.jsonl"},
+            "rewards": [{"reward": {"model": "helpful"}}],
+            "evaluation": {"data": [{"path": "/a.jsonl", "name": "hard", "rewards": own}]},
+        }
+    )
+    assert Chapter.of(config_errors(config)).errors == [
+        "rewards of hard: 2 terms have the name kind: give each its own"
+    ]
+    stack = StackConfig.model_validate({"reward": {"replicas": 0}})
+    assert any("reward.replicas is 0" in told for told in Chapter.of(fleet_warnings(config, stack)).warnings)
 
 
 def test_a_folder_that_is_no_model_is_said_so(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def rewarder(name: str, then: FlotillaError | None = None) -> Replica:
 @pytest.mark.parametrize("kind", [Unavailable, DeadlineExceeded])
 async def test_the_loss_of_a_reward_replica_is_never_a_score(kind: type[FlotillaError]) -> None:
     pool: Any = Pool([rewarder("a", kind("it hangs")), rewarder("b")])
-    scorer = Scorer([RewardServiceScorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0)])
+    scorer = Scorer(RewardServiceScorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0))
     outcomes = await scorer.score([reward.ScoreItem(sample_id=slot) for slot in SLOTS])
     assert {outcome.total for outcome in outcomes.values()} == {1.0} and pool.ejected == ["a"]
 
@@ -273,7 +273,7 @@ async def test_what_rewards_take_is_asked_of_another_replica_where_one_is_lost()
 
 async def test_without_any_reward_replica_that_answers_the_error_is_raised() -> None:
     pool: Any = Pool([rewarder("a", Unavailable("it is gone"))])
-    scorer = Scorer([RewardServiceScorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0)])
+    scorer = Scorer(RewardServiceScorer("run", (RewardTermConfig(reward="exact"),), pool, 1.0))
     with pytest.raises(Unavailable, match="it is gone"):
         await scorer.score([reward.ScoreItem(sample_id=SLOTS[0])])
     assert pool.replicas[0].leases == 0

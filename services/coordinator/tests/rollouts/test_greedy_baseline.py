@@ -16,6 +16,7 @@ from flotilla.trainer.v1 import trainer_pb2
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState, TokenSpan
+from flotilla_coordinator.ledger.verdicts import Said
 from flotilla_coordinator.rollouts.batch import Batch, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
@@ -220,6 +221,12 @@ async def test_a_lost_greedy_reward_drops_its_group_for_that_reason(
     assert {record.sample_id: record.drop_reason for record in dropped} == {
         f"{RUN}/0/1/{index}": reason for index in range(SAMPLES)
     }
+    told = [(verdict.outcome, verdict.message) for record in dropped for verdict in record.verdicts]
+    kind = Said.TIMEOUT if timed_out else Said.ERROR
+    assert told == [(kind, "the greedy response to its prompt: too slow")] * SAMPLES
+    assert [record.token_ids is not None and record.token_ids.tolist() for record in dropped] == [
+        [7]
+    ] * SAMPLES
     await rollouts.close()
 
     unasked = Task()
@@ -227,6 +234,23 @@ async def test_a_lost_greedy_reward_drops_its_group_for_that_reason(
     assert again.metrics[rates[timed_out]] == 0.5 and unasked.asked == [], "it failed, and stays so"
     mended = await made_again_by_its_user(ledger)
     assert greedy_rewards(mended) == [0.25, 0.25, 0.75, 0.75]
+
+
+async def test_an_unverifiable_greedy_response_drops_its_group_and_is_counted_of_no_sample(
+    ledger: Ledger,
+) -> None:
+    class OneBreaks(Task):
+        def outcome(self, sample_id: str) -> Outcome:
+            broken = Outcome(None, "endless", unverifiable=True)
+            return broken if sample_id == f"{RUN}/0/1/greedy" else super().outcome(sample_id)
+
+    rollouts = source(ledger, OneBreaks())
+    batch = await batch_of(rollouts)
+    assert batch.metrics["reward/unverifiable_rate"] == 0 and batch.metrics["reward/error_rate"] == 0
+    dropped = await ledger.samples(RUN, state=SampleState.DROPPED)
+    assert [record.drop_reason for record in dropped] == ["unverifiable"] * SAMPLES
+    assert all("the greedy response" in record.verdicts[-1].message for record in dropped)
+    await rollouts.close()
 
 
 async def made_again_by_its_user(ledger: Ledger) -> Batch:

@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 
+from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.ledger.verdicts import named_parts
 from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.functions import functions_of, judge_errors
-from flotilla_coordinator.rollouts.judges import JudgeTally, agreement_of, examples_of, spearman
+from flotilla_coordinator.rollouts.judges import (
+    FleetJudges,
+    JudgeTally,
+    agreement_of,
+    examples_of,
+    spearman,
+)
 from flotilla_coordinator.rollouts.scoring import Needs, Scorer, reward_spec
 from flotilla_core.config import RewardTermConfig, RunConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
@@ -84,11 +91,23 @@ def test_a_judge_that_gives_many_no_verdict_is_not_enough_however_it_agrees_on_t
     one = term(written(tmp_path, labelled([*range(1, 21)])), at_least=0.0, **SCALE)
     outcomes = scored(*[n / 20 for n in range(17)], None, None, None)
     found = agreement_of(one, examples_of(one), outcomes)
-    assert found.figure == pytest.approx(1.0) and not found.enough
+    assert 0 < found.figure < 1 and not found.enough
     with pytest.raises(FailedPrecondition, match="3 had no verdict: no verdict"):
         found.require()
     nobody = agreement_of(one, examples_of(one), scored(*[None] * 20))
-    assert nobody.figure == 0.0 and not nobody.enough
+    assert nobody.figure == pytest.approx(-1.0) and not nobody.enough
+
+
+@pytest.mark.parametrize("wrong", range(10))
+def test_a_scale_agrees_no_more_without_a_verdict_than_with_the_worst_one(tmp_path: Path, wrong: int) -> None:
+    one = term(written(tmp_path, labelled([*range(10)])), **SCALE)
+    examples = examples_of(one)
+    values: list[float | None] = [0.1 + n / 20 for n in range(10)]
+    found = []
+    for value in (None, 0.0, 1.0):
+        values[wrong] = value
+        found.append(agreement_of(one, examples, scored(*values)).figure)
+    assert found[0] == pytest.approx(min(found[1:]))
 
 
 def test_of_pairs_the_chosen_one_has_to_win_and_a_tie_is_no_agreement(tmp_path: Path) -> None:
@@ -139,10 +158,14 @@ def test_a_row_that_is_no_example_is_refused_by_its_line(
         examples_of(term(written(tmp_path, [row]), **keys))
 
 
-@pytest.mark.parametrize("labels", [[1, 2, 3], [5] * 20])
-def test_few_examples_or_equal_labels_measure_nothing(tmp_path: Path, labels: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("keys", "labels"), [(SCALE, [1, 2, 3]), (SCALE, [5] * 20), (VERDICTS, ["yes"] * 20)]
+)
+def test_few_examples_or_equal_labels_measure_nothing(
+    tmp_path: Path, keys: dict[str, Any], labels: list[Any]
+) -> None:
     with pytest.raises(InvalidConfig, match="cannot tell how far the judge agrees"):
-        examples_of(term(written(tmp_path, labelled(labels)), **SCALE))
+        examples_of(term(written(tmp_path, labelled(labels)), **keys))
 
 
 def test_a_term_says_to_its_service_what_is_set_alone() -> None:
@@ -162,6 +185,55 @@ def test_a_judge_that_the_stack_lacks_refuses_the_run_and_is_no_function() -> No
     stack = StackConfig.model_validate({"judges": {"j": {"url": "http://host/v1", "model": "m"}}})
     assert [*judge_errors(config, stack)] == []
     assert [function.name for function in functions_of(config)] == ["exact"]
+
+
+def test_a_judge_without_generators_refuses_the_run() -> None:
+    rewards = [{"reward": {"judge": "j"}, "rubric": "r", "pairs": True}]
+    config = RunConfig.model_validate(
+        {"name": "n", "steps": 1, "data": {"train": "a.jsonl"}, "rewards": rewards}
+    )
+    judges = {"j": {"model": "models/judge", "replicas": 0}}
+    (error,) = Chapter.of(judge_errors(config, StackConfig.model_validate({"judges": judges}))).errors
+    assert error.startswith("rewards[0].reward: judges.j.replicas is 0, so nothing holds this judge")
+
+
+async def test_a_term_names_the_generators_that_hold_its_judge_now_and_no_other_term_does() -> None:
+    now = [[("b:2", "s1"), ("a:1", "s1")], [("c:3", "s2")]]
+    doubted: list[str] = []
+
+    async def generators() -> list[Registration]:
+        return [
+            Registration(address=address, weights_stamp=stamp, tokenizer_digest="t")
+            for address, stamp in now.pop(0)
+        ]
+
+    judges = FleetJudges({"j": generators}, lambda judge, why: doubted.append(judge))
+    specs = [
+        pb.RewardSpec(reward="judge:j"),
+        pb.RewardSpec(reward="judge:far"),
+        pb.RewardSpec(reward="exact"),
+    ]
+    await judges.write(specs)
+    assert (specs[0].judge.addresses, specs[0].judge.weights_stamps) == (["a:1", "b:2"], ["s1"])
+    await judges.write(specs)
+    assert (specs[0].judge.addresses, specs[0].judge.weights_stamps) == (["c:3"], ["s2"])
+    assert not any(spec.HasField("judge") for spec in specs[1:])
+    judges.doubt(specs[1:], "away")
+    judges.doubt(specs, "away")
+    assert doubted == ["j"]
+
+
+def test_examples_that_measure_nothing_refuse_the_run_and_name_each_judge(tmp_path: Path) -> None:
+    few = term(written(tmp_path, labelled([1, 2, 3])), **SCALE)
+    gone = term(tmp_path / "gone.jsonl", **SCALE).model_copy(update={"name": "gone"})
+    config = RunConfig.model_validate(
+        {"name": "n", "steps": 1, "data": {"train": "a.jsonl"}, "rewards": [{"reward": "exact"}]}
+    )
+    config = config.model_copy(update={"rewards": (few, gone)})
+    stack = StackConfig.model_validate({"judges": {"j": {"url": "http://host/v1", "model": "m"}}})
+    first, second = Chapter.of(judge_errors(config, stack)).errors
+    assert first.startswith("the judge of reward quality cannot be measured: ") and "they are 3" in first
+    assert second.startswith("the judge of reward gone cannot be measured: ") and "does not exist" in second
 
 
 class Judged:
@@ -196,7 +268,7 @@ async def test_tokens_and_kept_verdicts_are_counted_once_by_the_name_of_the_term
         pb.ScoreItem(sample_id=name, response=tokens)
         for name, tokens in (("a", "40"), ("b", "0"), ("failed", "2"))
     ]
-    outcomes = await Scorer([Judged()], tally=tally).score(items)
+    outcomes = await Scorer(Judged(), tally=tally).score(items)
     assert named_parts(outcomes["a"].verdicts) == [
         ("exact", 1.0),
         ("quality", 0.5),

@@ -11,12 +11,12 @@ import pytest
 
 from flotilla.common.v1.chat_pb2 import Message
 from flotilla.reward.v1 import reward_pb2 as pb
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.verdicts import named_parts
 from flotilla_coordinator.rollouts.reward_models import RewardModel, RewardModelScorer, TermsInOrder
 from flotilla_coordinator.rollouts.scoring import Needs, Outcome, Scorer
 from flotilla_core.config import RewardTermConfig
 from flotilla_core.errors import Unavailable
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.model_folders import write_tokenizer
 
 LETTERS = "_abcdefgh"
@@ -28,8 +28,9 @@ TEMPLATE = (
 class Gang:
     """Says of a text the sum of its token ids, then its length."""
 
-    def __init__(self, longest: int = 0, labels: int = 1) -> None:
+    def __init__(self, longest: int = 0, labels: int = 1, vocabulary: int = 0) -> None:
         self.longest_sequence = longest
+        self.vocabulary = vocabulary
         self._labels = labels
         self.asked: list[list[list[int]]] = []
 
@@ -57,7 +58,7 @@ def item(response: str, prompt: str = "a", chat: Sequence[tuple[str, str]] = ())
 
 
 async def outcomes(scorer: RewardModelScorer | TermsInOrder, *items: pb.ScoreItem) -> list[Outcome]:
-    found = await Scorer([scorer]).score(list(items))
+    found = await Scorer(scorer).score(list(items))
     return [found[one.sample_id] for one in items]
 
 
@@ -114,6 +115,14 @@ async def test_text_without_a_token_is_a_failure_and_asks_nobody(tmp_path: Path)
     assert (empty.total, empty.failure, gang.asked) == (None, "reward helpful: there is no text to judge", [])
 
 
+async def test_a_token_id_that_the_model_lacks_is_a_failure_of_its_sample_alone(tmp_path: Path) -> None:
+    gang = Gang(vocabulary=3)
+    scorer = RewardModelScorer("run", (term(template="{response}"),), {"helpful": model(tmp_path, gang)})
+    unknown, known = await outcomes(scorer, item("bc"), item("b"))
+    assert (known.total, gang.asked) == (2.0, [[[2]]])
+    assert unknown.failure.endswith("its tokenizer gives token id 3, and the model has ids 0 to 2")
+
+
 async def test_terms_with_labels_of_one_model_share_its_answer(tmp_path: Path) -> None:
     gang = Gang(labels=2)
     choices = [{"model": "helpful", "label": label} for label in (1, 0)]
@@ -134,20 +143,30 @@ async def test_a_label_that_the_model_lacks_is_a_failure_and_never_another_label
 
 
 class Functions:
-    """Gives every sample its values, or fails."""
+    """Gives every sample its values; fails, or leaves the sample out, after as many as there are."""
 
-    def __init__(self, terms: tuple[RewardTermConfig, ...], *values: float) -> None:
+    def __init__(
+        self, terms: tuple[RewardTermConfig, ...], *values: float, whole_groups: bool = True
+    ) -> None:
         self.terms = terms
+        self.asked: list[str] = []
         self._values = values
+        self._whole_groups = whole_groups
 
     async def needs(self) -> Needs:
-        return Needs(whole_groups=True)
+        return Needs(whole_groups=self._whole_groups)
 
     async def outcomes(self, items: list[pb.ScoreItem]) -> dict[str, pb.ScoreOutcome]:
-        components = [pb.RewardComponent(value=value) for value in self._values]
+        self.asked += [one.sample_id for one in items]
+        components = [
+            pb.RewardComponent(reward=own.shown, value=value)
+            for own, value in zip(self.terms, self._values, strict=False)
+        ]
         outcome = pb.ScoreOutcome(value=pb.RewardValue(components=components))
-        if not self._values:
-            outcome = pb.ScoreOutcome(error=pb.RewardError(message="it raised"))
+        if len(components) < len(self.terms):
+            failed = self.terms[len(components)].shown
+            error = pb.RewardError(reward=failed, message="it raised")
+            outcome = pb.ScoreOutcome(error=error, before=components)
         return {one.sample_id: outcome for one in items}
 
 
@@ -169,6 +188,37 @@ async def test_terms_of_models_stand_where_the_run_names_them(
         assert found.verdicts[1].seconds > 0
     else:
         assert (found.total, found.failure) == (None, "it raised")
+
+
+@pytest.mark.parametrize("whole_groups", [True, False])
+async def test_functions_of_whole_groups_never_see_a_sample_that_a_model_refused(
+    whole_groups: bool, tmp_path: Path
+) -> None:
+    terms = (term("ranks"), term(template="{response}"))
+    functions = Functions(terms[:1], 1.0, whole_groups=whole_groups)
+    models = RewardModelScorer("run", terms[1:], {"helpful": model(tmp_path, Gang(longest=1))})
+    long, short = await outcomes(TermsInOrder(terms, functions, models), item("bc"), item("b"))
+    assert (short.total, long.total) == (1.0 + 2.0, None)
+    assert "the model reads 1" in long.failure
+    assert functions.asked == (["b"] if whole_groups else ["bc", "b"])
+
+
+@pytest.mark.parametrize("refused", [True, False])
+async def test_what_terms_said_before_another_one_failed_is_kept_whoever_failed(
+    refused: bool, tmp_path: Path
+) -> None:
+    terms = (term(template="{response}"), term("exact"), term("f.py:f"))
+    functions = Functions(terms[1:], 1.0, *([3.0] if refused else []), whole_groups=False)
+    gang = Gang(longest=1)
+    scorer = TermsInOrder(
+        terms, functions, RewardModelScorer("run", terms[:1], {"helpful": model(tmp_path, gang)})
+    )
+    (found,) = await outcomes(scorer, item("bc" if refused else "b"))
+    said = [(one.reward, one.value) for one in found.verdicts]
+    if refused:
+        assert said == [("exact", 1.0), ("f.py:f", 3.0), ("helpful", None)]
+    else:
+        assert said == [("helpful", 2.0), ("exact", 1.0), ("f.py:f", None)]
 
 
 async def test_a_gang_that_does_not_answer_gives_no_sample_a_reward(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ async def test_a_call_ends_when_nobody_waits_for_it_any_more_and_not_before() ->
 
 @pytest.mark.parametrize("unreadable", [True, False])
 def test_a_response_that_broke_a_checker_has_its_reward_and_is_known_for_it(unreadable: bool) -> None:
-    outcome = weigh([RewardTermConfig(reward="math")], [scored((0.0,), unreadable)])
+    outcome = weigh([RewardTermConfig(reward="math")], scored((0.0,), unreadable))
     assert (outcome.total, outcome.unverifiable) == (0.0, unreadable)
 
 
@@ -130,14 +130,6 @@ class Terms:
 
     async def outcomes(self, items: list[ScoreItem]) -> dict[str, pb.ScoreOutcome]:
         return {item.sample_id: self._outcome for item in items}
-
-
-async def test_a_reward_is_the_weighted_sum_of_all_terms_whoever_gives_them() -> None:
-    first = Terms({"exact": 1.0, "length": -0.5}, scored((1.0, 2.0)))
-    scorer = Scorer([first, Terms({"judge": 0.25}, scored((3.0,)))])
-    outcome = (await scorer.score([ScoreItem(sample_id="a")]))["a"]
-    assert outcome.total == 1.0 - 1.0 + 0.75
-    assert named_parts(outcome.verdicts) == [("exact", 1.0), ("length", 2.0), ("judge", 3.0)]
 
 
 # Values of `a`, `b` and `c`, whose weights are 2, 0.5 and 0; `a` has to be at least 0.5 where there are gates.
@@ -172,30 +164,30 @@ async def test_a_mode_makes_one_reward_of_all_terms_and_each_term_keeps_its_valu
         RewardTermConfig(reward="b", weight=0.5, name="named"),
         RewardTermConfig(reward="c", weight=0),
     )
-    outcome = (await Scorer([given], mode).score([ScoreItem(sample_id="s")]))["s"]
+    outcome = (await Scorer(given, mode).score([ScoreItem(sample_id="s")]))["s"]
     assert (outcome.total, outcome.terms) == (total, values)
     assert named_parts(outcome.verdicts) == [*zip(("a", "named", "c"), values, strict=True)]
 
 
 def test_a_gate_without_a_weight_only_opens_or_closes() -> None:
     terms = [RewardTermConfig(reward="a", weight=0, gate_at=1), RewardTermConfig(reward="b")]
-    assert weigh(terms, [scored((1.0, 0.25))], "gated").total == 0.25
-    assert weigh(terms, [scored((0.0, 0.25))], "gated").total == 0
+    assert weigh(terms, scored((1.0, 0.25)), "gated").total == 0.25
+    assert weigh(terms, scored((0.0, 0.25)), "gated").total == 0
 
 
 @pytest.mark.parametrize("mode", get_args(RewardMode))
 def test_a_term_that_failed_is_no_reward_by_any_mode(mode: RewardMode) -> None:
     terms = [RewardTermConfig(reward="a"), RewardTermConfig(reward="b")]
     failed = pb.ScoreOutcome(error=pb.RewardError(message="it raised"))
-    assert weigh(terms, [scored((1.0,)), failed], mode).total is None
-    assert weigh(terms, [scored((1.0, float("nan")))], mode).total is None
-    assert weigh(terms, [scored((float("nan"), 1.0))], mode).total is None
+    assert weigh(terms, failed, mode).total is None
+    assert weigh(terms, scored((1.0, float("nan"))), mode).total is None
+    assert weigh(terms, scored((float("nan"), 1.0)), mode).total is None
 
 
 def test_what_a_function_returned_beside_its_value_is_named_behind_it_and_weighs_nothing() -> None:
     component = pb.RewardComponent(value=0.5, parts=[pb.NamedPart(name="acc", value=1.0)])
     scores = pb.ScoreOutcome(value=pb.RewardValue(components=[component]))
-    outcome = weigh([RewardTermConfig(reward="f.py:f", weight=2.0)], [scores])
+    outcome = weigh([RewardTermConfig(reward="f.py:f", weight=2.0)], scores)
     assert (outcome.total, outcome.terms) == (1.0, (0.5,))
     assert named_parts(outcome.verdicts) == [("f.py:f", 0.5), ("f.py:f[acc]", 1.0)]
 
@@ -212,7 +204,7 @@ def test_what_a_function_returned_beside_its_value_is_named_behind_it_and_weighs
 async def test_what_is_no_finite_sum_of_all_terms_is_a_failure_and_never_a_reward(
     outcome: pb.ScoreOutcome, says: str
 ) -> None:
-    scorer = Scorer([Terms({"a": 1.0, "b": 0.5}, outcome)])
+    scorer = Scorer(Terms({"a": 1.0, "b": 0.5}, outcome))
     found = (await scorer.score([ScoreItem(sample_id="s")]))["s"]
     assert (found.total, found.failure, found.failed) == (None, says, True)
 
@@ -227,7 +219,7 @@ def test_a_run_says_what_an_unverifiable_response_is_worth(worth: Any, total: fl
         pb.RewardComponent(reward="exact", value=1.0),
         pb.RewardComponent(reward="math", unreadable=True, why="a tower of powers"),
     ]
-    outcome = weigh(terms, [pb.ScoreOutcome(value=pb.RewardValue(components=components))])
+    outcome = weigh(terms, pb.ScoreOutcome(value=pb.RewardValue(components=components)))
     assert (outcome.total, outcome.unverifiable, outcome.failed) == (total, True, False)
     verdict = outcome.verdicts[1]
     assert (verdict.outcome, verdict.message) == (Said.UNVERIFIABLE, "a tower of powers")
@@ -241,16 +233,19 @@ def test_a_failure_keeps_the_verdicts_before_it_and_its_place() -> None:
     terms = [RewardTermConfig(reward="exact"), RewardTermConfig(reward="f.py:f")]
     before = [pb.RewardComponent(reward="exact", value=1.0, version="flotilla 1, rules 2", extracted="4")]
     error = pb.RewardError(reward="f.py:f", message="it raised", file="/f.py", line=7, version="sha256:0")
-    late = pb.RewardTimeout(reward="f.py:f", limit=Duration(seconds=2), version="sha256:0")
+    late = pb.RewardTimeout(
+        reward="f.py:f", limit=Duration(seconds=2), version="sha256:0", file="f.py", line=7
+    )
     said = TermVerdict("exact", value=1.0, version="flotilla 1, rules 2", extracted="4")
-    raised = weigh(terms, [pb.ScoreOutcome(error=error, before=before)])
+    raised = weigh(terms, pb.ScoreOutcome(error=error, before=before))
     assert raised.verdicts == (
         said,
         TermVerdict("f.py:f", Said.ERROR, version="sha256:0", message="it raised", file="/f.py", line=7),
     )
-    slow = weigh(terms, [pb.ScoreOutcome(timeout=late, before=before)])
+    slow = weigh(terms, pb.ScoreOutcome(timeout=late, before=before))
     assert slow.verdicts[0] == said and slow.timed_out
     assert (slow.verdicts[1].outcome, slow.verdicts[1].seconds) == (Said.TIMEOUT, 2.0)
+    assert (slow.verdicts[1].file, slow.verdicts[1].line) == ("f.py", 7)
 
 
 def test_a_verdict_before_a_failure_is_that_of_the_term_that_said_it() -> None:
@@ -259,7 +254,7 @@ def test_a_verdict_before_a_failure_is_that_of_the_term_that_said_it() -> None:
     before = [pb.RewardComponent(reward="right", value=1.0)]
     outcome = weigh(
         terms,
-        [pb.ScoreOutcome(error=pb.RewardError(reward="f.py:ranks", message="it raised"), before=before)],
+        pb.ScoreOutcome(error=pb.RewardError(reward="f.py:ranks", message="it raised"), before=before),
     )
     assert outcome.verdicts == (
         TermVerdict("right", value=1.0),

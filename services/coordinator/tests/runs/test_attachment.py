@@ -56,6 +56,9 @@ class Session:
         version, last = self.found
         return pb.GetSessionResponse(policy_version=version.to_proto(), last_update_id=last)
 
+    def attach(self, found: pb.GetSessionResponse) -> None:
+        self.opened, self.version = True, Version.from_proto(found.policy_version)
+
     async def finished_update(self, update_id: str) -> pb.UpdateResult | None:
         if self.fails is not None:
             raise self.fails

@@ -18,7 +18,6 @@ from flotilla.trainer.v1 import trainer_pb2 as train
 from flotilla_client.groups import Prompt as ClientSide
 from flotilla_coordinator.api.loop_servicer import LoopServicer
 from flotilla_coordinator.data.chat_turns import Chat, prompt_text
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.fleet.autoscale import IdleShares
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason, RunRecord, RunState
@@ -45,6 +44,7 @@ from flotilla_core.service import Activities
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
 from flotilla_data.chats import chat_of, tools_of
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing import chat_templates
 from flotilla_testing.ledger_counts import counts_of
 

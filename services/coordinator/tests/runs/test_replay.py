@@ -15,6 +15,7 @@ import pytest
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState, TokenSpan
+from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
 from flotilla_coordinator.rollouts.batch import Batch, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
@@ -188,6 +189,28 @@ async def test_step_tells_why_some_of_its_samples_have_no_reward(ledger: Ledger)
     says = "1 of 6 samples of step 0 could not be scored: division by zero\nline 7, in reward\n"
     assert (batch.unscored, len(batch.samples)) == (says, 5)
     assert not (await train(rollouts, ledger, 1, 0)).unscored
+    await rollouts.close()
+
+
+async def test_a_step_that_is_made_again_counts_the_unverifiable_samples_that_it_had(ledger: Ledger) -> None:
+    class OneBreaks(Scorer):
+        async def score(self, items: list[Any]) -> dict[str, Outcome]:
+            outcomes = await super().score(items)
+            verdicts = (TermVerdict("math", Said.UNVERIFIABLE, message="endless"),)
+            broken = Outcome(None, "endless", unverifiable=True, verdicts=verdicts)
+            return outcomes | {one: broken for one in outcomes if one.endswith("/0/0/1")}
+
+    rollouts = source(ledger, Generation(), OneBreaks())
+    first = await train(rollouts, ledger, 0, 0)
+    await rollouts.close()
+    await ledger.drop_in_flight(RUN, "run_interrupted")
+    rollouts = source(ledger, Generation())
+    await ledger.fall_back(RUN, Version(1, 0), step=0, cursor=None)
+    await rollouts.restore(0, None)
+    again = await train(rollouts, ledger, 0, 1)
+    assert len(again.samples) == len(first.samples) == 5
+    rates = [batch.metrics["reward/unverifiable_rate"] for batch in (first, again)]
+    assert rates == [pytest.approx(1 / 6)] * 2
     await rollouts.close()
 
 

@@ -292,5 +292,5 @@ def test_a_run_asks_those_whom_its_algorithm_needs(
 async def test_samples_of_a_run_without_rewards_are_worth_nothing_and_nobody_is_asked() -> None:
     pool: Any = None
     item: Any = SimpleNamespace(sample_id="a")
-    outcomes = await Scorer([RewardServiceScorer("run", (), pool, 1.0)]).score([item])
+    outcomes = await Scorer(RewardServiceScorer("run", (), pool, 1.0)).score([item])
     assert outcomes["a"].total == 0.0

@@ -50,7 +50,9 @@ class Trainer:
         if self.holder:
             raise FailedPrecondition(f"run {self.holder} holds the trainer")
         self.holder, self.lineage = request.run_id, request.lineage
-        return pb.OpenSessionResponse(policy_version=self.version.to_proto())
+        return pb.OpenSessionResponse(
+            policy_version=self.version.to_proto(), max_sequence_tokens=512, vocabulary=99
+        )
 
     async def CloseSession(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
         if request.run_id == self.holder:
@@ -75,7 +77,9 @@ class Trainer:
     async def GetSession(self, request: pb.GetSessionRequest) -> pb.GetSessionResponse:
         if self.lost or request.run_id != self.holder:
             raise FailedPrecondition("run has no session")
-        return pb.GetSessionResponse(policy_version=self.version.to_proto())
+        return pb.GetSessionResponse(
+            policy_version=self.version.to_proto(), max_sequence_tokens=512, vocabulary=99
+        )
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest) -> pb.LoadCheckpointResponse:
         self.version = Version(self.lineage, 3)
@@ -109,6 +113,17 @@ async def test_a_trainer_held_by_a_run_that_has_ended_is_taken_back() -> None:
     trainer.holder = "killed"
     await policy(trainer, "older", "killed").open()
     assert trainer.holder == "run"
+
+
+async def test_a_session_that_is_found_has_the_limits_of_the_model_as_one_that_was_opened() -> None:
+    trainer = Trainer()
+    opened, attached = policy(trainer), policy(trainer)
+    await opened.open()
+    found = await attached.left()
+    assert found is not None
+    attached.attach(found)
+    for one in (opened, attached):
+        assert (one.opened, one.longest_sequence, one.vocabulary) == (True, 512, 99)
 
 
 async def test_a_trainer_is_taken_back_from_every_run_of_the_ledger_however_old(tmp_path: Path) -> None:

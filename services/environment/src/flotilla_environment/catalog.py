@@ -6,7 +6,6 @@ Invariant: no code of a user is imported into the service: a worker loads it, an
 from __future__ import annotations
 
 import inspect
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def resolve(spec: pb.EnvironmentSpec, code: Path | None = None) -> Target:
     parameters = to_json(spec.parameters)
     if spec.environment in BUILTIN:
         return Target("builtin", spec.environment, parameters=parameters)
-    return replace(CATALOG.target(spec.environment, parameters, code), trusted=spec.trusted)
+    return CATALOG.target(spec.environment, parameters, code)._replace(trusted=spec.trusted)
 
 
 def problem(environment: str, parameters: dict[str, Any]) -> str:
@@ -39,7 +38,7 @@ def problem(environment: str, parameters: dict[str, Any]) -> str:
         target = resolve(spec)
     except FlotillaError as error:
         return str(error)
-    return str(answer({"do": "load", "target": asdict(target)}, load, {}).get("failed", ""))
+    return str(answer({"do": "load", "target": target._asdict()}, load, {}).get("failed", ""))
 
 
 def list_environments() -> list[pb.EnvironmentInfo]:

@@ -1,4 +1,4 @@
-"""What an environment is: a class that begins an episode, replies to the turns of the policy, and ends it.
+"""The class of an environment, which begins an episode, replies to the turns of the policy, and ends it.
 
 Invariants: one object plays one episode. It runs in a worker that holds many episodes and works for one at a time, so
 what episodes share, such as an index, is loaded once into the module. Only the standard library is imported here:
@@ -17,12 +17,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """What the data set says of one episode."""
+    """The data of one episode."""
 
     messages: list[dict[str, Any]]
     """The prompt."""
     answer: str = ""
-    """What is right; empty where the data set says nothing."""
+    """The right answer; empty where the data set says nothing."""
     info: dict[str, Any] = field(default_factory=dict)
     """The other columns of the line."""
     seed: int = 0
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy wrote."""
+    """A response of the policy."""
 
     content: str
     """The text without its calls."""
@@ -50,7 +50,7 @@ class Turn:
     unparsed: str = ""
     """The reason why a call in the text could not be read; empty where all could."""
     cut: bool = False
-    """Whether the turn reached its most tokens before its end."""
+    """True where the turn reached its most tokens before its end."""
     tokens: int = 0
     tokens_left: int = 0
     """Tokens that the rest of the episode may have."""
@@ -68,12 +68,12 @@ class Begun:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the environment answers to a turn."""
+    """The answer of the environment to a turn."""
 
     messages: str | Sequence[Message] = ()
-    """What is said before the next turn: messages, or the text of one of the user's."""
+    """Messages before the next turn, or the text of one of the user's."""
     done: bool = False
-    """Whether the episode has ended."""
+    """True where the episode has ended."""
     reward: float | None = None
     """Reward of this turn."""
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Reply:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the episode by name, where it is done."""
     afresh: bool = False
-    """Whether `messages` replace the whole history, as after a summary."""
+    """True where `messages` replace the whole history, as after a summary."""
 
 
 class Environment:

@@ -143,15 +143,16 @@ async def play(
                 return
             asked = pb.TurnAsked(messages=outcome.messages, tools=outcome.tools, afresh=outcome.afresh)
             yield pb.RunEpisodeResponse(asked=asked)
-            part = await clock.within(anext(parts, None))
-            if part is None and clock.left_s > 0:
+            # Whoever writes a turn is not surprised by an end: the time is looked at when it has come.
+            part = await anext(parts, None)
+            if part is None:
                 return  # The caller ended its side: nobody hears what is said.
-            if part is not None and part.WhichOneof("part") == "written":
+            if part.WhichOneof("part") == "written" and clock.left_s > 0:
                 turns.append(None)
                 doing = f"reply to turn {len(turns)}"
                 work = asyncio.ensure_future(episode.ask("reply", turn=_turn(part.written)))
                 continue
-            ending, doing = pb.ENDING_TIMEOUT if part is None else _stop(part), "stop"
+            ending, doing = _stop(part), "stop"
             clock = Clock(math.inf)
             work = asyncio.ensure_future(episode.ask("stop", ending=STOPS[ending]))
     finally:
@@ -175,14 +176,6 @@ class Clock:
             if work.done() or self.left_s <= 0:
                 return
             yield
-
-    async def within(self, coming: Any) -> Any:
-        """Return what comes; None where the time ends before it."""
-        try:
-            async with asyncio.timeout(None if self.left_s == math.inf else max(0.0, self.left_s)):
-                return await coming
-        except TimeoutError:
-            return None
 
 
 def _task(start: pb.EpisodeStart) -> dict[str, Any]:
@@ -219,6 +212,9 @@ def _turn(written: pb.TurnWritten) -> dict[str, Any]:
 
 
 def _stop(part: pb.RunEpisodeRequest) -> pb.Ending.ValueType:
+    """Return the ending that a caller asks for; of a turn after the time it is that of the time."""
+    if part.WhichOneof("part") == "written":
+        return pb.ENDING_TIMEOUT
     if part.WhichOneof("part") != "stop" or part.stop.ending not in STOPS:
         raise InvalidRequest(
             "the part is no answer to the turn that was asked for",

@@ -44,7 +44,7 @@ def owner_of(target: Target, run_id: str) -> Owner:
 
 @dataclass(frozen=True)
 class Said:
-    """What an environment said."""
+    """The words of an environment."""
 
     messages: list[Message]
     tools: list[Tool]
@@ -58,7 +58,7 @@ class Said:
 
 
 Outcome = Said | Failure | Timeout | None
-"""None: the worker was lost, for a reason that is not the question's."""
+"""An answer, or its failure; None where the worker was lost for a reason that is not the question's."""
 
 
 def read(value: Any) -> Said:
@@ -172,7 +172,7 @@ class Holder:
             outcome: Outcome = failure or await self._worker.ask(target, question, limit_s, read)
             if not self._worker.alive:
                 self._lose(_why(outcome))
-            if failure is not None:
+            if failure is not None and not self.lost:
                 raise InvalidConfig(
                     "the environment cannot be loaded",
                     where=f"{target.source}:{target.function}".rstrip(":"),

@@ -19,7 +19,7 @@ from typing import TextIO
 from google.protobuf.json_format import MessageToJson, Parse
 
 from flotilla.environment.v1 import environment_pb2 as pb
-from flotilla_core.config.stack import IsolationConfig
+from flotilla_core.config import IsolationConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_environment import catalog
 from flotilla_environment.episode import Episode, play

@@ -68,17 +68,19 @@ class Episodes:
         if question["do"] == "close":
             self._close(episode)
             return NOTHING
+        said = None
         try:
             said = self._said(episode, question)
-        except BaseException:
-            with suppress(Exception):
-                self._close(episode)
-            raise
+        finally:
+            if said is None:
+                with suppress(Exception):  # What was raised before is what is told.
+                    self._close(episode)
         if said["done"]:
             self._close(episode)
         return said
 
     def _said(self, episode: int, question: dict[str, Any]) -> dict[str, Any]:
+        method: Callable[..., Any]
         if question["do"] == "begin":
             environment = self._playing[episode] = self._environment(**self._parameters)
             begun = self._call(environment.begin, Task(**question["task"]))
@@ -209,10 +211,10 @@ def _tools(method: Callable[..., Any], given: Sequence[Mapping[str, Any]]) -> li
 
 
 def _numbers(method: Callable[..., Any], what: str, given: Mapping[str, Any]) -> dict[str, float]:
-    if not isinstance(given, Mapping) or len(given) > MOST_NUMBERS:
-        raise _refused(
-            method, f"returned {repr(given)} as {what}, expected at most {MOST_NUMBERS} numbers by name"
-        )
+    if not isinstance(given, Mapping):
+        raise _refused(method, f"returned {repr(given)} as {what}, expected numbers by name")
+    if len(given) > MOST_NUMBERS:
+        raise _refused(method, f"returned {len(given):,} {what}, expected at most {MOST_NUMBERS}")
     return {_name(method, key): _number(method, f"{what} {key}", value) for key, value in given.items()}
 
 

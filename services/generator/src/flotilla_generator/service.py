@@ -16,8 +16,10 @@ from flotilla.generator.v1 import generator_pb2, generator_pb2_grpc
 from flotilla_core.errors import Unavailable
 from flotilla_core.findings import failed, passed
 from flotilla_core.model_folder import tokenizer_digest
+from flotilla_core.roles import holds_judge
 from flotilla_core.rpc import RpcServer
 from flotilla_core.service import Host
+from flotilla_core.transfer.folders import found_files, stamp_of
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import Engine
@@ -34,6 +36,8 @@ class GeneratorHostService:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._checkpoint = Checkpoint.read(host.stack.model)
+        # Before they are loaded: what is written over them later was never held here.
+        self._weights_stamp = _stamp(self._checkpoint) if holds_judge(host.name) else ""
         self._engine = _engine(host, self._checkpoint)
         self._servicer = GeneratorServicer(self._engine, host.activities)
         self._watch: asyncio.Task[None] | None = None
@@ -51,6 +55,7 @@ class GeneratorHostService:
 
     def describe(self, registration: Registration) -> None:
         info = self._engine.info
+        registration.weights_stamp = self._weights_stamp
         registration.tokenizer_digest = tokenizer_digest(self._checkpoint.folder)
         if info.required_tensors is not None:
             registration.model_digest = self._checkpoint.shape_digest
@@ -91,6 +96,10 @@ class GeneratorHostService:
                 "the engine died", where=self._host.name, why=why, next_step="read the log of this replica"
             )
         )
+
+
+def _stamp(checkpoint: Checkpoint) -> str:
+    return stamp_of(found_files(checkpoint.folder))
 
 
 def _engine(host: Host, checkpoint: Checkpoint) -> Engine:

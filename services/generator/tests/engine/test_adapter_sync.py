@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flotilla.common.v1 import weights_pb2
-from flotilla_core.config.stack import GeneratorConfig, SimConfig
+from flotilla_core.config.generators import GeneratorConfig, SimConfig
 from flotilla_core.errors import WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint

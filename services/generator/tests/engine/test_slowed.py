@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_core.config.stack import GeneratorConfig, LatencyConfig, SimConfig
+from flotilla_core.config.generators import GeneratorConfig, LatencyConfig, SimConfig
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import GenerationRequest, Sample, SampleSlot, Sampling
 from flotilla_generator.engine.sim.engine import SimEngine

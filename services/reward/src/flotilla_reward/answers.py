@@ -1,4 +1,4 @@
-"""What workers say of responses, and the pool of those workers.
+"""Answers of workers about responses, and the pool of those workers.
 
 Invariants: a value is finite. What no honest worker says costs the worker its life, and is never read as a score.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from flotilla_core.errors import InvalidConfig, unicode_text
 from flotilla_reward.catalog import Term
-from flotilla_reward.worker import LONGEST_NAME, MOST_PARTS, Facts
+from flotilla_reward.worker import LONGEST_NAME, LONGEST_WHY, MOST_PARTS, Facts
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import Jail
@@ -30,25 +30,26 @@ class Value:
     extracted: str | None = None
     """The answer that the verifier read in the response."""
     unverifiable: str | None = None
-    """How the response made the verifier fail; the value is 0 then."""
+    """The way in which the response made the verifier fail; the value is 0 then."""
 
     @classmethod
     def of(cls, score: float) -> Value:
         """Return what a verifier of this process said."""
-        return cls(float(score), getattr(score, "parts", {}), getattr(score, "extracted", None))
+        extracted: str | None = getattr(score, "extracted", None)
+        return cls(float(score), getattr(score, "parts", {}), extracted and extracted[:LONGEST_WHY])
 
 
 Outcome = Value | Failure | Timeout
 """A failure or a timeout carries no number that could be mistaken for a score."""
 Answer = Value | tuple[Value | Failure, ...]
-"""What a worker says of one response, or of all of a group."""
+"""The answer of a worker about one response, or about all of a group."""
 
 
 class Workers(WorkerPool[Answer]):
     """Workers that score samples, by functions of users in a jail."""
 
     stopping = False
-    """From here on, a worker that ends was ended by this service."""
+    """True from the moment on which this service itself ends the workers."""
 
     def __init__(self, count: int, find_jail: Callable[[], Jail]) -> None:
         super().__init__(count, "flotilla_reward.worker:load", _answer, find_jail)

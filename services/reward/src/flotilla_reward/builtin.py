@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import re
 from abc import abstractmethod
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation, localcontext
+from functools import lru_cache
 from importlib import metadata
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -30,6 +32,16 @@ MARKED = re.compile(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]"
 WORD = re.compile(r"[^\W\d_]{2}")
 BOX = r"\boxed{"
 PERCENT = re.compile(r"(?<!\\)%")
+POWER_OF_TEN = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(?!\w|\.[0-9])")
+# The last number of prose, as a word that is no part of a larger expression.
+LAST_POWER_OF_TEN = re.compile(
+    r"(?<!\S)(?<![-+*/^(] )([-+]?[0-9]+(?:\.[0-9]+)?[eE][+-]?[0-9]{1,4})(?![\w+*/^-])(?! [-+*/^])(?=[^0-9]*+\Z)"
+)
+SPACE_OF_THOUSANDS = re.compile(r"(?<=[0-9])\\[,;:!](?=[0-9]{3}(?![0-9]))")
+MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix)\}.*?\\end\{\1\}", re.DOTALL)
+
+WHOLE = re.compile(r"[0-9]{1,300}", re.ASCII)
+"""Digits that sympy reads as one whole number; Python refuses to convert very long ones."""
 
 
 class Sample(NamedTuple):
@@ -252,6 +264,7 @@ class Math(BuiltinReward):
     bounded: ClassVar[bool] = False
     blames_response: ClassVar[bool] = True
     judges_by: ClassVar[tuple[str, ...]] = ("math-verify", "sympy")
+    rules: ClassVar[int] = 2
 
     significant_digits: int = Field(
         default=15, ge=1, le=50, description="Precision of comparisons that have to be done numerically."
@@ -264,12 +277,14 @@ class Math(BuiltinReward):
     )
 
     def prepare(self) -> None:
-        import math_verify  # type: ignore[import-untyped]  # noqa: F401
+        from math_verify import parser  # type: ignore[import-untyped]
+
+        parser.Number = _as_sympy
 
     def score(self, sample: Sample) -> float:
         answer = answer_of(sample)
         try:
-            expected = _expressions(_boxed(answer))
+            expected = _expected(answer)
         # Whatever the text of a data set makes of sympy.
         except Exception as error:
             raise CannotScore(f"the answer {answer!r:.200} cannot be read: {error!r:.200}") from error
@@ -288,11 +303,13 @@ class Math(BuiltinReward):
         except Exception as error:
             raise Unreadable(f"{error!r:.200}") from error
 
-    def _equal(self, expected: list[Any], response: list[Any]) -> bool:
+    def _equal(self, expected: tuple[Any, ...], response: list[Any]) -> bool:
         from math_verify import verify
 
+        if (whole := _whole(expected)) is not None and (told := _whole(response)) is not None:
+            return whole == told
         equal: bool = verify(
-            expected,
+            [*expected],
             response,
             float_rounding=self.decimals,
             numeric_precision=self.significant_digits,
@@ -305,8 +322,43 @@ class Math(BuiltinReward):
 def _expressions(text: str) -> list[Any]:
     from math_verify import parse
 
-    found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
+    found: list[Any] = parse(_as_math_verify_writes(text), parsing_timeout=None, raise_on_error=True)
     return found
+
+
+def _as_math_verify_writes(text: str) -> str:
+    """Return a text with what math-verify does not read in the form that it reads."""
+    if BOX not in text and not MARKED.search(text):
+        text = LAST_POWER_OF_TEN.sub(r"$\1$", text)
+    text = POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text)
+    text = SPACE_OF_THOUSANDS.sub("", text).replace("\N{DEGREE SIGN}", r"^\circ ")
+    text = text.replace(r"\varnothing", r"\emptyset")
+    if BOX not in text and not MARKED.search(text):
+        text = MATRIX.sub(r"$\g<0>$", text)
+    return text
+
+
+@lru_cache(maxsize=4096)
+def _expected(answer: str) -> tuple[Any, ...]:
+    """Return what an answer says: the responses to a prompt share it."""
+    if WHOLE.fullmatch(answer) and answer == str(int(answer)):
+        return _as_sympy(answer), answer
+    return tuple(_expressions(_boxed(answer)))
+
+
+def _as_sympy(text: str) -> Any:
+    """Return the number of a text as sympy does, which takes digits for a program of Python's."""
+    from sympy import Integer, Number  # type: ignore[import-untyped]
+
+    return Integer(int(text)) if WHOLE.fullmatch(text) else Number(text)
+
+
+def _whole(read: Sequence[Any]) -> int | None:
+    """Return the whole number that was read, where nothing else was: two of these are equal or not without sympy."""
+    match read:
+        case [value, str(text)] if WHOLE.fullmatch(text) and getattr(value, "is_Integer", False):
+            return int(value) if int(value) == int(text) else None
+    return None
 
 
 def _boxed(answer: str) -> str:

@@ -6,10 +6,8 @@ imported into the service: a worker loads it, and `problem` in the process of a 
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,11 @@ from flotilla_reward.builtin import BuiltinReward
 from flotilla_reward.judges.judge import Judge, Judges
 from flotilla_reward.table import BUILTIN
 from flotilla_reward.worker import IN_JAIL, is_ours, load
+from flotilla_workers.catalog import Catalog, did_you_mean
 from flotilla_workers.functions import Target
 from flotilla_workers.worker import answer
 
-ENTRY_POINT_GROUP = "flotilla.rewards"
+CATALOG = Catalog("reward", "function", "flotilla.rewards", BUILTIN)
 DEFAULT_TIMEOUT_S = 10.0
 
 
@@ -44,11 +43,13 @@ class Term:
     blames_response: bool = False
     """A response that takes until the limit, or ends the worker, is unverifiable."""
     version: str = ""
-    """What decides how a built-in reward or a judge judges; a function's is told by its worker."""
+    """The version of a built-in reward or a judge; a function's is told by its worker."""
     runs_code: bool = False
     """Code of responses runs in the jail of its pool, in processes beside its worker."""
     judge: Judge | None = None
     """Asks a language model."""
+    drops_unverifiable: bool = False
+    """A response that it cannot verify is left out, and others are not compared with it."""
 
     @property
     def is_builtin(self) -> bool:
@@ -65,6 +66,10 @@ class Term:
 
 def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None = None) -> Term:
     """Return the term behind a spec; `code` is where the file of its function is on this host."""
+    return replace(_resolved(spec, code, judges), drops_unverifiable=spec.drops_unverifiable)
+
+
+def _resolved(spec: pb.RewardSpec, code: Path | None, judges: Judges | None) -> Term:
     name, timeout_s = spec.name or spec.reward, DEFAULT_TIMEOUT_S
     if spec.HasField("timeout"):
         timeout_s = spec.timeout.seconds + spec.timeout.nanos / 1e9
@@ -72,7 +77,7 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None
         raise InvalidRequest(f"timeout of reward {name} is {timeout_s:g} s: it must be above 0")
     parameters = to_json(spec.parameters)
     if judge_of(spec.reward):
-        judge = (judges or Judges({})).resolve(spec.reward, parameters)
+        judge = (judges or Judges({})).resolve(spec.reward, parameters, spec.judge)
         return Term(name, timeout_s, None, None, version=judge.version, judge=judge)
     if spec.reward in BUILTIN:
         builtin = _builtin(spec.reward, parameters)
@@ -84,7 +89,7 @@ def resolve(spec: pb.RewardSpec, code: Path | None = None, judges: Judges | None
         if builtin.jailed:
             target = Target("entry_point", IN_JAIL, spec.reward, parameters)
         return Term(name, timeout_s, None, target, builtin.blames_response, version, builtin.runs_code)
-    target = replace(_user_target(spec.reward, parameters, code), trusted=spec.trusted)
+    target = CATALOG.target(spec.reward, parameters, code)._replace(trusted=spec.trusted)
     return Term(name, timeout_s, None, target, spec.blames_response)
 
 
@@ -98,7 +103,7 @@ def problem(reward: str, parameters: dict[str, Any]) -> str:
         return str(error)
     if target is None:
         return ""
-    return str(answer({"do": "load", "target": asdict(target)}, load, {}).get("failed", ""))
+    return str(answer({"do": "load", "target": target._asdict()}, load, {}).get("failed", ""))
 
 
 def list_rewards() -> list[pb.RewardInfo]:
@@ -108,19 +113,8 @@ def list_rewards() -> list[pb.RewardInfo]:
         schema = struct_pb2.Struct()
         schema.update(reward.model_json_schema())
         found.append(pb.RewardInfo(name=name, description=(reward.__doc__ or "").strip(), parameters=schema))
-    for name, point in sorted(_entry_points().items()):
-        package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
-        found.append(pb.RewardInfo(name=name, description=f"Entry point {point.value}{package}."))
-    return found
-
-
-def hidden_entry_points() -> list[str]:
-    """Entry points that can never run because a built-in has their name."""
-    return sorted(set(_entry_points()) & set(BUILTIN))
-
-
-def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    points = CATALOG.described_entry_points()
+    return found + [pb.RewardInfo(name=name, description=text) for name, text in points]
 
 
 def _builtin(name: str, parameters: dict[str, Any]) -> BuiltinReward:
@@ -139,42 +133,11 @@ def _builtin(name: str, parameters: dict[str, Any]) -> BuiltinReward:
 def _problem(location: tuple[int | str, ...], kind: str, message: str, known: list[str]) -> str:
     key = ".".join(map(str, location))
     if kind == "extra_forbidden":
-        return f"unknown parameter {key}{_did_you_mean(key, known)}"
+        return f"unknown parameter {key}{did_you_mean(key, known)}"
     message = message.removeprefix("Value error, ")
     return f"{key}: {message}" if key else message
-
-
-def _user_target(name: str, parameters: dict[str, Any], code: Path | None) -> Target:
-    file, colon, function = name.rpartition(":")
-    if colon and file.endswith(".py"):
-        path = code or Path(file).absolute()
-        if not function.isidentifier():
-            raise InvalidConfig(f"reward {name} names no function", next_step="Write it as path.py:function.")
-        try:
-            state = path.stat()
-        except OSError as error:
-            raise InvalidConfig(
-                f"the file of reward {name} cannot be read", where=str(path), why=error.strerror or str(error)
-            ) from error
-        stamp = f"{state.st_mtime_ns}.{state.st_size}"
-        return Target("file", str(path), function, parameters, stamp)
-    points = _entry_points()
-    if name in points:
-        return Target("entry_point", points[name].module, points[name].attr, parameters)
-    if name.endswith(".py"):
-        raise InvalidConfig(f"reward {name} names no function", next_step=f"Write it as {name}:function.")
-    known = sorted({*BUILTIN, *points})
-    raise InvalidConfig(
-        f"there is no reward {name!r}{_did_you_mean(name, known)}",
-        next_step=f"Known are {', '.join(known)}; a function of your own is path.py:function.",
-    )
 
 
 @lru_cache
 def _version_of(builtin: str) -> str:
     return BUILTIN[builtin].version()
-
-
-def _did_you_mean(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -51,7 +51,7 @@ SIGN_OF_LIFE_S = 5.0
 DEATH = re.compile(r"the worker .* while it answered|its process .* before it answered", re.DOTALL)
 """The beginning of what is told of a worker, or of its process for one answer, that died during a question."""
 PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d{1,7}) in [^:]+: (?P<message>.*)", re.DOTALL)
-"""What is told of an exception: the user's line that it came from, and what it says."""
+"""The form in which an exception is told: the user's line that it came from, and what it says."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +75,36 @@ def resolve(
 
 
 async def load(terms: Sequence[Term], pool: Workers, run_id: str = "") -> AsyncGenerator[pb.ScoreResponse]:
-    """Has a worker load each term that needs one, once; the responses are signs of life."""
+    """Has a worker load each term that needs one, once, and checks judges; the responses are signs of life."""
     for term in terms:
-        if term.judge is not None:
-            term.judge.check()
-        if term.target is None:
-            continue
         if term.runs_code and pool.jail.refusal:
             raise InvalidConfig(f"reward {term.name} cannot run code", why=pool.jail.refusal)
+        if term.judge is not None:
+            checking = asyncio.create_task(term.judge.check())
+            async with aclosing(_signs_until(checking)) as signs:
+                async for sign in signs:
+                    yield sign
+            checking.result()
+        if term.target is None:
+            continue
         loading = asyncio.create_task(pool.prove(term.target, run_id))
-        async with aclosing(endings([loading])) as moments:
-            async for ended in moments:
-                if not ended:
-                    yield pb.ScoreResponse()
+        async with aclosing(_signs_until(loading)) as signs:
+            async for sign in signs:
+                yield sign
         if failure := loading.result():
             raise InvalidConfig(
                 f"reward {term.name} cannot be loaded",
                 where=term.target.source,
                 why=failure.message + (f"\n{failure.traceback}" if failure.traceback else ""),
             )
+
+
+async def _signs_until(task: asyncio.Task[Any]) -> AsyncGenerator[pb.ScoreResponse]:
+    """Yield signs of life until a task has ended."""
+    async with aclosing(endings([task])) as moments:
+        async for ended in moments:
+            if not ended:
+                yield pb.ScoreResponse()
 
 
 def facts_of(terms: Sequence[Term], pool: Workers) -> pb.ScoreResponse:
@@ -161,21 +172,25 @@ class _Response:
     def __init__(self, item: pb.ScoreItem) -> None:
         self.item = item
         self.failed = False
+        self.left_out = False
+        """The caller drops it, so no other response is compared with it."""
         self._components: dict[int, pb.RewardComponent] = {}
         self._outcome = pb.ScoreOutcome(sample_id=item.sample_id)
         self._spent_s = 0.0
 
-    def take(self, place: int, term: Term, version: str, outcome: Outcome, elapsed_s: float) -> None:
+    def take(self, place: int, term: Term, facts: Facts, outcome: Outcome, elapsed_s: float) -> None:
         """Take what a term says; a failure is the last thing that is taken."""
+        version = term.version or facts.version
         self._spent_s += elapsed_s
         if isinstance(outcome, Value) and abs(outcome.value) > LARGEST_REWARD:
             outcome = Failure(f"returned {outcome.value:g}, expected at most {LARGEST_REWARD:g} either way")
         if isinstance(outcome, Value):
+            self.left_out |= term.drops_unverifiable and outcome.unverifiable is not None
             self._components[place] = pb.RewardComponent(
                 reward=term.name,
                 value=outcome.value,
                 unreadable=outcome.unverifiable is not None,
-                why=outcome.unverifiable,
+                why=outcome.unverifiable or "",
                 parts=[pb.NamedPart(name=name, value=part) for name, part in outcome.parts.items()],
                 extracted=outcome.extracted,
                 version=version,
@@ -184,16 +199,22 @@ class _Response:
             return
         self.failed = True
         if isinstance(outcome, Timeout):
-            limit = _duration(outcome.limit_s)
-            self._outcome.timeout.CopyFrom(pb.RewardTimeout(reward=term.name, limit=limit, version=version))
+            late = pb.RewardTimeout(
+                reward=term.name,
+                limit=_duration(outcome.limit_s),
+                version=version,
+                file=facts.file,
+                line=facts.line,
+            )
+            self._outcome.timeout.CopyFrom(late)
             return
         place_of = PLACE.fullmatch(outcome.message)
         error = pb.RewardError(
             reward=term.name,
             message=f"reward {term.name}: {outcome.message}",
             traceback=outcome.traceback,
-            file=place_of["file"] if place_of else "",
-            line=int(place_of["line"]) if place_of else 0,
+            file=place_of["file"] if place_of else facts.file,
+            line=int(place_of["line"]) if place_of else facts.line,
             version=version,
             elapsed=_duration(elapsed_s),
         )
@@ -247,23 +268,20 @@ class _Scoring:
             else:
                 answers, elapsed_s = await self._ask(place, term, [response.item])
                 (outcome,) = answers
-            response.take(place, term, self._version(place, term), outcome, elapsed_s)
+            response.take(place, term, self._facts[place], outcome, elapsed_s)
             if response.failed:
                 return
 
     async def _compare(self, responses: Sequence[_Response]) -> None:
-        """Compare the responses that have not failed; where one fails now, the others are compared without it."""
+        """Compare the responses that count; where one fails now, the others are compared without it."""
         whole = False
-        while not whole and (left := [one for one in responses if not one.failed]):
+        while not whole and (left := [one for one in responses if not (one.failed or one.left_out)]):
             for place, term in self._comparing:
                 answers, elapsed_s = await self._ask(place, term, [one.item for one in left])
                 for one, answer in zip(left, answers, strict=True):
-                    one.take(place, term, self._version(place, term), answer, elapsed_s / len(left))
+                    one.take(place, term, self._facts[place], answer, elapsed_s / len(left))
                 if not (whole := not any(one.failed for one in left)):
                     break
-
-    def _version(self, place: int, term: Term) -> str:
-        return term.version or self._facts[place].version
 
     async def _ask(
         self, place: int, term: Term, items: Sequence[pb.ScoreItem]

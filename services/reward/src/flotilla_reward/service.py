@@ -7,7 +7,7 @@ how long that takes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.operate_pb2 import ProcessStacks
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2, reward_pb2_grpc
-from flotilla_core.config import JudgeConfig, RewardServiceConfig
+from flotilla_core.config import RewardServiceConfig
 from flotilla_core.errors import Unavailable
 from flotilla_core.findings import failed, passed, warned
 from flotilla_core.rpc import RpcServer
@@ -98,12 +98,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 class RewardHostService:
     """Owns the worker pool; calls come and go on the host's server."""
 
-    def __init__(
-        self, config: RewardServiceConfig, files: Files, judges: Mapping[str, JudgeConfig] | None = None
-    ) -> None:
+    def __init__(self, config: RewardServiceConfig, files: Files, judges: Judges) -> None:
         self._workers = config.workers
         self._pool = Workers(config.workers, partial(find, config.isolation))
-        self._judges = Judges(judges or {})
+        self._judges = judges
         self._servicer = RewardServicer(self._pool, files, self._judges)
 
     def add_to(self, server: RpcServer) -> None:
@@ -128,7 +126,7 @@ class RewardHostService:
                 short("reward workers", found, "Read the log of this service: user code may crash or hang.")
             ]
         findings += [self._pool.jail.finding, *self._judges.findings()]
-        if hidden := catalog.hidden_entry_points():
+        if hidden := catalog.CATALOG.hidden_entry_points():
             found = f"{', '.join(hidden)}: hidden by the built-in reward of the same name"
             findings.append(warned("reward entry points", found, "Give the entry point another name."))
         return findings

@@ -22,6 +22,8 @@ from flotilla_reward.builtin import BuiltinReward, CannotScore, Judged, Sample, 
 
 EVALUATORS = ("reasoning_gym.", "sympy.parsing.sympy_parser")
 """Modules that evaluate answers."""
+ANY_TEXT_SOLVES = frozenset({"game_of_life_halting"})
+"""Tasks whose own score takes every text for right; here the answer has to be that of the entry."""
 IN_FORMULAS = frozenset({"abs", "divmod", "max", "min", "pow", "round", "sum"})
 """Functions of Python that a formula may call."""
 REFUSED = (
@@ -69,9 +71,11 @@ class ReasoningGym(BuiltinReward):
         task, entry = _data_set(row["task"]), unpacked(row["entry"])
         answer = self.answer(sample.response)
         try:
-            value = float(task.score_answer(answer, entry))
-        # Whatever the text of a model makes of the scores of a hundred tasks.
-        except Exception as error:
+            if TaskSource.parse(row["task"]).task in ANY_TEXT_SOLVES:
+                value = float(answer == entry["answer"])
+            else:
+                value = float(task.score_answer(answer, entry))
+        except Exception as error:  # whatever the text of a model makes of the scores of a hundred tasks
             raise Unreadable(f"{error!r:.200}") from error
         if not math.isfinite(value):
             raise Unreadable(f"the score of the task is {value}")

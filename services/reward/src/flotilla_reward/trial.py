@@ -1,5 +1,7 @@
 """Scores samples once, in a process of its own that needs no fleet: how a user tries a reward.
 
+Run as `python -m flotilla_reward.trial list` it prints a `ListRewardsResponse` with the rewards that are installed.
+
 Run as `python -m flotilla_reward.trial ISOLATION JUDGES`, with a `ScoreRequest` on standard input, and with
 `reward.isolation` and `judges` of the stack as JSON. It scores as the service does: the same terms in the same order,
 in workers that are killed at their limits, functions of users in the same jail, by judges whose keys are where the
@@ -24,13 +26,14 @@ from flotilla_core.errors import FlotillaError
 from flotilla_core.rpc.status import encode
 from flotilla_reward import scoring
 from flotilla_reward.answers import Workers
-from flotilla_reward.catalog import Term
+from flotilla_reward.catalog import Term, list_rewards
 from flotilla_reward.judges.judge import Judges
 from flotilla_workers.jail.jail import find, no_jail
 from flotilla_workers.jail.level import told
 
 MOST_WORKERS = 4
 REFUSED = 3
+LIST = "list"
 
 
 async def outcomes_of(
@@ -53,7 +56,8 @@ async def outcomes_of(
             if form := pool.facts(term).form:
                 print(f"{term.name}: {form}", flush=True)  # noqa: T201 - beside what it prints itself
         found: dict[str, pb.ScoreOutcome] = {}
-        run = scoring.Run(request.run_id, request.total_steps)
+        total_steps = request.total_steps if request.HasField("total_steps") else None
+        run = scoring.Run(request.run_id, total_steps)
         async with aclosing(scoring.score_items(request.items, terms, pool, run)) as responses:
             async for response in responses:
                 found |= {outcome.sample_id: outcome for outcome in response.outcomes}
@@ -73,10 +77,14 @@ def _how(terms: list[Term], of_jail: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """Answer the request on standard input."""
+    """Answer the request on standard input, or list the rewards."""
     # What user code and its workers print must not come between.
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    if sys.argv[1:] == [LIST]:
+        results.write(pb.ListRewardsResponse(rewards=list_rewards()).SerializeToString())
+        results.close()
+        return 0
     request = pb.ScoreRequest.FromString(sys.stdin.buffer.read())
     try:
         isolation = IsolationConfig.model_validate_json(sys.argv[1])

@@ -12,17 +12,14 @@ that cannot be verified is told as an object, and so are the scores of a group.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import numbers
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
-from inspect import Parameter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flotilla_workers.functions import Refusal, Target, user_function
 
@@ -32,6 +29,10 @@ if TYPE_CHECKING:
 MOST_PARTS = 64
 LONGEST_NAME = 200
 LONGEST_WHY = 2_000
+VARIABLE_KEYWORDS, COROUTINE = 0x08, 0x80
+"""Flags of code, as `inspect` names them."""
+MOST_WRAPPERS = 16
+LONGEST_PATH, LAST_LINE = 4_096, 1 << 31
 OWN = ("prompt", "response", "answer", "info")
 TOTALS = ("score", "reward")
 """The keys of a dict under which functions return the number that counts."""
@@ -51,9 +52,8 @@ def is_ours(target: Target) -> bool:
     return target.kind == "builtin" or target.source == IN_JAIL
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the service has to know of a function, as its worker tells it."""
+class Facts(NamedTuple):
+    """Facts that the service has to know of a function, as its worker tells them."""
 
     form: str = ""
     """The way in which it is called, where that is not as ours are."""
@@ -61,14 +61,18 @@ class Facts:
     token_ids: bool = False
     version: str = ""
     """The beginning of the digest of its file."""
+    file: str = ""
+    line: int = 0
+    """The place where it begins."""
 
     @classmethod
     def of(cls, told: str) -> Facts:
         """Read what a worker told, where a function's code can say anything; of a built-in reward it tells nothing."""
         facts = cls(**json.loads(told)) if told else cls()
-        expected = [type(default) for default in asdict(cls()).values()]
-        if [type(fact) for fact in asdict(facts).values()] != expected:
+        if [*map(type, facts)] != [*map(type, cls())]:
             raise ValueError("it tells other things of itself")
+        if not 0 <= facts.line <= LAST_LINE or len(facts.file.encode()) > LONGEST_PATH:
+            raise ValueError("it tells of a place that is none")
         return facts
 
 
@@ -89,7 +93,7 @@ def load(target: Target) -> Score:
         sample = Sample(question["prompt"], response, question["answer"], question["info"], means)
         try:
             value = builtin.score(sample)
-        except Exception as error:
+        except Exception as error:  # one that does not blame the response goes on
             if not blames_response(error):
                 raise
             return unverifiable(error)
@@ -109,7 +113,7 @@ def unverifiable(error: object) -> dict[str, str]:
 
 
 class TrainerState:
-    """What TRL's functions may ask of the run: the steps that were done, and how many there will be."""
+    """State of the run that TRL's functions may ask for: the steps that were done, and how many there will be."""
 
     def __init__(self, global_step: int, max_steps: int) -> None:
         self.global_step = global_step
@@ -157,8 +161,7 @@ def _as_trls(question: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """A way in which people write reward functions."""
 
     told: str
@@ -171,7 +174,7 @@ class Form:
     columns: bool = False
     """Other arguments are columns of the row."""
     whole_groups: bool = False
-    """It gets all responses of a group, and returns a score for each."""
+    """True where the function gets all responses of a group, and returns a score for each."""
 
 
 RANKED = ("prompt", "responses", "answer", "info")
@@ -212,20 +215,38 @@ class Function:
     def __init__(self, target: Target) -> None:
         self._call = user_function(target)
         self._parameters = target.parameters
-        signature = inspect.signature(self._call)
-        takes = signature.parameters
+        plain = _plainly(self._call)
+        takes = plain or _inspected(self._call)
         forms = (OURS, RANKING, *FOREIGN)
-        self._form = next((form for form in forms if {*form.marks} <= {*takes}), OURS)
-        self._takes_all = any(one.kind is Parameter.VAR_KEYWORD for one in takes.values())
-        self._takes = {*takes}
+        self._form = next((form for form in forms if {*form.marks} <= {*takes.names}), OURS)
+        self._takes_all = takes.everything
+        self._takes = {*takes.names}
         expected = [name for name in self._form.names if self._form is OURS or self._passes(name)]
-        required = [name for name, one in takes.items() if _is_required(one)]
         self._columns = [
             name
-            for name in required
+            for name in takes.required
             if self._form.columns and name not in (*expected, *self._parameters, *NOT_HERE)
         ]
         given = [*dict.fromkeys((*expected, *self._parameters, *self._columns))]
+        if plain is None or not plain.fit(given):
+            self._check_call(target, given)
+        called = [f"called {self._form.told}"] if self._form.told else []
+        if takes.awaited:
+            EVENTS.loop()  # The time that it takes to make one is no answer's.
+            called.append("awaited")
+        self.facts = Facts(
+            ", ".join(called),
+            self._form.whole_groups,
+            self._form.columns and "completion_ids" in takes.names,
+            _version_of(target),
+            *_place_of(self._call),
+        )
+
+    def _check_call(self, target: Target, given: list[str]) -> None:
+        """Refuse a function that cannot be called with what it will be given."""
+        import inspect
+
+        signature = inspect.signature(self._call)
         try:
             signature.bind(**dict.fromkeys(given))
         except TypeError as error:
@@ -239,21 +260,11 @@ class Function:
                 f"{target.function}{signature} cannot be called {form}with "
                 f"({', '.join(f'{name}=' for name in given)}): {error}{further}"
             ) from error
-        called = [f"called {self._form.told}"] if self._form.told else []
-        if inspect.iscoroutinefunction(self._call):
-            EVENTS.loop()  # The time that it takes to make one is no answer's.
-            called.append("awaited")
-        self.facts = Facts(
-            ", ".join(called),
-            self._form.whole_groups,
-            self._form.columns and "completion_ids" in takes,
-            _version_of(target),
-        )
 
     @property
     def told(self) -> str:
         """Return the facts for the service."""
-        return json.dumps(asdict(self.facts))
+        return json.dumps(self.facts._asdict())
 
     def __call__(self, question: dict[str, Any]) -> Any:
         """Return the score of the response, or those of a group."""
@@ -266,10 +277,9 @@ class Function:
         count = len(question["responses"])
         try:
             returned = self._call(**(arguments | self._parameters))
-            if inspect.isawaitable(returned):
+            if hasattr(type(returned), "__await__"):
                 returned = EVENTS.result_of(returned)
-        except Exception as error:
-            # Of several responses nobody knows which one it was.
+        except Exception as error:  # of several responses nobody knows which one it was
             if count > 1 or not blames_response(error):
                 raise
             return _of_each([unverifiable(error)]) if self._form.whole_groups else unverifiable(error)
@@ -282,12 +292,63 @@ class Function:
 def _version_of(target: Target) -> str:
     """Return the beginning of the digest of the file that defines a function."""
     file = target.source if target.kind == "file" else getattr(sys.modules[target.source], "__file__", None)
-    return f"sha256:{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}" if file else ""
+    if not file:
+        return ""
+    with open(file, "rb") as code:
+        return f"sha256:{hashlib.sha256(code.read()).hexdigest()[:16]}"
 
 
-def _is_required(parameter: Parameter) -> bool:
+def _place_of(function: Any) -> tuple[str, int]:
+    """Return the file and the line in which a function begins, where it is Python's."""
+    for _ in range(MOST_WRAPPERS):
+        function = getattr(function, "__wrapped__", function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return (code.co_filename, code.co_firstlineno) if isinstance(code, CodeType) else ("", 0)
+
+
+class Takes(NamedTuple):
+    """The arguments that a function takes by keyword."""
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    everything: bool
+    """It takes any other name too."""
+    awaited: bool
+
+    def fit(self, given: list[str]) -> bool:
+        """Return whether a call with these names is right."""
+        return {*self.required} <= {*given} and (self.everything or {*given} <= {*self.names})
+
+
+def _plainly(function: Callable[..., Any]) -> Takes | None:
+    """Return what a plain function takes; None where only `inspect` can say, without which a worker starts faster."""
+    if (
+        type(function) is not FunctionType
+        or hasattr(function, "__wrapped__")
+        or hasattr(function, "__signature__")
+    ):
+        return None
+    code, count = function.__code__, function.__code__.co_argcount
+    if code.co_posonlyargcount:
+        return None
+    names = code.co_varnames[: count + code.co_kwonlyargcount]
+    optional = {*names[count - len(function.__defaults__ or ()) : count], *(function.__kwdefaults__ or {})}
+    required = tuple(name for name in names if name not in optional)
+    return Takes(names, required, bool(code.co_flags & VARIABLE_KEYWORDS), bool(code.co_flags & COROUTINE))
+
+
+def _inspected(function: Callable[..., Any]) -> Takes:
+    import inspect
+    from inspect import Parameter
+
+    takes = inspect.signature(function).parameters
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return parameter.default is Parameter.empty and parameter.kind in named
+    return Takes(
+        tuple(takes),
+        tuple(name for name, one in takes.items() if one.default is Parameter.empty and one.kind in named),
+        any(one.kind is Parameter.VAR_KEYWORD for one in takes.values()),
+        inspect.iscoroutinefunction(function),
+    )
 
 
 class Events:

@@ -23,6 +23,10 @@ from flotilla_reward.verifiers.lists import F1, ExactList
         ("Pa\u200bris", "Paris", {}, 1),
         ("it's", "its", {}, 1),
         ("3", "3", {"answers": [3]}, 1),
+        ("Denver", "", {"answers": {"text": ["Denver", "Denver Broncos"], "answer_start": [177, 177]}}, 1),
+        ("Denver", '{"text": ["Denver"], "answer_start": [177]}', {}, 1),
+        ("none", "Paris", {"answers": None, "references": ["Rome", None]}, 0),
+        ("answer start 177", "", {"answers": {"text": "Denver", "answer_start": 177}}, 0),
     ],
 )
 def test_f1_compares_words_with_the_reference_that_fits_best(
@@ -68,3 +72,11 @@ def test_exact_list_compares_items(response: str, answer: str, parameters: dict,
 def test_a_row_without_a_reference_is_no_score(reward: F1 | ExactList, answer: str) -> None:
     with pytest.raises(CannotScore):
         reward.score(Sample("", "fig", answer, {}))
+
+
+@pytest.mark.parametrize(
+    "answers", [None, [None], {"text": []}, {"value": "Paris"}, [{"aliases": ["Paris"]}, "Rome"]]
+)
+def test_what_is_neither_text_nor_number_is_no_reference(answers: object) -> None:
+    with pytest.raises(CannotScore, match="reference"):
+        F1().score(Sample("", "none", "", {"answers": answers}))

@@ -76,9 +76,20 @@ def repeated(query: Tensor, *parts: Tensor) -> list[Tensor]:
     return [part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in parts]
 
 
-def dense_forward(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+def seen(length: int, window: int) -> dict[str, Tensor | None]:
+    """Return the mask of a window, which keeps causal attention as it is where there is none."""
+    if not window:
+        return {"attn_mask": None}
+    visible = torch.ones(length, length, dtype=torch.bool).triu(1 - window).tril()
+    return {"attn_mask": torch.zeros(length, length).masked_fill(~visible, float("-inf"))}
+
+
+def dense_forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int = 0
+) -> tuple[Tensor, Tensor]:
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, normalizers = kernel(query, *repeated(query, key, value), 0.0, True, scale=scale)
+    given = (query, *repeated(query, key, value))
+    output, normalizers = kernel(*given, 0.0, not window, scale=scale, **seen(query.shape[2], window))
     return output, normalizers
 
 
@@ -90,10 +101,11 @@ def dense_backward(
     output: Tensor,
     normalizers: Tensor,
     scale: float | None,
+    window: int = 0,
 ) -> tuple[Tensor, ...]:
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     given = (slope, query, *repeated(query, key, value), output, normalizers)
-    by_query, *others = kernel(*given, 0.0, True, scale=scale)
+    by_query, *others = kernel(*given, 0.0, not window, scale=scale, **seen(query.shape[2], window))
     return by_query, *(by.unflatten(1, (key.shape[1], -1)).sum(2) for by in others)
 
 
@@ -107,8 +119,7 @@ def sequences(borders: Tensor, reach: int, *parts: Tensor) -> Iterator[list[Tens
 def ragged_forward(
     query: Tensor, key: Tensor, value: Tensor, borders: Tensor, reach: int, scale: float | None, window: int
 ) -> tuple[Tensor, Tensor]:
-    assert not window
-    found = [dense_forward(*heads, scale) for heads in sequences(borders, reach, query, key, value)]
+    found = [dense_forward(*heads, scale, window) for heads in sequences(borders, reach, query, key, value)]
     outputs, normalizers = zip(*found, strict=True)
     return torch.cat([one[0].transpose(0, 1) for one in outputs]), torch.cat(
         [one[0] for one in normalizers], 1
@@ -127,10 +138,9 @@ def ragged_backward(
     scale: float | None,
     window: int,
 ) -> tuple[Tensor, ...]:
-    assert not window
     given = (slope, query, key, value, output, normalizers.T[..., None])
     found = [
-        dense_backward(*heads[:5], heads[5][..., 0].contiguous(), scale)
+        dense_backward(*heads[:5], heads[5][..., 0].contiguous(), scale, window)
         for heads in sequences(borders, reach, *given)
     ]
     return tuple(

@@ -9,21 +9,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flotilla_core.config.judges import AgreementConfig, JudgeConfig
+from flotilla_core.config.generators import EngineConfig, GeneratorConfig, SimConfig
+from flotilla_core.config.judges import AgreementConfig, FleetJudgeConfig, JudgeConfig
 from flotilla_core.config.loading import completions, dump_yaml, json_schema, load, load_text, read_values
-from flotilla_core.config.model import ConfigModel, SecretReference
+from flotilla_core.config.model import ConfigModel, IsolationConfig, SecretReference
 from flotilla_core.config.stack import (
     AutoscaleConfig,
     BindConfig,
     CoordinatorConfig,
     EnvironmentServiceConfig,
     GangConfig,
-    GeneratorConfig,
-    IsolationConfig,
     NatsConfig,
     RayConfig,
     RewardServiceConfig,
-    SimConfig,
     SlurmConfig,
     StackConfig,
     TelemetryConfig,

@@ -15,14 +15,17 @@ from typing import Annotated, Any
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
     StringConstraints,
+    Tag,
     WithJsonSchema,
     model_validator,
 )
 
 from flotilla_core.config.document import read_text_file
-from flotilla_core.config.model import ConfigModel, Parameters, expanded, possible_function
+from flotilla_core.config.generators import EngineConfig
+from flotilla_core.config.model import ConfigModel, ModelName, Parameters, expanded, possible_function
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.roles import GANG_NAME
 
@@ -90,6 +93,31 @@ class JudgeConfig(ConfigModel):
         if self.api_key_env is not None and self.api_key_file is not None:
             raise ValueError("name one of api_key_env and api_key_file")
         return self
+
+
+class FleetJudgeConfig(EngineConfig):
+    """A judge that the fleet holds: a model on generators of its own, which no run trains or leases."""
+
+    model: ModelName
+    """Hugging Face folder (or hub name) of a chat model, with its own tokenizer and chat template."""
+    concurrency: int = Field(default=64, ge=1, le=4096)
+    """Requests that one reward replica has under way at the same time."""
+    timeout_s: float = Field(default=300.0, gt=0, le=86_400)
+    """Limit of one request, with its wait for a place in the engine."""
+    max_tokens: int = Field(default=1024, ge=1, le=1_000_000)
+    """Longest answer of the judge."""
+
+
+def _kind_of_judge(judge: Any) -> str:
+    by_url = "url" in judge if isinstance(judge, Mapping) else isinstance(judge, JudgeConfig)
+    return "endpoint" if by_url else "fleet"
+
+
+Judge = Annotated[
+    Annotated[JudgeConfig, Tag("endpoint")] | Annotated[FleetJudgeConfig, Tag("fleet")],
+    Discriminator(_kind_of_judge),
+]
+"""A judge behind an endpoint where it has a `url`, else one that the fleet holds."""
 
 
 class AgreementConfig(ConfigModel):

@@ -140,6 +140,8 @@ def _message(problem: Any, path: KeyPath, model: type[ConfigModel]) -> str:
 def _unknown_key(path: KeyPath, model: type[ConfigModel], value: Any) -> str:
     meant, shown = _probably_meant(path, model), shortened(join(path))
     if meant == join(path):
+        if path[0] == "judges":
+            return f"unknown key {meant}: a judge with a url and one without have different keys"
         return f"unknown key {meant}: another {join(path[:-1])}.type has it, this one does not"
     if lacking := not_offered(path, value):
         return f"unknown key {shown}: {lacking}"

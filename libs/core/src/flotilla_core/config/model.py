@@ -368,3 +368,23 @@ Environment = Annotated[
     AfterValidator(_fit_an_environment),
     Field(max_length=256),
 ]
+
+
+class IsolationConfig(ConfigModel):
+    """The jail that code of users runs in, on the host of a reward or environment replica."""
+
+    at_least: Literal["landlock", "namespaces"] = "landlock"
+    """The lowest level that is accepted; functions of users are refused on a host that has a lower one."""
+    unsafe: bool = False
+    """Run functions of users as the service itself, with all that it may read, write and reach."""
+    memory_gib: float = Field(default=4.0, gt=0, le=4096)
+    """Memory of each process of a function."""
+    processes: int = Field(default=128, ge=1, le=65536)
+    """Processes of a function at the same time."""
+    readable: tuple[Path, ...] = Field(default=(), max_length=64)
+    """Files and folders that functions may read beside their own folder and the packages of the service."""
+    environment: tuple[str, ...] = Field(default=(), max_length=64)
+    """Names of variables of the service that functions see."""
+    preload: tuple[str, ...] | None = Field(default=None, max_length=64)
+    """Names of modules that workers import once. Then each sample has a process of its own, forked from such a worker,
+    and finds nothing that one before it left; `[]` imports nothing. Empty keeps a process from sample to sample."""

@@ -151,7 +151,7 @@ NOT_OFFERED = {
     "multi_turn": _WITHOUT_TURNS,
     "max_turns": _WITHOUT_TURNS,
     "environment_factory": _WITHOUT_TURNS,
-    "judge": "a reward asks no judge model by itself: write a function that asks yours, and name it in rewards",
+    "judge": "name a judge in judges of stack.yaml, and in rewards of run.yaml as {judge: NAME}",
 }
 """The reasons why this release has no such key, by the key of the other program; a loop of the user's own may do it."""
 MOST_NAMED = 6

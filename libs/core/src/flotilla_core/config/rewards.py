@@ -79,7 +79,7 @@ class RewardTermConfig(ConfigModel):
     timeout_s: float = Field(default=10.0, gt=0, le=86_400)
     """Time limit of a function for one sample; beyond it the result is a timeout, never a score. A function of whole
     groups has this time for each of their samples."""
-    on_unverifiable: Annotated[float, Field(ge=-1e6, le=1e6)] | Literal["drop"] = 0.0
+    on_unverifiable: Annotated[float, Field(ge=-1e6, le=1e6, strict=True)] | Literal["drop"] = 0.0
     """Value of a response that made its verifier fail; `drop` trains no such sample."""
     blames_response: bool = False
     """A response during which a function of yours passes its limit, or dies twice, has made it fail. Built-in rewards
@@ -120,7 +120,7 @@ class RewardTermConfig(ConfigModel):
 
     @property
     def kind(self) -> str:
-        """Who gives the value, by the names of KEYS."""
+        """The kind of who gives the value, as KEYS names it."""
         if self.model is not None:
             return "reward model"
         return "judge" if self.judge else "function"
@@ -156,8 +156,13 @@ class RewardTermConfig(ConfigModel):
         return known.model_copy(update=places)
 
 
-def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str = "") -> None:
-    """Raise ValueError where terms cannot make a reward by this mode; `of` says whose they are."""
+def can_combine(
+    mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str = "", *, counts: bool = True
+) -> None:
+    """Raise ValueError where terms cannot make a reward by this mode; `of` says whose they are.
+
+    Where their weighted sum does not count, no weight is needed for it.
+    """
     gates = [term.shown for term in terms if term.gate_at is not None]
     problem = ""
     if mode != "gated" and gates:
@@ -166,7 +171,7 @@ def can_combine(mode: RewardMode, terms: tuple[RewardTermConfig, ...], of: str =
         problem = "there are no rewards beside it: leave it out, or name some"
     elif mode == "gated" and not gates:
         problem = "no reward is a gate: give one gate_at, the value that it has to have"
-    elif mode != "weighted" and not any(term.weight for term in terms):
+    elif terms and (counts or mode != "weighted") and not any(term.weight for term in terms):
         problem = "every weight is 0: rewards with a weight alone count"
     if problem:
         raise ValueError(f"reward_mode{of} is {mode}, and {problem}")

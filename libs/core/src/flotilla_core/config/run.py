@@ -371,10 +371,12 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _combines_its_rewards(self) -> RunConfig:
-        can_combine(self.reward_mode, self.rewards)
+        advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
+        weighs_itself = isinstance(advantage, GdpoAdvantage) and bool(advantage.weights)
+        counts = self.learns_by_rewards and not weighs_itself
+        can_combine(self.reward_mode, self.rewards, counts=counts)
         for one in () if self.evaluation is None else self.evaluation.sets_of_data:
             can_combine(one.reward_mode, one.rewards, f" of {one.shown}")
-        advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
         if isinstance(advantage, GdpoAdvantage) and self.reward_mode != "weighted":
             raise ValueError(
                 f"reward_mode is {self.reward_mode}, and algorithm.advantage.type gdpo normalises each reward by "

@@ -51,6 +51,9 @@ SERVER_OPTIONS: _Options = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     # A credential that was replaced must not live on in an old connection; calls that run end on theirs.
     ("grpc.max_connection_age_ms", 600_000),
+    # All episodes of a step begin at once; by default new calls are refused where a thousand wait to be accepted.
+    ("grpc.server.max_pending_requests", 65_536),
+    ("grpc.server.max_pending_requests_hard_limit", 65_536),
 ]
 
 CHANNEL_OPTIONS: _Options = [

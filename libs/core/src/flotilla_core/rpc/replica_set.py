@@ -25,7 +25,7 @@ from flotilla_core.errors import FlotillaError
 from flotilla_core.kinds import kind_name
 from flotilla_core.logger import get_logger
 from flotilla_core.protocol import limits, refusal
-from flotilla_core.roles import POLICY, process_name
+from flotilla_core.roles import POLICY, holds_judge, process_name
 from flotilla_core.rpc.calls import unary
 
 StubT = TypeVar("StubT")
@@ -237,9 +237,11 @@ class ReplicaSet(Generic[StubT]):
         return ", ".join(known + refused) or f"no {self._kind_name()} is available"
 
     def _is_ours(self, registration: reg.Registration) -> bool:
-        return registration.kind == self._kind and (
-            not self._role or self._role == (registration.role or POLICY)
-        )
+        if registration.kind != self._kind:
+            return False
+        if self._role:
+            return self._role == (registration.role or POLICY)
+        return not holds_judge(registration.name)
 
     def _refuse(self, refused: dict[str, str]) -> None:
         """Refuse the instances whose builds cannot talk to ours; log each once."""

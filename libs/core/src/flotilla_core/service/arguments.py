@@ -15,6 +15,7 @@ from pathlib import Path
 from flotilla_core.addresses import canonical
 from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import InvalidConfig
+from flotilla_core.judge_generators import read_by
 
 _DEFAULT_STACK = Path(".flotilla/local/stack.yaml")
 
@@ -72,7 +73,7 @@ def parse_arguments(kind_name: str, arguments: Sequence[str] | None = None) -> A
     )
     given = parser.parse_args(arguments)
 
-    stack = _load_stack(given.stack)
+    stack = read_by(_load_stack(given.stack), given.name)
     if given.advertise_host:
         # Replicas of one description on several hosts differ in this alone.
         bind = stack.bind.model_copy(update={"advertise_host": canonical(given.advertise_host)})

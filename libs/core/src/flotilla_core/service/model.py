@@ -1,9 +1,9 @@
 """The model of a service that runs where its folder is not: fetched from the coordinator before the service is built.
 
 Invariants: a folder or a hub name that this host has, or can get from the hub, is used as before; one in object storage
-is fetched from there, by the coordinator too, and from the coordinator where this host cannot; only a generator and
-a trainer ask for a model, each for the one of its own role. A coordinator is found in the registry, or where the stack
-file says.
+is fetched from there, by the coordinator too, and from the coordinator where this host cannot; a generator and a
+trainer ask for the model of their own role, and rewards for those of the judges that they ask. A coordinator is found
+in the registry, or where the stack file says.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flotilla_core.bus import Registry
 from flotilla_core.config import StackConfig
 from flotilla_core.config.model import is_url
 from flotilla_core.errors import FlotillaError, NotFound, Unavailable
-from flotilla_core.gangs import model_of, roles_of, with_model
+from flotilla_core.gangs import model_of, model_roles, with_model
 from flotilla_core.kinds import WITH_MODEL
 from flotilla_core.logger import get_logger
 from flotilla_core.model_folder import model_folder
-from flotilla_core.roles import POLICY, role_of_process
+from flotilla_core.roles import POLICY, holds_judge, role_of_process
 from flotilla_core.service.host import Host
 from flotilla_core.transfer import Files
 
@@ -33,7 +33,7 @@ logger = get_logger()
 
 def offer_models(host: Host) -> None:
     """Offer the models of a stack to services on hosts that do not have them."""
-    for role in roles_of(host.stack):
+    for role in model_roles(host.stack):
         host.files.offers.offer_model(name_of_model(role), partial(_folder, host.stack, role))
 
 
@@ -47,23 +47,29 @@ def name_of_model(role: str) -> str:
 
 
 async def bring_model(host: Host) -> None:
-    """Replace models by copies on this host, where the service needs one and has none."""
+    """Replace the model that the service needs by its folder on this host, which may be a copy."""
     if host.kind == reg.SERVICE_KIND_COORDINATOR:
         host.stack = await with_copies(host.stack, host.files)
     if host.kind not in WITH_MODEL:
         return
-    role = role_of_process(host.name) if host.kind == reg.SERVICE_KIND_TRAINER else POLICY
-    model = model_of(host.stack, role)
+    is_generator = host.kind == reg.SERVICE_KIND_GENERATOR
+    # To the generator of a judge its model is that of the stack.
+    section = POLICY if is_generator else role_of_process(host.name)
+    role = role_of_process(host.name) if holds_judge(host.name) else section
+    model = model_of(host.stack, section)
+    host.stack = with_model(host.stack, section, await model_here(model, role, host.files))
+
+
+async def model_here(model: Path | str, role: str, files: Files) -> Path:
+    """Return the folder of a role's model on this host: its own, else a copy."""
     try:
         if is_url(model):
-            folder = await host.files.fetch_url(str(model))
-        else:
-            await asyncio.to_thread(model_folder, model)
-            return
+            return await files.fetch_url(str(model))
+        return await asyncio.to_thread(model_folder, model)
     except FlotillaError as missing:
         logger.info("the model is not on this host", model=str(model), why=missing.why)
         try:
-            folder = await host.files.fetch(name_of_model(role), what=f"the model {model}")
+            return await files.fetch(name_of_model(role), what=f"the model {model}")
         except FlotillaError as error:
             raise NotFound(
                 missing.what,
@@ -71,12 +77,11 @@ async def bring_model(host: Host) -> None:
                 why=f"{missing.why + '; ' if missing.why else ''}the coordinator did not give it either: {error}",
                 next_step=missing.next_step,
             ) from error
-    host.stack = with_model(host.stack, role, folder)
 
 
 async def with_copies(stack: StackConfig, files: Files) -> StackConfig:
     """Return the stack with a copy on this host in place of each model that lies in object storage."""
-    for role in roles_of(stack):
+    for role in model_roles(stack):
         model = model_of(stack, role)
         if is_url(model):
             stack = with_model(stack, role, await files.fetch_url(str(model)))

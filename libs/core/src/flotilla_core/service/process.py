@@ -47,7 +47,7 @@ from flotilla_core.kinds import kind_name
 from flotilla_core.logger import get_logger
 from flotilla_core.logs import configure_logs, name_instance, tolerate_lost_lines
 from flotilla_core.protocol import PROTOCOL_VERSION
-from flotilla_core.roles import role_of_process
+from flotilla_core.roles import holds_judge, role_of_process
 from flotilla_core.rpc.interface import hand_down
 from flotilla_core.service.arguments import Arguments, parse_arguments
 from flotilla_core.service.host import Host, Service
@@ -263,10 +263,14 @@ class ServiceProcess:
             pid=os.getpid(),
             protocol_version=PROTOCOL_VERSION,
             versions={"flotilla": metadata.version("flotilla-core"), "python": platform.python_version()},
-            role=role_of_process(host.name) if self._kind == reg.SERVICE_KIND_TRAINER else "",
+            role=role_of_process(host.name) if self._has_role(host.name) else "",
         )
         registration.started_at.FromNanoseconds(time.time_ns())
         return registration
+
+    def _has_role(self, name: str) -> bool:
+        is_generator = self._kind == reg.SERVICE_KIND_GENERATOR
+        return self._kind == reg.SERVICE_KIND_TRAINER or (is_generator and holds_judge(name))
 
     def _on_signal(self, signum: int) -> None:
         if self._ending.is_set():

@@ -281,10 +281,10 @@ GROUPS = (
 REST = "the rest"
 
 HIGHER_IS_BETTER = re.compile(
-    r"(reward/(greedy_)?mean|eval/(?!step|.*(stderr|_before|_rate$)|part:)|preference/(accuracy|margin)|tokens_per_s|critic/explained_variance)"
+    r"(reward/(greedy_)?mean|eval/(?!([^/]+/)?(step$|part:)|.*(stderr|_before|_rate$))|preference/(accuracy|margin)|tokens_per_s|critic/explained_variance)"
 )
 LOWER_IS_BETTER = re.compile(
-    r"((reward|eval)/(error|timeout|unscored)_rate|time/step_s|tokens/padding_share)"
+    r"((reward|eval|eval/[^/]+)/(error|timeout|unscored)_rate|time/step_s|tokens/padding_share)"
 )
 
 

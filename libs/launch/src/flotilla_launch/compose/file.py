@@ -21,6 +21,7 @@ from flotilla.common.v1.registration_pb2 import ServiceKind
 from flotilla_core.config import StackConfig
 from flotilla_core.config.model import SecretReference
 from flotilla_core.gangs import gang_of, roles_of
+from flotilla_core.judge_generators import judge_of_role, judge_roles
 from flotilla_core.kinds import WITH_MODEL
 from flotilla_core.log_files import KEPT_BYTES, MOST_BYTES
 from flotilla_core.roles import role_of_process
@@ -204,6 +205,7 @@ def _volumes(row: Row, stack: StackConfig, project: Project) -> list[dict[str, A
         models: list[Path | str | None] = [stack.model]
         if row.slot.kind == ServiceKind.SERVICE_KIND_TRAINER:
             models.append(getattr(gang_of(stack, role_of_process(row.name)), "model", None))
+        models += [judge_of_role(stack, role).model for role in judge_roles(stack) if _reads(row, role)]
         read += [model for model in models if isinstance(model, Path)]
         read += stack.compose.data if row.name == COORDINATOR else []
     own = {"type": "bind", "source": str(project.home(row.name)), "target": str(project.directory)}
@@ -214,6 +216,11 @@ def _volumes(row: Row, stack: StackConfig, project: Project) -> list[dict[str, A
             for path in dict.fromkeys(read)
         ),
     ]
+
+
+def _reads(row: Row, role: str) -> bool:
+    """Return whether a container reads the model of a judge: those that hold it do, and rewards, for its prompts."""
+    return row.slot.kind == ServiceKind.SERVICE_KIND_REWARD or role_of_process(row.name) == role
 
 
 def _image(row: Row, stack: StackConfig) -> str:

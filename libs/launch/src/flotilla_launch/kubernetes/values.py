@@ -17,7 +17,8 @@ import yaml
 from flotilla_core.config import StackConfig, read_values
 from flotilla_core.config.model import Environment
 from flotilla_core.errors import InvalidConfig
-from flotilla_core.gangs import gang_of, model_of, roles_of
+from flotilla_core.gangs import gang_of, model_of, named_gangs, roles_of
+from flotilla_core.judge_generators import judge_roles
 from flotilla_core.kinds import KINDS
 from flotilla_core.roles import NAMED, section_of
 from flotilla_launch.cluster import check_several_hosts
@@ -56,6 +57,14 @@ def check(stack: StackConfig) -> None:
                 "leave hosts out",
             )
             for role in roles_of(stack)
+        ),
+        *(
+            (
+                True,
+                f"{section_of(role)}.model: the chart starts no generators of judges",
+                "serve the model yourself, and name its url",
+            )
+            for role in judge_roles(stack)
         ),
         (
             stack.bind.credential_file is not None,
@@ -165,8 +174,9 @@ def _stack_values(stack: StackConfig) -> Values:
         del values["nats"]
     for section in (*_COMPONENTS, "critic", "reference", "teacher"):
         del values[section]["environment"]
-    for gang in (gang for section in NAMED.values() for gang in values[section].values()):
-        del gang["environment"]
+    for kind in named_gangs(stack):
+        for gang in values[NAMED[kind]].values():
+            del gang["environment"]
     return values
 
 

@@ -1,8 +1,9 @@
 """The higher level: namespaces by bubblewrap, a filter of system calls, and a user of the jail's own.
 
 Invariants: the process sees the folders that it is given, read-only, and a small /tmp and /dev/shm that end with it; no
-process, socket or network of the host; of the environment what is listed here. Of a folder with functions it does not
-see what the folder hides by a dot: keys, histories, the state of a stack. It makes no namespace, and no file grants it
+process or network of the host; of the environment what is listed here. Of a folder with functions it does not see what
+the folder hides by a dot, as keys, histories and the state of a stack, and none of its sockets and pipes, which answer
+on a read-only file system too. What folders below it hide or hold is seen. It makes no namespace, and no file grants it
 anything. bubblewrap starts with the same small environment, because the jail can read that of its first process. A
 service that is not root stays who it is, in a user namespace in which nobody can make another one.
 """
@@ -30,6 +31,8 @@ SYSTEM = (
     "/etc/localtime",
 )
 HOME = "/tmp"
+FIRST_PROCESS = "/proc/1"
+"""bubblewrap itself, without a filter: the same user could write into its memory, and have it do what is refused."""
 
 
 def executables() -> Iterator[str]:
@@ -67,7 +70,8 @@ def command(
         ),
         *("--die-with-parent", "--new-session", "--hostname", "jail", "--seccomp", str(filter_fd)),
         *(part for path in SYSTEM for part in _shown(path)),
-        *("--proc", "/proc", *(_of_root_alone() if as_another else ()), "--dev", "/dev"),
+        *("--proc", "/proc", "--tmpfs", FIRST_PROCESS, "--remount-ro", FIRST_PROCESS),
+        *(*(_of_root_alone() if as_another else ()), "--dev", "/dev"),
         *("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp"),
         *("--perms", "1777", "--size", str(tmp_bytes // 4), "--tmpfs", "/dev/shm"),
         *_bound(shown),  # folders below /tmp as well
@@ -89,6 +93,8 @@ def _shown(path: str) -> Iterator[str]:
 def _of_root_alone() -> Iterator[str]:
     """Close what root alone reads of the kernel, as a container around us may have: the command reads any mode."""
     for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            continue  # A process, which may be gone by now, and whose jail has a table of its own.
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISCHR(mode) or (stat.S_ISREG(mode) and not mode & stat.S_IROTH):
             yield from _closed(entry.path)
@@ -111,12 +117,13 @@ def _bind(path: Path) -> Iterator[str]:
 
 
 def _without_hidden(folder: Path, shown: Iterable[Path]) -> Iterator[str]:
-    """Cover what begins with a dot, but for what is shown by its own name, as an environment of Python may be."""
+    """Cover sockets, pipes, and what begins with a dot, but for what is shown by its own name, as an environment."""
     if not folder.is_dir():
         return
     for entry in os.scandir(folder):
         path = Path(entry.path)
-        if not entry.name.startswith(".") or entry.is_symlink() or path in shown:
+        special = not (entry.is_dir() or entry.is_file())
+        if not (entry.name.startswith(".") or special) or entry.is_symlink() or path in shown:
             continue
         if not entry.is_dir():
             yield from _closed(entry.path)

@@ -7,6 +7,7 @@ with it. A group that a killed service left, whose processes ended with it, is r
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +17,8 @@ from pathlib import Path
 MOUNTS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 PREFIX = "flotilla-jail"
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,10 @@ class Group:
                 folder.rmdir()
 
 
-def make(slot: int, memory_bytes: int, processes: int) -> Group | None:
+def make(memory_bytes: int, processes: int) -> Group | None:
     """Make the group of a jail; None where that is not ours to do."""
-    name = f"{PREFIX}-{os.getpid()}-{slot}"
+    # A number of its own: a group that the kernel still holds takes no other one's place.
+    name = f"{PREFIX}-{os.getpid()}-{next(_numbers)}"
     unified = {"memory.max": memory_bytes, "memory.swap.max": 0, "memory.oom.group": 1, "pids.max": processes}
     divided = {"memory": {"memory.limit_in_bytes": memory_bytes}, "pids": {"pids.max": processes}}
     for parents in _parents():
@@ -84,6 +88,8 @@ def _parents() -> Iterator[dict[str, Path]]:
             with suppress(OSError):
                 if {"memory", "pids"} <= set((parent / "cgroup.subtree_control").read_text().split()):
                     yield {"": parent}
-    divided = {name: MOUNTS / name / own[name].lstrip("/") for name in ("memory", "pids") if name in own}
+    divided = {
+        name: MOUNTS / name / path.lstrip("/") for name, path in own.items() if name in ("memory", "pids")
+    }
     if len(divided) == 2:
         yield divided

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from flotilla_workers.jail.groups import Group
 from flotilla_workers.jail.level import REFUSED, Level, told
 
 PROBE_LIMIT_S = 20.0
+PROBE = "import threading; threading.Thread(target=print, args=('in jail',)).start()"
 PRLIMIT, SETPRIV = "/usr/bin/prlimit", "/usr/bin/setpriv"
 READS_ANY_MODE = 1 << 2
 """`CAP_DAC_READ_SEARCH` among the rights of a process."""
@@ -36,11 +37,17 @@ BECOMES_ANOTHER = 1 << 0 | 1 << 6 | 1 << 7 | 1 << 8
 """`CAP_CHOWN`, `CAP_SETGID`, `CAP_SETUID` and `CAP_SETPCAP`: root has them, unless a container took them away."""
 FIRST_USER, USERS = 61_184, 4_096
 """The users that systemd would make on the fly: no account is among them."""
+OUT = "`trusted: true` in the term of the run lets this function out of it"
+NO_NETWORK = (
+    *(errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.ECONNREFUSED),
+    *(socket.EAI_AGAIN, socket.EAI_NONAME),  # no server of names answers
+)
+"""The numbers of errors that a function gets where it has no network."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the processes of one jail may use."""
+    """Bounds of what the processes of one jail use."""
 
     memory_bytes: int = 4 << 30
     """Memory of each process; of all together where the host lets us make groups."""
@@ -51,7 +58,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Start:
-    """How a command starts in a jail."""
+    """A command, as it starts in a jail."""
 
     command: list[str]
     environment: dict[str, str]
@@ -65,13 +72,13 @@ class Jail:
 
     level: Level
     why_not_higher: str = ""
-    """Why the next level does not work here."""
+    """The reason why the next level does not work here."""
     refusal: str = ""
-    """Why code of users does not run here, where the level is lower than what is demanded."""
+    """The reason why code of users does not run here, where the level is lower than what is demanded."""
     bwrap: str = ""
     bounds: Bounds = field(default_factory=Bounds)
     readable: tuple[Path, ...] = ()
-    """What all may read, beside the folders of Python and of its packages."""
+    """Files and folders that all may read, beside the folders of Python and of its packages."""
     environment: tuple[str, ...] = ()
     """The variables of this process that all see."""
     preload: tuple[str, ...] | None = None
@@ -81,7 +88,7 @@ class Jail:
 
     @property
     def isolation(self) -> str:
-        """How a registration names it."""
+        """The name of the level in a registration."""
         return REFUSED if self.refusal else str(self.level)
 
     @property
@@ -116,14 +123,18 @@ class Jail:
             return
         rights = _rights()
         user = FIRST_USER + slot % USERS if rights & BECOMES_ANOTHER == BECOMES_ANOTHER else None
-        bounded = [*_becomes(user, rights), *self._limits(), *command]
+        # At the lower level a user that is the service's own has its threads counted too: Landlock's command adds them.
+        with_ours = self.level is Level.LANDLOCK and user is None
+        processes = () if with_ours else (f"--nproc={self.bounds.processes}",)
+        bounded = [*_becomes(user, rights), PRLIMIT, *processes, *self._limits(), *command]
         shown = [*interpreter_folders(), *self.readable]
         if self.level is Level.LANDLOCK:
             assert folder is not None
             if user is not None:
                 os.chown(folder, user, user)
             variables |= {"HOME": str(folder), "TMPDIR": str(folder)}
-            script = [sys.executable, "-I", "-S", landlock.__file__, str(folder)]
+            counted = self.bounds.processes if with_ours else 0
+            script = [sys.executable, "-I", "-S", landlock.__file__, str(folder), str(counted)]
             paths = [
                 path for path in (*bubblewrap.SYSTEM, *map(str, (*shown, *functions))) if os.path.exists(path)
             ]
@@ -150,10 +161,7 @@ class Jail:
 
     def _limits(self) -> list[str]:
         bounds = self.bounds
-        return [
-            *(PRLIMIT, f"--nproc={bounds.processes}", f"--data={bounds.memory_bytes}"),
-            *(f"--fsize={bounds.tmp_bytes}", "--core=0", "--"),
-        ]
+        return [f"--data={bounds.memory_bytes}", f"--fsize={bounds.tmp_bytes}", "--core=0", "--"]
 
 
 class Cell:
@@ -175,16 +183,19 @@ class Cell:
 
     @contextmanager
     def start(self, command: Sequence[str]) -> Iterator[Start]:
-        """Give what starts the worker; the block lasts until it has started."""
-        if self.level is Level.LANDLOCK:
-            self._folder = Path(tempfile.mkdtemp(prefix="flotilla-jail-"))
-        if self.level:
-            bounds = self._jail.bounds
-            self._group = groups.make(self._slot, bounds.memory_bytes, bounds.processes)
-        with self._jail.start(
-            command, functions=self._functions, slot=self._slot, folder=self._folder
-        ) as start:
-            yield start
+        """Give what starts the worker; the block lasts until it has started, and closes the cell where it raises."""
+        with ExitStack() as where_it_raises:
+            where_it_raises.callback(self.close)
+            if self.level is Level.LANDLOCK:
+                self._folder = _make_folder()
+            if self.level:
+                bounds = self._jail.bounds
+                self._group = groups.make(bounds.memory_bytes, bounds.processes)
+            with self._jail.start(
+                command, functions=self._functions, slot=self._slot, folder=self._folder
+            ) as start:
+                yield start
+            where_it_raises.pop_all()
 
     def way_out(self, number: int, path: str) -> str:
         """Return what to do about an error of the system that is the jail's; nothing where it is none of its."""
@@ -196,17 +207,50 @@ class Cell:
                 f". The file is there, and the jail does not show it: name it in {key}.readable of the stack"
             )
         if number == errno.EROFS:
-            return ". In the jail functions write to temporary folders alone"
-        if number in (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.ECONNREFUSED):
-            return ". The jail has no network: `trusted: true` in the term of the run lets this function out of it"
+            return f". In the jail functions write to temporary folders alone, and no key allows more: {OUT}"
+        if number in NO_NETWORK:
+            return f". The jail has no network: {OUT}"
+        if number == errno.ENOMEM:
+            gib = self._jail.bounds.memory_bytes / (1 << 30)
+            return f". The jail bounds memory to {gib:g} GiB: {key}.memory_gib of the stack"
         return ""
+
+    def way_to_variable(self, name: str) -> str:
+        """Return what to do about a missing variable of the environment; nothing outside of a jail."""
+        if not self.level:
+            return ""
+        return f". The jail has the variables that reward.isolation.environment of the stack names: name {name} there"
 
     def close(self) -> None:
         """Remove what the worker wrote, and its group."""
         if self._group is not None:
             self._group.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _remove(self._folder)
+        if not self.level:
+            # One outside of a jail may have been killed with cells of its own, as those of `code` are at their limit.
+            _remove_left()
+
+
+def _make_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{groups.PREFIX}-{os.getpid()}-"))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder: it may be deeper than a stack, and have folders that their owner may not list."""
+    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        if not folder.exists():
+            return
+        subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
+
+
+def _remove_left() -> None:
+    """Remove the groups and the folders of processes that are gone."""
+    groups.remove_left()
+    for folder in Path(tempfile.gettempdir()).glob(f"{groups.PREFIX}-*-*"):
+        pid = folder.name.split("-")[2]
+        if not Path(f"/proc/{pid}").exists() and not folder.is_symlink():
+            _remove(folder)
 
 
 NO_JAIL = Jail(Level.NONE)
@@ -259,7 +303,7 @@ def find(asked: IsolationConfig | None = None, section: str = "reward") -> Jail:
         preload=asked.preload,
         section=section,
     )
-    groups.remove_left()
+    _remove_left()
     reasons: list[str] = []
     for candidate in candidates(given):
         jail = replace(candidate, why_not_higher="; ".join(dict.fromkeys(reasons)))
@@ -290,9 +334,9 @@ def why_not(jail: Jail) -> str:
     for tool in (PRLIMIT, SETPRIV):
         if not os.path.exists(tool):
             return f"there is no {tool} (util-linux)"
-    folder = tempfile.mkdtemp(prefix="flotilla-jail-")
+    folder = _make_folder()
     try:
-        with jail.start([sys.executable, "-I", "-c", "print('in jail')"], folder=Path(folder)) as start:
+        with jail.start([sys.executable, "-I", "-c", PROBE], folder=folder) as start:
             probe = subprocess.run(
                 start.command,
                 env=start.environment,
@@ -306,7 +350,7 @@ def why_not(jail: Jail) -> str:
     except (OSError, LookupError, subprocess.TimeoutExpired) as error:
         return str(error)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     return (
         "" if probe.stdout == "in jail\n" else (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
     )

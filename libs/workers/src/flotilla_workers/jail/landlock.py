@@ -1,7 +1,8 @@
 """The lower level, where no namespaces can be made: Landlock and the filter of system calls.
 
-Run as `python -I -S landlock.py WRITABLE READABLE... -- COMMAND...`. It reads the standard library and the filter
-beside this file alone, takes rights from itself and becomes the command.
+Run as `python -I -S landlock.py WRITABLE PROCESSES READABLE... -- COMMAND...`. It reads the standard library and the
+filter beside this file alone, takes rights from itself and becomes the command. With PROCESSES above 0 it bounds how
+many there can be of this user: the kernel counts them with all threads that the user has on the host.
 
 Invariants: the command reads the folders that it is given, writes in one, and in no other; it makes no socket, so it
 reaches no network and no service of this host, and sends no signal but to its own. It sees no /proc. It changes neither
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import runpy
 import struct
 import sys
@@ -30,6 +32,8 @@ OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
 TCP = 1 << 0 | 1 << 1
 ABSTRACT_SOCKETS_AND_SIGNALS = 1 << 0 | 1 << 1
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 38, 22, 2
+OTHERS = 1024
+"""Threads that the user's other programs may start while a jail runs, such as engines that start later."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -78,9 +82,36 @@ def _checked(result: int) -> int:
     return int(result)
 
 
+def _bound_processes(processes: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NPROC)
+    wanted = _threads_of_user() + OTHERS + processes
+    bound = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+    resource.setrlimit(resource.RLIMIT_NPROC, (bound, bound))
+
+
+def _threads_of_user() -> int:
+    found = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            lines = Path("/proc", name, "status").read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        told = dict(line.split(":", 1) for line in lines if ":" in line)
+        if int(told["Uid"].split()[0]) == os.getuid():
+            found += int(told["Threads"])
+    return found
+
+
 def main() -> None:
     place = sys.argv.index("--")
-    writable, readable, command = sys.argv[1], sys.argv[2:place], sys.argv[place + 1 :]
+    writable, processes, readable, command = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        sys.argv[3:place],
+        sys.argv[place + 1 :],
+    )
+    if processes:
+        _bound_processes(processes)
     # By its path: no folder of packages is searched here.
     calls = runpy.run_path(str(Path(__file__).with_name("system_calls.py")))
     os.chdir(writable)

@@ -1,4 +1,4 @@
-"""How much of the host the code in a jail is kept from, and how a user is told."""
+"""Levels of jails: how much of the host code is kept from, and how a user is told."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ REFUSED = "refused"
 
 
 class Level(IntEnum):
-    """How much of the host the code in a jail is kept from, the strictest last."""
+    """A degree to which code in a jail is kept from the host, the strictest last."""
 
     NONE = 0
-    """It runs as the service itself."""
+    """Code runs as the service itself."""
     LANDLOCK = 1
-    """It sees no file, network or process of others, but shares the host's disk and process table."""
+    """Code sees no file, network or process of others, but shares the host's disk and process table."""
     NAMESPACES = 2
-    """It has a file system, network and process table of its own."""
+    """Code has a file system, network and process table of its own."""
 
     def __str__(self) -> str:
         return self.name.lower()

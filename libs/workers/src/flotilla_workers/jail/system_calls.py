@@ -1,9 +1,9 @@
 """The filter of system calls: what no verdict needs, and what the kernel's namespaces do not fence.
 
-Invariants: the filter names what is refused, and everything else passes, so that Python, numpy and compilers run. What
-is refused gives an error, not a signal: a library that tries goes on without. A call by another ABI than the machine's
-own is refused, because its numbers mean other calls. Only the standard library is imported here: a jail starts with
-this.
+Invariants: the filter names what is refused, and everything else passes, so that Python, numpy and compilers run. No
+process changes the limits or the turn of another one by its number, be it of the same user. What is refused gives an
+error, not a signal: a library that tries goes on without. A call by another ABI than the machine's own is refused,
+because its numbers mean other calls. Only the standard library is imported here: a jail starts with this.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LOAD_WORD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ANY_BIT = 0xFFFFFFFF
 ALLOW, ERROR = 0x7FFF0000, 0x00050000
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 """Places in what the kernel shows to a filter."""
@@ -87,6 +88,16 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "vhangup": (153, 58),
     "personality": (135, 92),
     "mq_open": (240, 180),
+    "ioprio_set": (251, 30),
+}
+OF_ITSELF: dict[str, tuple[int, int, int]] = {
+    # name: (x86-64, arm64, arguments that are to be 0: those of another process of the same user are not)
+    "prlimit64": (302, 261, 1),
+    "sched_setaffinity": (203, 122, 1),
+    "sched_setparam": (142, 118, 1),
+    "sched_setscheduler": (144, 119, 1),
+    "sched_setattr": (314, 274, 1),
+    "setpriority": (141, 140, 2),
 }
 ONLY_X86 = {"iopl": 172, "ioperm": 173, "modify_ldt": 154}
 UNFENCED: dict[str, tuple[int | None, int | None]] = {
@@ -111,8 +122,15 @@ UNFENCED: dict[str, tuple[int | None, int | None]] = {
     "fremovexattr": (199, 16),
     "shmget": (29, 194),
     "shmat": (30, 196),
+    "shmctl": (31, 195),
     "semget": (64, 190),
+    "semctl": (66, 191),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
     "msgget": (68, 186),
+    "msgctl": (71, 187),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
 }
 
 
@@ -165,6 +183,10 @@ def _instructions(machine: Machine, namespaces: bool) -> Iterator[tuple[int, int
     yield from _by_argument(machine.clone, 0, [(JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES), _error(errno.EPERM)])
     asked = [step for code in PUSH_INPUT for step in ((JUMP_EQUAL, 0, 1, code), _error(errno.EPERM))]
     yield from _by_argument(machine.ioctl, 1, asked)
+    for *numbers, arguments in OF_ITSELF.values():
+        for argument in range(arguments):
+            steps = [(JUMP_ANY_BIT, 0, 1, ANY_BIT), _error(errno.EPERM)]
+            yield from _by_argument(numbers[machine.column], argument, steps)
     made = [step for family in families for step in ((JUMP_EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW))]
     yield from _by_argument(machine.socket, 0, [*made, _error(errno.EAFNOSUPPORT)])
     yield (RETURN, 0, 0, ALLOW)

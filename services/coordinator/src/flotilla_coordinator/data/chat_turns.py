@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from flotilla_coordinator.data.chat_template import Conversation
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.errors import InvalidConfig
+from flotilla_data.chat_template import Conversation
 from flotilla_data.chats import THOUGHTS, WEIGHT, Messages, trains
+from flotilla_data.tokenizer import Tokenizer
 
 Tools = list[dict[str, Any]] | None
 THINKING = re.compile(r"</?think(?:ing)?>")

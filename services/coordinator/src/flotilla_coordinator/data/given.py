@@ -15,12 +15,12 @@ import numpy as np
 
 from flotilla_coordinator.data.chat_turns import ChatText, learned_texts
 from flotilla_coordinator.data.prompts import Answer, LeftOut, Made, PromptFile, Stage, load_prompts
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_data.chats import Messages
 from flotilla_data.columns import Columns, Reads
 from flotilla_data.layouts import as_messages
+from flotilla_data.tokenizer import Tokenizer
 
 Part = tuple[list[int], bool]
 """Tokens, and whether they are learned."""

@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flotilla_coordinator.data.prompts import Load, Prompt, load_prompts
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import JoinedSets, LoadedSet, read_sets
 from flotilla_core.config import CurriculumConfig, DataConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.ids import derive_seed
+from flotilla_data.tokenizer import Tokenizer
 
 SEEDS = 1 << 63
 MADE_AHEAD = 64

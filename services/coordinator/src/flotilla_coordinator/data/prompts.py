@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flotilla_coordinator.data.chat_turns import Chat, prompt_texts
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_core.structs import unfit
@@ -27,6 +26,7 @@ from flotilla_data.columns import Columns, Reads, all_usable, value_at
 from flotilla_data.formats import no_rows
 from flotilla_data.layouts import Example, as_messages, read_example
 from flotilla_data.rows import ROWS_AT_ONCE, Proof, Row, Rows, open_rows, parts
+from flotilla_data.tokenizer import Tokenizer
 
 STREAMED_ABOVE_ROWS = 20_000
 """More rows are streamed unless `data.streaming` says otherwise: they take seconds to tokenize, and much memory."""

@@ -22,7 +22,6 @@ from flotilla_coordinator.data.prompts import (
     Stage,
     load_prompts,
 )
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.config import (
     DataConfig,
     EvaluationConfig,
@@ -41,6 +40,7 @@ from flotilla_core.generated_tasks import TaskSource, is_generated
 from flotilla_core.roles import teacher_role
 from flotilla_data.columns import Columns, Reads, value_at
 from flotilla_data.files import set_name
+from flotilla_data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

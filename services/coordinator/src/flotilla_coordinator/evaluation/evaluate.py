@@ -54,6 +54,10 @@ class HeldOutAnswer:
         """Return the total, or None where a reward failed; no response leaves the figures by being unverifiable."""
         return 0.0 if self.outcome.total is None and self.outcome.unverifiable else self.outcome.total
 
+    def is_right(self, success_at: float) -> bool:
+        """Return whether the total is enough; a response without one never is."""
+        return self.outcome.total is not None and self.outcome.total >= success_at
+
     def record(self, step: int, version: Version) -> dict[str, Any]:
         """Return the line that the run directory keeps."""
         prompt, sample = self.prompt, self.sample
@@ -298,7 +302,7 @@ def _figures(one: HeldOutPrompts, answers: list[HeldOutAnswer]) -> dict[str, flo
     found = figures_of(
         [[answer.reward for answer in of] for of in of_prompts],
         [[vote(answer) for answer in of] for of in of_prompts],
-        one.success_at,
+        [[answer.is_right(one.success_at) for answer in of] for of in of_prompts],
     )
     outcomes = [answer.outcome for answer in answers]
     means = part_means(outcome.verdicts for outcome in outcomes)

@@ -11,9 +11,10 @@ changes nothing.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -51,7 +52,8 @@ def majority_at(k: int, votes: Sequence[str | None], right: Sequence[bool]) -> f
     """Return how right the answer with most votes is, on the mean over all teams of k answers; 0 where nobody votes.
 
     Each answer is counted by the number m of votes with which it leads. Of all ways to draw the teams, `ways` counts
-    those by the number of leaders and of answers so far, and `shares` sums up how right these leaders are.
+    those by the number of leaders and of answers so far, and `shares` sums up how right these leaders are. Answers that
+    have equally many votes and are equally right are counted together: most of many answers are alone.
     """
     voters: defaultdict[str, list[bool]] = defaultdict(list)
     for vote, is_right in zip(votes, right, strict=True):
@@ -61,45 +63,59 @@ def majority_at(k: int, votes: Sequence[str | None], right: Sequence[bool]) -> f
     if k == len(votes):
         leaders = [sum(group) / most for group in voters.values() if len(group) == most]
         return sum(leaders) / len(leaders) if leaders else 0.0
+    alike = Counter((len(group), sum(group) / len(group)) for group in voters.values())
     silent, found = len(votes) - sum(map(len, voters.values())), 0.0
     for m in range(1, min(k, most) + 1):
         ways = np.zeros((k // m + 1, k + 1))
         ways[0] = [math.comb(silent, drawn) for drawn in range(k + 1)]
         shares = np.zeros_like(ways)
-        for group in voters.values():
-            ways, shares = _with_group(ways, shares, m, len(group), sum(group) / len(group))
+        for (size, share), groups in alike.items():
+            ways, shares = _with_groups(ways, shares, m, size, share, groups)
         found += sum(shares[leaders, k] / leaders for leaders in range(1, len(ways)))
     return float(found) / math.comb(len(votes), k)
 
 
-def _with_group(
-    ways: np.ndarray, shares: np.ndarray, m: int, size: int, share: float
+def _with_groups(
+    ways: np.ndarray, shares: np.ndarray, m: int, size: int, share: float, groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Let teams draw from one more group of equal votes: fewer than m of them, or m, which leads."""
+    """Let teams draw from more groups of equal votes: fewer than m of each, or m, which leads."""
     more_ways, more_shares = np.zeros_like(ways), np.zeros_like(shares)
-    end = ways.shape[1]
-    for drawn in range(min(size, m - 1) + 1):
-        teams = math.comb(size, drawn)
-        more_ways[:, drawn:] += teams * ways[:, : end - drawn]
-        more_shares[:, drawn:] += teams * shares[:, : end - drawn]
-    if size >= m:
-        teams = math.comb(size, m)
-        more_ways[1:, m:] += teams * ways[:-1, : end - m]
-        more_shares[1:, m:] += teams * (shares[:-1, : end - m] + share * ways[:-1, : end - m])
+    rows, end = ways.shape
+    fewer = np.array([float(math.comb(size, drawn)) for drawn in range(min(size, m - 1) + 1)])
+    for leaders in range(min(groups, rows - 1) + 1 if size >= m else 1):
+        lead = float(math.comb(groups, leaders) * math.comb(size, m) ** leaders)
+        others = _power(fewer, groups - leaders, end - leaders * m)
+        for drawn, teams in enumerate(lead * others, start=leaders * m):
+            more = teams * ways[: rows - leaders, : end - drawn]
+            more_ways[leaders:, drawn:] += more
+            more_shares[leaders:, drawn:] += teams * shares[: rows - leaders, : end - drawn]
+            if leaders:
+                more_shares[leaders:, drawn:] += leaders * share * more
     return more_ways, more_shares
 
 
+def _power(polynomial: np.ndarray, exponent: int, end: int) -> np.ndarray:
+    """Return the first `end` coefficients of a power of a polynomial."""
+    found = np.ones(1)
+    while exponent:
+        if exponent % 2:
+            found = np.convolve(found, polynomial)[:end]
+        if exponent := exponent // 2:
+            polynomial = np.convolve(polynomial, polynomial)[:end]
+    return found
+
+
 def figures_of(
-    rewards: Sequence[Sequence[float | None]], votes: Sequence[Sequence[str | None]], success_at: float
+    rewards: Sequence[Sequence[float | None]],
+    votes: Sequence[Sequence[str | None]],
+    right: Sequence[Sequence[bool]],
 ) -> dict[str, float]:
-    """Return the figures of one held-out set from the rewards and the votes of the answers to each prompt.
+    """Return the figures of one held-out set from what is known of the answers to each prompt.
 
     At least one answer has a reward.
     """
     drawn = len(rewards[0])
-    prompts = [
-        found for of, voted in zip(rewards, votes, strict=True) if (found := _scored(of, voted, success_at))
-    ]
+    prompts = [one for of in zip(rewards, votes, right, strict=True) if (one := _scored(*of))]
     found = _mean(ACCURACY, (one.share for one in prompts))
     found |= _mean(REWARD_MEAN, (math.fsum(one.rewards) / len(one.rewards) for one in prompts))
     if drawn == 1:
@@ -115,14 +131,14 @@ def figures_of(
 
 
 def _scored(
-    rewards: Sequence[float | None], votes: Sequence[str | None], success_at: float
+    rewards: Sequence[float | None], votes: Sequence[str | None], right: Sequence[bool]
 ) -> Answered | None:
     """Return the answers that have a reward."""
-    scored = [(reward, vote) for reward, vote in zip(rewards, votes, strict=True) if reward is not None]
-    if not scored:
+    known = [reward for reward in rewards if reward is not None]
+    if not known:
         return None
-    known = [reward for reward, _ in scored]
-    return Answered(known, [reward >= success_at for reward in known], [vote for _, vote in scored])
+    has = [reward is not None for reward in rewards]
+    return Answered(known, [*compress(right, has)], [*compress(votes, has)])
 
 
 def _mean_at(

@@ -32,9 +32,10 @@ from flotilla_coordinator.fleet.leases import (
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import FailedPrecondition, NotFound
+from flotilla_core.judge_generators import judge_roles
 from flotilla_core.kinds import SCALABLE, SHARED, kind_name
 from flotilla_core.protocol import limits, refusal
-from flotilla_core.roles import POLICY, process_name, section_of
+from flotilla_core.roles import POLICY, holds_judge, name_of_role, process_name, section_of
 from flotilla_core.rpc import Fence, Replica
 from flotilla_core.rpc.dial_back import DialBack
 from flotilla_core.rpc.replica_set import ReplicaState
@@ -56,6 +57,8 @@ class ResourceRequest:
     generates: bool = True
     most_generators: int | None = None
     """The most generators that the run takes; None takes an even share of all."""
+    judges: tuple[str, ...] = ()
+    """The judges that the run asks, wherever they are."""
 
     @classmethod
     def of(cls, config: RunConfig) -> ResourceRequest:
@@ -64,6 +67,7 @@ class ResourceRequest:
             roles=(POLICY, *config.gangs_beside_the_policy),
             generates=config.needs_generators,
             most_generators=config.rollout.generators,
+            judges=tuple(dict.fromkeys(term.judge for term in config.all_rewards if term.judge)),
         )
 
 
@@ -159,7 +163,7 @@ class Fleet:
             refused = self._refusals(reg.SERVICE_KIND_TRAINER, role)
             require_gang(role, self._gang_slots(role), held, self._gangs.claimants(role), refused)
         if wanted.generates:
-            refused = self._refusals(reg.SERVICE_KIND_GENERATOR)
+            refused = self._refusals(reg.SERVICE_KIND_GENERATOR, POLICY)
             require_generator(self._available_slots(), self.generators.claimants, refused)
 
     async def admit(self, run_id: str, wanted: ResourceRequest) -> RunFleet:
@@ -264,7 +268,9 @@ class Fleet:
         self._gangs.claim(run_id, wanted.roles, gangs)
         if wanted.generates:
             self.generators.claim(Claim(run_id, wanted.most_generators), generators)
-        run = self.runs[run_id] = RunFleet(run_id, self._connect, self, wanted.roles)
+        held = {*map(name_of_role, judge_roles(self._host.stack))}
+        judges = [name for name in wanted.judges if name in held]
+        run = self.runs[run_id] = RunFleet(run_id, self._connect, self, wanted.roles, judges)
         return run
 
     def _deal(self) -> None:
@@ -283,7 +289,7 @@ class Fleet:
         }
 
         def why_not(one: reg.Registration) -> str:
-            if one.kind in SHARED:
+            if one.kind in SHARED or holds_judge(one.name):
                 return DRAINED if one.instance_id in self._drained else ""
             if refusal(one):  # No run can have it: each run names it where it finds no other one.
                 return ""
@@ -314,10 +320,10 @@ class Fleet:
             and not refusal(one)
         }
 
-    def _refusals(self, kind: reg.ServiceKind.ValueType, role: str = "") -> list[str]:
+    def _refusals(self, kind: reg.ServiceKind.ValueType, role: str) -> list[str]:
         """Say which services no run can have, and why."""
         ours = [one for one in self.registrations.values() if one.kind == kind]
-        return [why for one in ours if role in ("", one.role or POLICY) and (why := refusal(one))]
+        return [why for one in ours if role == (one.role or POLICY) and (why := refusal(one))]
 
     def _connect(self, address: str, fence: Callable[[], Fence | None]) -> grpc.aio.Channel:
         return self._host.connect(address, fence=fence)
@@ -357,8 +363,9 @@ class ReplicaStatus:
 
 
 def is_working_replica(registration: reg.Registration) -> bool:
-    """Return whether this is a generator or a reward replica that has started."""
-    return registration.kind in SCALABLE and registration.state in _WORKING
+    """Return whether this is a generator of the policy or a reward replica that has started."""
+    scales = registration.kind in SCALABLE and not holds_judge(registration.name)
+    return scales and registration.state in _WORKING
 
 
 def describe(registration: reg.Registration, seen: Sequence[Replica[Any]], *, drained: bool) -> ReplicaStatus:

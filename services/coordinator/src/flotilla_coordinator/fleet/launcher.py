@@ -17,6 +17,7 @@ from flotilla.launcher.v1 import launcher_pb2
 from flotilla.launcher.v1.launcher_pb2_grpc import LauncherServiceStub
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.ids import new_request_id
+from flotilla_core.roles import holds_judge
 from flotilla_core.rpc import connect, unary
 
 if TYPE_CHECKING:
@@ -41,7 +42,11 @@ class LauncherLink:
         """Add or stop one generator; the bounds also count generators that were started elsewhere."""
         async with self._launcher() as launcher:
             state = await unary(launcher.List, launcher_pb2.ListRequest(), timeout_s=LIST_TIMEOUT_S)
-        states = [process.state for process in state.processes if process.kind == SERVICE_KIND_GENERATOR]
+        states = [
+            process.state
+            for process in state.processes
+            if process.kind == SERVICE_KIND_GENERATOR and not holds_judge(process.name)
+        ]
         attached = states.count(launcher_pb2.PROCESS_STATE_ATTACHED)
         own = len(states) - attached
         wanted = min(max(own + by, least - attached, 0), max(most - attached, 0))

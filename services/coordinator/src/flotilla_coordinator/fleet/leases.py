@@ -7,7 +7,7 @@ generator that moves between runs is given to the next one only after the first 
 A generator's slot counts once its process is ready. A leased slot continues to count while its process is started
 again, for as long as a start may take. Where the run has no other generator, it counts for a part of that time. A
 slot whose generator leaves in order, or was drained by a user, no longer counts. A generator whose build cannot talk
-to ours counts like one that is away.
+to ours counts like one that is away. Generators of judges never count: all runs ask them.
 
 Shares of the generators depend on the arguments alone: every run gets one before any run gets two, shares are even, and
 no run gets more than it wants. Of all such assignments, the one that takes the fewest generators from their runs is
@@ -30,6 +30,7 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core.files import write_atomically
 from flotilla_core.logger import get_logger
 from flotilla_core.protocol import refusal
+from flotilla_core.roles import holds_judge
 
 ALONE = 1 / 3
 """The part of the grace period that the only generator of a run gets, because the run is idle meanwhile."""
@@ -188,7 +189,7 @@ class GeneratorSlots:
         ready: set[str] = set()
         leaving: set[str] = set()
         for one in snapshot.values():
-            if one.kind != reg.SERVICE_KIND_GENERATOR:
+            if one.kind != reg.SERVICE_KIND_GENERATOR or holds_judge(one.name):
                 continue
             if one.state == reg.INSTANCE_STATE_DRAINING or one.instance_id in drained:
                 leaving.add(one.name)

@@ -1,8 +1,9 @@
-"""The services that one run has: its generators, its gangs, and every reward and environment replica.
+"""The services that one run has: its generators, its gangs, and what all runs share: rewards, judges, environments.
 
 Invariants: every call carries the fence of the run's latest start. Only services that are leased to the run, or
 free for it, get calls. A generator that the run must release gets no more work, and is released when its last group has
-ended and no weights are being sent to it. Generators that leave memory to the trainer sleep for this run alone.
+ended and no weights are being sent to it. Generators that leave memory to the trainer sleep for this run alone. The
+generators of judges get no call from here: reward replicas ask them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla.trainer.v1.trainer_pb2_grpc import TrainerServiceStub
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.errors import FlotillaError
-from flotilla_core.roles import POLICY, process_name
+from flotilla_core.roles import JUDGE, POLICY, named_role, process_name
 from flotilla_core.rpc import Fence, Replica, ReplicaPool
 from flotilla_core.telemetry import names
 
@@ -76,8 +77,9 @@ class RunFleet:
         connect: Callable[[str, Callable[[], Fence | None]], grpc.aio.Channel],
         lessor: Lessor,
         roles: Collection[str],
+        judges: Collection[str] = (),
     ) -> None:
-        """Take `roles`, those in which the run needs a gang."""
+        """Take `roles`, those in which the run needs a gang, and the names of the judges of the fleet that it asks."""
 
         def channel(address: str) -> grpc.aio.Channel:
             return connect(address, lambda: self.fence)
@@ -108,6 +110,16 @@ class RunFleet:
         self.environments: ReplicaPool[EnvironmentServiceAsyncStub] = ReplicaPool(
             reg.SERVICE_KIND_ENVIRONMENT, EnvironmentServiceStub, channel, on_wait=waits
         )
+        self.judges: dict[str, ReplicaPool[GeneratorServiceAsyncStub]] = {
+            judge: ReplicaPool(
+                reg.SERVICE_KIND_GENERATOR,
+                GeneratorServiceStub,
+                channel,
+                role=named_role(JUDGE, judge),
+                on_wait=waits,
+            )
+            for judge in judges
+        }
 
     @property
     def trainers(self) -> ReplicaPool[TrainerServiceAsyncStub]:
@@ -138,6 +150,16 @@ class RunFleet:
         self.gangs[role].eject(instance_id, why, replaceable=False)
         await self._lessor.give_gang_back(self._run_id, role)
 
+    async def judge(self, name: str, patience_s: float) -> list[Generator]:
+        """Return the generators that hold a judge; wait until there is one."""
+        await self.judges[name].wait_for(1, patience_s, f"judge {name}")
+        return self.judges[name].replicas()
+
+    def doubt_judge(self, name: str, why: str) -> None:
+        """Have the generators of a judge show that they serve before they are asked again."""
+        for replica in self.judges[name].replicas():
+            self.judges[name].eject(replica.instance_id, why)
+
     async def update(
         self, snapshot: dict[str, reg.Registration], why_not: Callable[[reg.Registration], str]
     ) -> None:
@@ -150,8 +172,10 @@ class RunFleet:
             await pool.update(ours)
 
     def is_last(self, instance_id: str) -> bool:
-        """Return whether no other generator, reward or environment replica may get work of the run."""
-        pools = (self.generators.replicas(), self.rewards.replicas(), self.environments.replicas())
+        """Return whether no other generator or reward replica may get work of the run, or environment with episodes."""
+        plays = any(one.leases for one in self.environments.everyone())
+        pools: list[list[Replica[Any]]] = [self.generators.replicas(), self.rewards.replicas()]
+        pools += [self.environments.replicas()] if plays else []
         return any([one.instance_id for one in replicas] == [instance_id] for replicas in pools)
 
     def leave(self, slot: str, why: str) -> None:
@@ -196,6 +220,7 @@ class RunFleet:
         yield self.generators
         yield from self.gangs.values()
         yield self.rewards
+        yield from self.judges.values()
         yield self.environments
 
 

@@ -38,7 +38,6 @@ from flotilla_coordinator.ledger.records import (
     SampleState,
     VoidedUpdate,
 )
-from flotilla_coordinator.ledger.verdicts import TermVerdict
 from flotilla_coordinator.ledger.writer import Owner, WriterThread, renew_ownership
 from flotilla_core.disk import names_full_disk
 from flotilla_core.errors import DiskFull
@@ -154,12 +153,20 @@ class Ledger:
         run_id: str,
         sample_ids: Sequence[str],
         reason: DropReason,
-        judged: Mapping[str, Sequence[TermVerdict]] = transitions.NOT_JUDGED,
+        judged: Sequence[FinishedSample] = (),
     ) -> Recorded:
-        """Drop samples from the run, for a reason that is counted, with the verdicts of those that were judged."""
-        return await self._writer.submit(
-            lambda db: transitions.dropped(db, run_id, sample_ids, reason, judged)
-        )
+        """Drop samples from the run, for a reason that is counted.
+
+        Of those that were judged, the responses and verdicts are recorded with it, so that a user can judge them again.
+        """
+
+        def drop(db: sqlite3.Connection) -> Recorded:
+            if judged:
+                transitions.generated(db, [judged])
+            verdicts = {sample.sample_id: sample.verdicts for sample in judged}
+            return transitions.dropped(db, run_id, sample_ids, reason, verdicts)
+
+        return await self._writer.submit(drop)
 
     async def passed_by(
         self,

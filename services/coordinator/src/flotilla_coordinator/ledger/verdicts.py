@@ -1,4 +1,4 @@
-"""How the rewards of a run judged one sample: what each of them said, by which verifier, and why it said nothing.
+"""Verdicts: how the rewards of a run judged one sample, by which verifiers, and why there is no score.
 
 Invariants: verdicts are in the order of the run's rewards, but for one that failed, which nothing follows. On disk each
 is a JSON object without what is empty. Only a verdict that is scored or unverifiable has a value.
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Said(StrEnum):
-    """What a verdict is, by its name on disk and on the wire."""
+    """The kind of a verdict, by its name on disk and on the wire."""
 
     SCORED = "scored"
     UNVERIFIABLE = "unverifiable"
@@ -28,10 +28,10 @@ class Said(StrEnum):
 
 @dataclass(frozen=True)
 class TermVerdict:
-    """What one reward said of one sample."""
+    """The verdict of one reward on one sample."""
 
     reward: str
-    """Its name in the configuration."""
+    """Its name in the configuration; empty where a failure is that of no reward."""
     outcome: Said = Said.SCORED
     value: float | None = None
     """The value before its weight; of an unverifiable response the one that the run gives it, if any."""
@@ -52,7 +52,7 @@ class TermVerdict:
     def of(cls, recorded: dict[str, Any]) -> TermVerdict:
         """Return the verdict of a record; what a later Flotilla wrote beside it does not count."""
         known = {one.name: recorded[one.name] for one in fields(cls) if one.name in recorded}
-        return cls(**known | {"outcome": Said(recorded.get("outcome", Said.SCORED))})
+        return cls(**{"reward": ""} | known | {"outcome": Said(recorded.get("outcome", Said.SCORED))})
 
     def record(self) -> dict[str, Any]:
         """Return it as it is kept on disk."""
@@ -82,6 +82,11 @@ def named_parts(verdicts: Iterable[TermVerdict]) -> list[tuple[str, float]]:
             found.append((one.reward, one.value))
         found += [(f"{one.reward}[{name}]", value) for name, value in one.parts.items()]
     return found
+
+
+def is_unverifiable(verdicts: Iterable[TermVerdict]) -> bool:
+    """Return whether the response made a verifier fail."""
+    return any(one.outcome is Said.UNVERIFIABLE for one in verdicts)
 
 
 def extracted(verdicts: Iterable[TermVerdict]) -> str | None:

@@ -5,12 +5,14 @@ Invariants: every problem is one sentence that names the key and what to do; all
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flotilla_coordinator.plan.chapter import Entries, refusal
 from flotilla_coordinator.plan.functions import file_errors, judge_errors, trusted_warnings
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.size_limits import count_errors
 from flotilla_coordinator.trainers.spec import critic_of, critic_warmup_steps
-from flotilla_core.config import OptimizerConfig, PolicyConfig, RunConfig, StackConfig
+from flotilla_core.config import OptimizerConfig, PolicyConfig, RewardTermConfig, RunConfig, StackConfig
 from flotilla_core.findings import warning
 from flotilla_core.gangs import started
 from flotilla_core.roles import NAMED, REWARD_MODEL, TEACHER, kind_of_role, name_of_role, section_of
@@ -54,10 +56,9 @@ def config_errors(config: RunConfig) -> Entries:
             f"stop.accuracy_at_most = {stop.accuracy_at_most} is below "
             f"stop.accuracy_at_least = {stop.accuracy_at_least}: no evaluation can satisfy both"
         )
-    shown = [term.shown for term in config.rewards]
-    for name in dict.fromkeys(term.name for term in config.rewards if term.name):
-        if (terms := shown.count(name)) > 1:
-            yield refusal(f"rewards: {terms} terms have the name {name}: give each its own")
+    yield from _equal_names("rewards", config.rewards)
+    for one in () if evaluation is None else evaluation.sets_of_data:
+        yield from _equal_names(f"rewards of {one.shown}", one.rewards)
     pinned = evaluation is not None and evaluation.pinned
     if pinned and config.evaluates_pairs:
         yield refusal(
@@ -66,6 +67,13 @@ def config_errors(config: RunConfig) -> Entries:
     if pinned and config.loop == "client":
         yield refusal("evaluation.pinned is for the coordinator's loop: with loop: client leave it out")
     yield from file_errors(config)
+
+
+def _equal_names(key: str, terms: Sequence[RewardTermConfig]) -> Entries:
+    shown = [term.shown for term in terms]
+    for name in dict.fromkeys(term.name for term in terms if term.name):
+        if (equal := shown.count(name)) > 1:
+            yield refusal(f"{key}: {equal} terms have the name {name}: give each its own")
 
 
 def _schedule_errors(section: str, optimizer: OptimizerConfig, updates: int) -> Entries:
@@ -106,7 +114,7 @@ def fleet_warnings(config: RunConfig, stack: StackConfig) -> Entries:
             "evaluation.pinned needs a second generator (`flotilla scale generator 2`): until there is one, "
             "training waits for evaluations"
         )
-    asks_functions = any(term.model is None for term in config.rewards)
+    asks_functions = any(term.model is None for term in config.all_rewards)
     if asks_functions and stack.reward.replicas == 0 and not stack.reward.attach:
         yield warning("reward.replicas is 0: the run waits until `flotilla scale reward 1`")
     if config.environment is not None and not stack.environment.replicas and not stack.environment.attach:
@@ -127,7 +135,8 @@ def _why(config: RunConfig, role: str) -> str:
     algorithm, name = config.algorithm, name_of_role(role)
     if kind_of_role(role) == REWARD_MODEL:
         return f"a reward is the model {name}"
-    asked = algorithm.asked_teachers if isinstance(algorithm, PolicyConfig) else None
+    assert isinstance(algorithm, PolicyConfig), "no other one needs such gangs"
+    asked = algorithm.asked_teachers
     if asked is None or kind_of_role(role) != TEACHER:
         return WHY[role]
     if not name:

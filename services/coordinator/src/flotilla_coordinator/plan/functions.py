@@ -20,8 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
-from flotilla_core.config import IsolationConfig, PolicyConfig, RewardTermConfig, RunConfig, StackConfig
+from flotilla_coordinator.rollouts.judges import examples_of
+from flotilla_core.config import (
+    FleetJudgeConfig,
+    IsolationConfig,
+    PolicyConfig,
+    RewardTermConfig,
+    RunConfig,
+    StackConfig,
+)
 from flotilla_core.config.model import UserFunction
+from flotilla_core.errors import InvalidConfig
 from flotilla_core.findings import warning
 from flotilla_workers import check
 from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, find, shown_for
@@ -92,13 +101,26 @@ def trusted_warnings(config: RunConfig) -> Entries:
 
 
 def judge_errors(config: RunConfig, stack: StackConfig) -> Entries:
-    """Find judges that the stack does not have; replicas that others started have stacks of their own."""
+    """Find judges that the stack does not have, and examples that cannot measure one.
+
+    Replicas that others started have stacks of their own.
+    """
     for key, term in terms_of(config):
         if term.judge and term.judge not in stack.judges and not stack.reward.attach:
             known = ", ".join(stack.judges) or "none"
             yield refusal(
                 f"{key}.reward: the stack has no judge {term.judge} (judges: {known}): write it into its stack.yaml"
             )
+        judge = stack.judges.get(term.judge)
+        if isinstance(judge, FleetJudgeConfig) and not judge.replicas:
+            yield refusal(
+                f"{key}.reward: judges.{term.judge}.replicas is 0, so nothing holds this judge: set it to 1"
+            )
+    for term in config.judged_terms:
+        try:
+            examples_of(term)
+        except InvalidConfig as error:
+            yield refusal(f"the judge of reward {term.shown} cannot be measured: {error}")
 
 
 def loading_problems(config: RunConfig, isolation: IsolationConfig) -> Entries:

@@ -27,6 +27,16 @@ LAYER = ".layers."
 EXPERT = ".experts."
 WEIGHT = ".weight"
 VOCABULARY_HEAD = "lm_head"
+AFTER_ROBERTA = (
+    "camembert",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+"""Encoders that count positions from behind that of their padding, which is 1."""
 SHAPE_KEYS = (
     "model_type",
     "hidden_size",
@@ -100,7 +110,8 @@ class ModelFacts:
             query_size=head_size * heads,
             normalizes_heads=any("q_norm" in name for name in tensors),
             vocabulary_size=number("vocab_size"),
-            longest_sequence=number("max_position_embeddings"),
+            longest_sequence=number("max_position_embeddings")
+            - 2 * (text.get("model_type") in AFTER_ROBERTA),
             key_value_size=2 * head_size * number("num_key_value_heads", default=heads),
             matrices=_matrices(tensors),
             shape={key: text.get(key) for key in SHAPE_KEYS} | {"experts": experts},

@@ -28,12 +28,12 @@ from flotilla_coordinator.plan.gpu_memory import (
 )
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import HostMemory, frozen_bytes, offloads, resident_bytes
-from flotilla_core.config import StackConfig
+from flotilla_core.config import FleetJudgeConfig, StackConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.gangs import gang_of, model_of, named_gangs
 from flotilla_core.gpu_shares import RANK_PROCESS
 from flotilla_core.model_folder import model_folder
-from flotilla_core.roles import LEARNING, NAMED, role_of_process
+from flotilla_core.roles import LEARNING, NAMED, holds_judge, role_of_process
 from flotilla_launch.gpus import Gpus, computes_bfloat16, gpu_bytes, needed, needed_beside
 from flotilla_launch.placement import Slot, slots_of
 
@@ -106,6 +106,10 @@ def _in_bfloat16(stack: StackConfig) -> StackConfig:
     for kind, named in named_gangs(stack).items():
         own = {name: gang if gang.sets("dtype") else _half(gang) for name, gang in named.items()}
         changed[NAMED[kind]] = own
+    changed["judges"] = {
+        name: _half(one) if isinstance(one, FleetJudgeConfig) and not one.sets("dtype") else one
+        for name, one in stack.judges.items()
+    }
     return stack.model_copy(update=changed)
 
 
@@ -256,7 +260,9 @@ def _seats(stack: StackConfig, gpus: Gpus, model: ModelFacts, total: int) -> Ite
 
 
 def _memory(slot: Slot, stack: StackConfig, model: ModelFacts, total: int) -> str:
-    """Say what a process keeps on its GPU; nothing of a gang with a model of its own, which is not read for this."""
+    """Say what a process keeps on its GPU; nothing of one with a model of its own, which is not read for this."""
+    if holds_judge(slot.name):
+        return ""
     if slot.kind == ServiceKind.SERVICE_KIND_GENERATOR:
         cache = kv_cache_bytes(model, stack, total)
         most = generator_process_bytes(model, stack, total)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flotilla.coordinator.v1 import run_pb2
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import (
     JoinedSets,
     copies_folder,
@@ -41,6 +40,7 @@ from flotilla_core.findings import warning
 from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.roles import CRITIC
+from flotilla_data.tokenizer import Tokenizer
 
 
 def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:

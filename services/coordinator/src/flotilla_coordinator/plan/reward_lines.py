@@ -5,7 +5,6 @@ Invariant: no weight is read; the labels of a model are the rows of its head of 
 
 from __future__ import annotations
 
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.plan.chapter import Entries, Line, refusal, shown_bytes
 from flotilla_coordinator.plan.functions import terms_of
 from flotilla_coordinator.plan.model_facts import ModelFacts
@@ -15,6 +14,7 @@ from flotilla_core.errors import FlotillaError
 from flotilla_core.gangs import gang_of, model_of, started
 from flotilla_core.model_folder import SCORE_HEADS, model_folder, score_head
 from flotilla_core.roles import REWARD_MODEL, named_role, section_of
+from flotilla_data.tokenizer import Tokenizer
 
 _TRIED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

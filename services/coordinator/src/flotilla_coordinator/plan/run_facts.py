@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flotilla_coordinator.data.prompts import PromptFile
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import HeldOut, JoinedSets, LoadedSet
 from flotilla_coordinator.plan.model_facts import AdapterFacts, ModelFacts, SequenceLimit
 from flotilla_core.config import RunConfig, StackConfig
+from flotilla_data.tokenizer import Tokenizer
 
 COUNTED_PROMPTS = 256
 """The prompts whose answers are counted for a mean."""

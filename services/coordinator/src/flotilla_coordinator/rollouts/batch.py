@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanContext
 
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.records import DropReason, FinishedSample
-from flotilla_coordinator.ledger.verdicts import part_means
+from flotilla_coordinator.ledger.verdicts import Said, TermVerdict, part_means
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core import ids
 from flotilla_core.config import RunConfig
@@ -90,6 +90,10 @@ class RolloutSample(FinishedSample):
         if greedy.total is None and self.outcome is not None and self.outcome.total is not None:
             failure = f"the greedy response to its prompt: {greedy.failure}"
             self.outcome = replace(greedy, failure=failure)
+            # Its own response made no verifier fail, so the verdict is never UNVERIFIABLE.
+            said = Said.TIMEOUT if greedy.timed_out else Said.ERROR
+            of = next((one.reward for one in greedy.verdicts if one.value is None), "")
+            self.verdicts = (*self.verdicts, TermVerdict(of, said, message=failure))
 
     def steps_old(self, version: Version) -> int:
         """Return the age in steps; a sample of an earlier lineage is as old as the step that it was drawn for."""

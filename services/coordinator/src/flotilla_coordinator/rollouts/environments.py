@@ -30,6 +30,7 @@ from flotilla_core.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     FlotillaError,
+    Internal,
     Unavailable,
     unicode_text,
 )
@@ -52,7 +53,7 @@ Chat = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """What an episode begins with."""
+    """The beginning of an episode."""
 
     episode_id: str
     messages: Chat = ()
@@ -69,7 +70,7 @@ class Asked:
     """A turn that the environment asks for."""
 
     messages: list[dict[str, Any]]
-    """What was said since the last turn of this thread; the whole history where it is afresh."""
+    """Messages since the last turn of this thread; the whole history where it is afresh."""
     tools: list[dict[str, Any]]
     thread: str = ""
     afresh: bool = False
@@ -89,7 +90,7 @@ class Ended:
     turn_rewards: tuple[float, ...]
     metrics: dict[str, float]
     failure: str = ""
-    """What failed, with the line of the user's file; empty where nothing did."""
+    """The failure, with the line of the user's file; empty where nothing failed."""
     traceback: str = ""
 
 
@@ -125,7 +126,8 @@ class EpisodeCall:
         except (ValueError, RecursionError) as error:
             self.ended = Ended("error", {}, (), {}, f"the environment said what cannot be read: {error}")
             return None
-        except (Unavailable, DeadlineExceeded) as error:
+        except (Unavailable, DeadlineExceeded, Internal) as error:
+            # A call that breaks while a turn is written is an internal error of gRPC (issue 36066).
             self._lost(error)
             raise Unavailable("the environment replica is lost", why=str(error)) from error
         raise Unavailable("the environment left the episode without an end")
@@ -216,13 +218,14 @@ class Environments:
     @asynccontextmanager
     async def begin(self, start: EpisodeStart) -> AsyncIterator[EpisodeCall]:
         """Play an episode for as long as the block lasts."""
-        parts: asyncio.Queue[pb.RunEpisodeRequest] = asyncio.Queue()
+        parts: asyncio.Queue[pb.RunEpisodeRequest | None] = asyncio.Queue()
         parts.put_nowait(pb.RunEpisodeRequest(start=await self._start(start)))
         replica = await self._pool.acquire(
             EPISODE, timeout_s=self._wait_limit_s, what="an environment replica"
         )
         async with AsyncExitStack() as stack:
             stack.callback(self._pool.release, replica, EPISODE)
+            stack.callback(parts.put_nowait, None)
             responses = rpc.duplex(replica.stub.RunEpisode, _all_of(parts), idle_timeout_s=SILENT_S)
             await stack.enter_async_context(aclosing(responses))
             yield EpisodeCall(responses, parts.put_nowait, lambda error: self._eject(replica, error))
@@ -253,9 +256,10 @@ class Environments:
         )
 
 
-async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest]) -> AsyncIterator[pb.RunEpisodeRequest]:
-    while True:
-        yield await parts.get()
+async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest | None]) -> AsyncIterator[pb.RunEpisodeRequest]:
+    """Yield the parts up to None: gRPC waits for further ones even after the end of a call."""
+    while (part := await parts.get()) is not None:
+        yield part
 
 
 def _asked(asked: pb.TurnAsked) -> Asked:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from flotilla_coordinator.data.renders import Renders
-from flotilla_coordinator.data.tokenizer import Tokenizer
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.records import Branch, Episode, TokenSpan
 from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
 from flotilla_coordinator.rollouts.batch import RolloutSample

@@ -18,7 +18,6 @@ from google.protobuf.duration_pb2 import Duration
 
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.samples import PartialSample, SampleValidator
 from flotilla_core import ids, rpc
@@ -27,6 +26,7 @@ from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, Misma
 from flotilla_core.rpc import Load, Replica, ReplicaPool
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
+from flotilla_data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub

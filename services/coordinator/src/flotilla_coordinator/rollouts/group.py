@@ -22,6 +22,7 @@ from flotilla.reward.v1.reward_pb2 import ScoreItem
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason, GroupIssue, SampleRecord
+from flotilla_coordinator.ledger.verdicts import is_unverifiable
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.samples import decided, recorded_failures, recorded_samples
@@ -196,7 +197,8 @@ class GroupRollout:
                 *(sample.outcome for sample in scored if sample.outcome and sample.outcome.failed),
                 *recorded_failures(records),
             ],
-            unverifiable=sum(sample.outcome is not None and sample.outcome.unverifiable for sample in scored),
+            unverifiable=sum(is_unverifiable(sample.verdicts) for sample in scored)
+            + sum(is_unverifiable(record.verdicts) for record in records if record.sample_id in have),
             dropped=len(sample_ids) - len(group.samples),
             retried=sum(sample.attempt > 0 for sample in scored),
             uniform=uniform or any(record.drop_reason == DropReason.UNIFORM for record in records),
@@ -319,10 +321,10 @@ class GroupRollout:
             if sample.drop_reason or too_few:
                 reason = sample.drop_reason or DropReason.GROUP_TOO_SMALL
                 dropped.setdefault(reason, []).append(sample.sample_id)
-        judged = {sample.sample_id: sample.verdicts for sample in scored}
         if failed := [one for one in scored if one.drop_reason and one.episode]:
             await self._ledger.group_generated(failed)  # so that its conversation can be looked at
         for reason, lost in dropped.items():
+            judged = [sample for sample in scored if sample.sample_id in lost]
             await self._ledger.dropped(self._run_id, lost, reason, judged)
         if too_few:
             return group

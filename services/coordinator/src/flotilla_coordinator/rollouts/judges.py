@@ -1,4 +1,4 @@
-"""What the coordinator knows of judges: how far they agree with humans, and what they cost.
+"""The coordinator's side of judges: how far they agree with humans, who holds them, and what they cost.
 
 Invariants: a judge is measured by the call that scores samples, so by the same rubric, form and model. An example
 without a verdict never raises the agreement. A run whose judge agrees less than it has to draws no sample.
@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
 
 from flotilla.common.v1.chat_pb2 import Message
+from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_core.config import AgreementConfig, RewardTermConfig
+from flotilla_core.config.judges import judge_of
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_data.rows import open_rows, parts
 
@@ -38,7 +40,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a judge agrees with humans."""
+    """The agreement of a judge with humans."""
 
     term: str
     figure: float
@@ -76,13 +78,13 @@ def examples_of(term: RewardTermConfig) -> list[Example]:
     assert term.agreement is not None
     agreement: AgreementConfig = term.agreement
     rows = open_rows(agreement.examples, "train", None)
-    found = []
+    found: list[Example] = []
     for part in parts(rows, range(min(MOST_EXAMPLES, len(rows)))):
         for row in rows.read(part):
             if row.error is not None:
                 raise row.error
             found.append(_example(term, len(found), row.values, row.where))
-    if len(found) < LEAST_EXAMPLES or (term.scale is not None and len({one.label for one in found}) == 1):
+    if len(found) < LEAST_EXAMPLES or (not term.pairs and len({one.label for one in found}) == 1):
         raise InvalidConfig(
             "the examples cannot tell how far the judge agrees",
             where=str(agreement.examples),
@@ -132,26 +134,36 @@ def agreement_of(
 ) -> Agreement:
     """Return how far the outcomes of the examples agree with their labels."""
     assert term.agreement is not None
-    pairs, why = [], ""
+    labels, why = [one.label for one in examples], ""
+    values: list[float | None] = []
     for one in examples:
         outcome = outcomes[one.item.sample_id]
-        if outcome.WhichOneof("outcome") == "value":
-            pairs.append((one.label, outcome.value.components[0].value))
-        else:
-            why = why or outcome.error.message
+        judged = outcome.WhichOneof("outcome") == "value"
+        values.append(outcome.value.components[0].value if judged else None)
+        why = why or ("" if judged else outcome.error.message)
     if term.scale is not None:
-        figure = spearman([label for label, _ in pairs], [value for _, value in pairs])
+        figure = spearman(labels, _with_worst(labels, values))
     else:
-        figure = sum(label == value for label, value in pairs) / len(examples)
+        figure = sum(label == value for label, value in zip(labels, values, strict=True)) / len(examples)
     return Agreement(
         term.shown,
         figure,
         of_ranks=term.scale is not None,
         examples=len(examples),
-        unjudged=len(examples) - len(pairs),
+        unjudged=values.count(None),
         why_unjudged=why,
         at_least=term.agreement.at_least,
     )
+
+
+def _with_worst(labels: Sequence[float], values: Sequence[float | None]) -> list[float]:
+    """Return the values of a scale, from 0 to 1; one that is not there is at the end that is far from its label."""
+    ranks = _ranks(labels)
+    middle, most = (len(ranks) - 1) / 2, len(ranks)
+    return [
+        value if value is not None else (-1 if rank > middle else most + 1) - rank
+        for rank, value in zip(ranks, values, strict=True)
+    ]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -169,6 +181,48 @@ def _ranks(values: Sequence[float]) -> list[float]:
     for rank, value in enumerate(sorted(values)):
         places[value].append(rank)
     return [sum(places[value]) / len(places[value]) for value in values]
+
+
+Generators = Callable[[], Awaitable[Sequence[Registration]]]
+"""Returns the generators that hold a judge; waits until there is one."""
+
+
+class FleetJudges:
+    """The judges of a run that the fleet holds, by their names.
+
+    Whether a judge or the replica that asks it failed, a call does not tell: so the generators are doubted, too, and
+    prove their health, before the samples are sent again.
+    """
+
+    def __init__(
+        self,
+        generators: Mapping[str, Generators],
+        doubt: Callable[[str, str], None] = lambda judge, why: None,
+    ) -> None:
+        """`doubt` is called with a judge, and why its generators may not serve."""
+        self._generators = generators
+        self._doubt = doubt
+
+    async def write(self, specs: Sequence[pb.RewardSpec]) -> None:
+        """Write into each term of a judge who holds it now."""
+        for judge, spec in self._held(specs):
+            held = await self._generators[judge]()
+            spec.judge.CopyFrom(
+                pb.JudgeGenerators(
+                    addresses=sorted(one.address for one in held),
+                    weights_stamps=sorted({one.weights_stamp for one in held}),
+                    tokenizer_digest=held[0].tokenizer_digest,
+                )
+            )
+
+    def doubt(self, specs: Sequence[pb.RewardSpec], why: str) -> None:
+        """Have the generators of all judges in these terms show that they serve."""
+        for judge, _ in self._held(specs):
+            self._doubt(judge, why)
+
+    def _held(self, specs: Sequence[pb.RewardSpec]) -> Iterator[tuple[str, pb.RewardSpec]]:
+        named = ((judge_of(spec.reward), spec) for spec in specs)
+        return ((judge, spec) for judge, spec in named if judge in self._generators)
 
 
 class JudgeTally:

@@ -13,6 +13,7 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,15 +21,22 @@ from google.protobuf.duration_pb2 import Duration
 from opentelemetry.trace import SpanContext
 
 from flotilla.reward.v1 import reward_pb2 as pb
-from flotilla_coordinator.data.chat_template import Conversation
-from flotilla_coordinator.data.tokenizer import Tokenizer
-from flotilla_coordinator.rollouts.scoring import Needs, ScoreGathering, Take, TermScorer
+from flotilla_coordinator.rollouts.scoring import (
+    Needs,
+    ScoreGathering,
+    Take,
+    TermScorer,
+    by_name,
+    said_of,
+)
 from flotilla_core import telemetry
 from flotilla_core.config import RewardModelChoice, RewardTermConfig
 from flotilla_core.config.rewards import PROMPT, RESPONSE
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
+from flotilla_data.chat_template import Conversation
+from flotilla_data.tokenizer import Tokenizer
 
 _PLACE = re.compile(f"{re.escape(PROMPT)}|{re.escape(RESPONSE)}")
 
@@ -39,6 +47,10 @@ class ScoringGang(Protocol):
     @property
     def longest_sequence(self) -> int:
         """The most tokens of a text; 0 where there is no limit."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids that the model has; 0 where it is not known."""
 
     async def scores(self, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the scores after the last token of each text, one for each label."""
@@ -62,9 +74,11 @@ class RewardModel:
     async def answers(self, template: str, items: Sequence[pb.ScoreItem], *, cuts: bool) -> list[Answer]:
         """Return the answer about each item; `cuts` says what becomes of text that is too long."""
         texts = await asyncio.to_thread(tokens_of, self._tokenizer, template, items)
-        limit = self._gang.longest_sequence
+        limit, vocabulary = self._gang.longest_sequence, self._gang.vocabulary
         refused = {
-            place: why for place, text in enumerate(texts) if (why := _refusal(text, limit, cuts=cuts))
+            place: why
+            for place, text in enumerate(texts)
+            if (why := _refusal(text, limit, vocabulary, cuts=cuts))
         }
         whole = [
             text for place, text in enumerate(texts) if place not in refused and not isinstance(text, str)
@@ -92,12 +106,7 @@ class Answer(NamedTuple):
 def tokens_of(tokenizer: Tokenizer, template: str, items: Sequence[pb.ScoreItem]) -> list[list[int] | str]:
     """Return the tokens that a model reads of each item, or why there are none."""
     if template:
-        filled = [
-            _PLACE.sub(
-                lambda place, item=item: item.prompt if place[0] == PROMPT else item.response, template
-            )
-            for item in items
-        ]
+        filled = [_filled(template, item) for item in items]
         # The prompt of a chat was rendered, and has its special tokens.
         bare = [not item.chat for item in items]
         encoded = {
@@ -115,6 +124,10 @@ def tokens_of(tokenizer: Tokenizer, template: str, items: Sequence[pb.ScoreItem]
     return [str(text) if isinstance(text, InvalidConfig) else next(whole) for text in rendered]
 
 
+def _filled(template: str, item: pb.ScoreItem) -> str:
+    return _PLACE.sub(lambda place: item.prompt if place[0] == PROMPT else item.response, template)
+
+
 def _conversation(item: pb.ScoreItem) -> Conversation:
     """Return the messages of the prompt, or a prompt of text as the user's, with the response as the assistant's."""
     said = [(one.role, one.content) for one in item.chat] or [("user", item.prompt)]
@@ -122,18 +135,20 @@ def _conversation(item: pb.ScoreItem) -> Conversation:
     return Conversation(messages, begin_answer=False, where=f"sample {item.sample_id}")
 
 
-def _refusal(text: list[int] | str, limit: int, *, cuts: bool) -> str:
+def _refusal(text: list[int] | str, limit: int, vocabulary: int, *, cuts: bool) -> str:
     if isinstance(text, str):
         return text
     if not text:
         return "there is no text to judge"
     if limit and len(text) > limit and not cuts:
         return f"the text has {len(text)} tokens, and the model reads {limit} (too_long: cut leaves its beginning out)"
+    if vocabulary and (most := max(text)) >= vocabulary:
+        return f"its tokenizer gives token id {most}, and the model has ids 0 to {vocabulary - 1}"
     return ""
 
 
 class Question(NamedTuple):
-    """What a term asks a reward model."""
+    """A question of a term to a reward model."""
 
     model: str
     template: str
@@ -232,25 +247,44 @@ class TermsInOrder:
         self, terms: tuple[RewardTermConfig, ...], functions: TermScorer, models: TermScorer
     ) -> None:
         self.terms = terms
-        self._scorers = (functions, models)
+        self._functions = functions
+        self._models = models
 
     async def needs(self) -> Needs:
         """Return what the functions take: models take nothing."""
-        return await self._scorers[0].needs()
+        return await self._functions.needs()
 
     async def outcomes(self, items: list[pb.ScoreItem]) -> dict[str, pb.ScoreOutcome]:
         """Return one outcome for every item; the first that failed decides."""
-        found = await gather_or_cancel(one.outcomes(items) for one in self._scorers)
+        if (await self.needs()).whole_groups:
+            of_models = await self._models.outcomes(items)
+            # Functions compare no response with one that a model refused.
+            left = [item for item in items if not _failed(of_models[item.sample_id])]
+            of_functions = await self._functions.outcomes(left)
+        else:
+            of_functions, of_models = await gather_or_cancel(
+                one.outcomes(items) for one in (self._functions, self._models)
+            )
+        found = (of_functions, of_models)
         return {
-            item.sample_id: self._joined(item.sample_id, *(outcomes[item.sample_id] for outcomes in found))
+            item.sample_id: self._joined([one[item.sample_id] for one in found if item.sample_id in one])
             for item in items
         }
 
-    def _joined(self, sample_id: str, functions: pb.ScoreOutcome, models: pb.ScoreOutcome) -> pb.ScoreOutcome:
-        failed = [one for one in (functions, models) if one.WhichOneof("outcome") != "value"]
-        if failed:
-            return failed[0]
-        of_functions, of_models = iter(functions.value.components), iter(models.value.components)
-        ordered = [next(of_functions if term.model is None else of_models, None) for term in self.terms]
-        components = [one for one in ordered if one is not None]
-        return pb.ScoreOutcome(sample_id=sample_id, value=pb.RewardValue(components=components))
+    def _joined(self, outcomes: Sequence[pb.ScoreOutcome]) -> pb.ScoreOutcome:
+        """Return what all terms say of one item, in their order."""
+        said = [
+            component for _, component in by_name(self.terms, chain.from_iterable(map(said_of, outcomes)))
+        ]
+        joined = pb.ScoreOutcome(sample_id=outcomes[0].sample_id)
+        if (failed := next(filter(_failed, outcomes), None)) is None:
+            joined.value.components.extend(said)
+        else:
+            joined.CopyFrom(failed)
+            del joined.before[:]
+            joined.before.extend(said)
+        return joined
+
+
+def _failed(outcome: pb.ScoreOutcome) -> bool:
+    return outcome.WhichOneof("outcome") != "value"

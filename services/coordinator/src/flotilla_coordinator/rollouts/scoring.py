@@ -3,7 +3,7 @@
 Invariants: an outcome is a value, an error or a timeout, and only a value is ever a reward. A reward is weighed here
 alone, whoever gives its terms, and is finite or an error. The loss of a reward replica is repaired by calling another
 one, never by a score. A replica is lost when it is silent, never because it is slow: it reports regularly while samples
-wait, and applies each sample's own limit.
+wait, and applies each sample's own limit. Samples whose judge has no generator wait for one, by its name.
 
 A group waits only for a fixed short time for others, and never for the samples of another group. A sample id is in a
 call once, and all items of a group are in one call. A call that fails fails for all groups that still wait, and a call
@@ -16,9 +16,10 @@ import asyncio
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -31,13 +32,12 @@ from flotilla.common.v1.chat_pb2 import Message
 from flotilla.reward.v1 import reward_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
-from flotilla_coordinator.rollouts.judges import JudgeTally
+from flotilla_coordinator.rollouts.judges import FleetJudges, JudgeTally
 from flotilla_core import ids, rpc, telemetry
 from flotilla_core.config import LARGEST_REWARD, RewardMode, RewardTermConfig
 from flotilla_core.config.model import file_of_function
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Unavailable
 from flotilla_core.rpc import Load, ReplicaPool
-from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.telemetry import names
 from flotilla_core.tensors import to_tensor
 
@@ -176,7 +176,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the rewards of a run take beside each response."""
+    """Needs of the rewards of a run beside each response."""
 
     whole_groups: bool = False
     """All responses of a group at once, because a reward compares them."""
@@ -201,31 +201,26 @@ class Scorer:
     """Makes one reward of the terms of a run."""
 
     def __init__(
-        self,
-        scorers: Sequence[TermScorer],
-        mode: RewardMode = "weighted",
-        tally: JudgeTally | None = None,
+        self, source: TermScorer, mode: RewardMode = "weighted", tally: JudgeTally | None = None
     ) -> None:
         self._mode = mode
         self._tally = tally or JudgeTally()
-        self._scorers = [one for one in scorers if one.terms]
-        self._terms = [term for one in scorers for term in one.terms]
-        self._judged = {term.shown for term in self._terms if term.judge}
+        self._source = source
+        self._judged = {term.shown for term in source.terms if term.judge}
 
     async def needs(self) -> Needs:
         """Return what the rewards take, all together."""
-        found = await gather_or_cancel(one.needs() for one in self._scorers)
-        return Needs(any(one.whole_groups for one in found), any(one.token_ids for one in found))
+        return await self._source.needs() if self._source.terms else Needs()
 
     async def score(self, items: list[pb.ScoreItem]) -> dict[str, Outcome]:
         """Return one outcome for every item; without reward terms there is no call, and every total is 0."""
-        found = await gather_or_cancel(one.outcomes(items) for one in self._scorers)
+        terms = self._source.terms
+        if not terms:
+            return {item.sample_id: Outcome(0.0) for item in items}
+        outcomes = await self._source.outcomes(items)
         if self._judged:
-            self._tally.note(self._judged, (one for outcomes in found for one in outcomes.values()))
-        return {
-            item.sample_id: weigh(self._terms, [outcomes[item.sample_id] for outcomes in found], self._mode)
-            for item in items
-        }
+            self._tally.note(self._judged, outcomes.values())
+        return {item.sample_id: weigh(terms, outcomes[item.sample_id], self._mode) for item in items}
 
 
 def combined(mode: RewardMode, terms: Sequence[RewardTermConfig], values: Sequence[float]) -> float:
@@ -249,21 +244,22 @@ def combined(mode: RewardMode, terms: Sequence[RewardTermConfig], values: Sequen
 
 
 def weigh(
-    terms: Sequence[RewardTermConfig], outcomes: Sequence[pb.ScoreOutcome], mode: RewardMode = "weighted"
+    terms: Sequence[RewardTermConfig], outcome: pb.ScoreOutcome, mode: RewardMode = "weighted"
 ) -> Outcome:
-    """Return the outcome of a sample from those of its terms; the first that failed decides."""
-    components: list[pb.RewardComponent] = []
-    for one in outcomes:
-        components += one.value.components or one.before
-        if one.WhichOneof("outcome") != "value":
-            return _failed(one, _by_name(terms, components))
-    if len(components) != len(terms):
-        return Outcome(None, f"{len(terms)} rewards gave {len(components)} values")
-    verdicts = tuple(map(_verdict, terms, components))
+    """Return the outcome of a sample from that of its terms."""
+    components = said_of(outcome)
+    if outcome.WhichOneof("outcome") != "value":
+        return _failed(outcome, list(starmap(_verdict, by_name(terms, components))))
+    whole = len(components) == len(terms)
+    # A response that is left out has no values of terms that compare it with others.
+    pairs = zip(terms, components, strict=True) if whole else by_name(terms, components)
+    verdicts = tuple(starmap(_verdict, pairs))
     unverifiable = any(one.outcome is Said.UNVERIFIABLE for one in verdicts)
     if dropping := next((one for one in verdicts if one.value is None), None):
         why = f"reward {dropping.reward}: {dropping.message}"
         return Outcome(None, why, unverifiable=True, verdicts=verdicts)
+    if not whole:
+        return Outcome(None, f"{len(terms)} rewards gave {len(components)} values")
     values = tuple(one.value for one in verdicts if one.value is not None)
     total = combined(mode, terms, values) if all(map(math.isfinite, values)) else math.nan
     if not abs(total) <= LARGEST_REWARD:
@@ -276,14 +272,19 @@ def weigh(
     return Outcome(total, unverifiable=unverifiable, terms=values, verdicts=verdicts)
 
 
-def _by_name(
-    terms: Sequence[RewardTermConfig], components: Sequence[pb.RewardComponent]
-) -> list[TermVerdict]:
-    """Return the verdicts of those terms that said something before another one failed."""
+def said_of(outcome: pb.ScoreOutcome) -> Sequence[pb.RewardComponent]:
+    """Return what the terms said, also where another one failed."""
+    return outcome.value.components or outcome.before
+
+
+def by_name(
+    terms: Sequence[RewardTermConfig], components: Iterable[pb.RewardComponent]
+) -> list[tuple[RewardTermConfig, pb.RewardComponent]]:
+    """Return those terms that said something, each with what it said."""
     said: dict[str, deque[pb.RewardComponent]] = defaultdict(deque)
     for component in components:
         said[component.reward].append(component)
-    return [_verdict(term, said[term.shown].popleft()) for term in terms if said[term.shown]]
+    return [(term, said[term.shown].popleft()) for term in terms if said[term.shown]]
 
 
 def _verdict(term: RewardTermConfig, component: pb.RewardComponent) -> TermVerdict:
@@ -307,7 +308,15 @@ def _failed(outcome: pb.ScoreOutcome, before: Sequence[TermVerdict]) -> Outcome:
         late = outcome.timeout
         limit_s = _seconds(late.limit)
         why = f"reward {late.reward} took longer than {limit_s:g} s"
-        verdict = TermVerdict(late.reward, Said.TIMEOUT, version=late.version, seconds=limit_s, message=why)
+        verdict = TermVerdict(
+            late.reward,
+            Said.TIMEOUT,
+            version=late.version,
+            seconds=limit_s,
+            message=why,
+            file=late.file,
+            line=late.line,
+        )
         return Outcome(None, why, timed_out=True, verdicts=(*before, verdict))
     error = outcome.error
     verdict = TermVerdict(
@@ -337,8 +346,10 @@ class RewardServiceScorer:
         wait_limit_s: float,
         offer: Callable[[Path], FolderReference] | None = None,
         total_steps: int | None = None,
+        judges: FleetJudges | None = None,
     ) -> None:
         self.terms = terms
+        self._judges = judges or FleetJudges({})
         self._run_id = run_id
         self._total_steps = total_steps
         self._offer = offer
@@ -366,7 +377,7 @@ class RewardServiceScorer:
         return await self._gathering.outcomes(items)
 
     async def _rewards(self) -> list[pb.RewardSpec]:
-        """Return the terms, with references to the files of the user's as they were a few seconds ago."""
+        """Return the terms, with the generators of judges, and references to the user's files of a few seconds ago."""
         if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             files = {spec.reward: file for spec in self._specs if (file := file_of_function(spec.reward))}
@@ -375,6 +386,7 @@ class RewardServiceScorer:
                 spec.ClearField("code")
                 if spec.reward in references:
                     spec.code.CopyFrom(references[spec.reward])
+        await self._judges.write(self._specs)
         return self._specs
 
     def _references(self, files: dict[str, Path]) -> dict[str, FolderReference]:
@@ -393,14 +405,15 @@ class RewardServiceScorer:
         attributes: dict[str, str | int] = {names.RUN_ID: self._run_id, names.SAMPLES: len(items)}
         with telemetry.span(names.RL_REWARD, attributes=attributes, links=askers):
             for call in range(MAX_CALLS):
-                load = Load(len(missing))
+                rewards, load = await self._rewards(), Load(len(missing))
                 replica = await self._pool.acquire(
                     load, timeout_s=self._wait_limit_s, what="a reward replica"
                 )
                 try:
-                    await self._call(replica.stub, missing, take)
+                    await self._call(replica.stub, rewards, missing, take)
                 except (Unavailable, DeadlineExceeded) as error:
                     self._pool.eject(replica.instance_id, str(error))
+                    self._judges.doubt(rewards, str(error))
                     if call == MAX_CALLS - 1:
                         raise
                     continue
@@ -413,14 +426,18 @@ class RewardServiceScorer:
             take(sample_id, pb.ScoreOutcome(error=none))
 
     async def _call(
-        self, stub: RewardServiceAsyncStub, missing: dict[str, pb.ScoreItem], take: Take[pb.ScoreOutcome]
+        self,
+        stub: RewardServiceAsyncStub,
+        rewards: list[pb.RewardSpec],
+        missing: dict[str, pb.ScoreItem],
+        take: Take[pb.ScoreOutcome],
     ) -> None:
         """Call one replica; items that it answers are no longer missing."""
         request = pb.ScoreRequest(
             run_id=self._run_id,
             request_id=ids.new_request_id(),
             items=missing.values(),
-            rewards=await self._rewards(),
+            rewards=rewards,
             total_steps=self._total_steps,
         )
         # This side cannot tell how long the items wait behind those of other calls.
@@ -449,6 +466,7 @@ def reward_spec(term: RewardTermConfig) -> pb.RewardSpec:
         timeout=timeout,
         trusted=term.trusted,
         blames_response=term.blames_response,
+        drops_unverifiable=term.on_unverifiable == "drop",
     )
 
 

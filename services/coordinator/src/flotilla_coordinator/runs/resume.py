@@ -137,7 +137,7 @@ async def reattach(run: RunContext) -> bool:
         return False
     for session, found in zip(run.learners.sessions, left, strict=True):
         assert found is not None, "looked at above"
-        session.opened, session.version = True, Version.from_proto(found.policy_version)
+        session.attach(found)
     run.policy.version = record.version
     await _continue_from(run, record)
     run.update_unrecorded = any(ahead)

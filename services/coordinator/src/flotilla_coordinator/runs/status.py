@@ -139,11 +139,12 @@ class RunStatus:
             self._announce(metrics=False)
 
     def disk_has_room(self, what: str) -> None:
-        """Note that `what` was written."""
-        if self._full.pop(what, None) is None or self._full:
+        """Note that `what` was written; the run then waits for the next thing that was not, and says so."""
+        shown = next(iter(self._full), None)
+        if self._full.pop(what, None) is None or shown != what:
             return
         self._show()
-        if self._state in GOES_ON:
+        if not self._full and self._state in GOES_ON:
             self.notice(info("the disk has room again, and the run continues"))
         self._announce(metrics=False)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
+from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import PromptFile
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.data.training_sets import HeldOut, copies_folder, read_held_out, training_data
 from flotilla_coordinator.evaluation.evaluate import Evaluator, PairEvaluator, held_out_prompts
 from flotilla_coordinator.evaluation.pinned_evaluation import PinnedEvaluation
@@ -28,7 +29,7 @@ from flotilla_coordinator.rollouts.environments import Environments
 from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import Generation, Sampler
 from flotilla_coordinator.rollouts.group import GroupRollout
-from flotilla_coordinator.rollouts.judges import JudgeTally, agreement_of, examples_of
+from flotilla_coordinator.rollouts.judges import FleetJudges, JudgeTally, agreement_of, examples_of
 from flotilla_coordinator.rollouts.reward_models import RewardModel, RewardModelScorer, TermsInOrder
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
@@ -51,6 +52,7 @@ from flotilla_core.findings import info, warning
 from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
+from flotilla_data.tokenizer import Tokenizer
 
 NOTICE_EVERY_S = 10.0
 
@@ -326,7 +328,18 @@ class RunWiring:
 
     def _service_scorer(self, rewards: tuple[RewardTermConfig, ...]) -> RewardServiceScorer:
         offer, pool, steps = self._host.files.offer, self._fleet.rewards, self._config.steps
-        return RewardServiceScorer(self._run_id, rewards, pool, self._wait_limit_s, offer, steps)
+        return RewardServiceScorer(
+            self._run_id, rewards, pool, self._wait_limit_s, offer, steps, self._fleet_judges()
+        )
+
+    def _fleet_judges(self) -> FleetJudges:
+        async def generators(judge: str) -> list[Registration]:
+            held = await self._fleet.judge(judge, self._wait_limit_s)
+            return [one.registration for one in held]
+
+        return FleetJudges(
+            {judge: partial(generators, judge) for judge in self._fleet.judges}, self._fleet.doubt_judge
+        )
 
     def _scorer(self, rewards: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
         of_models = tuple(term for term in rewards if term.model is not None)
@@ -334,8 +347,8 @@ class RunWiring:
         service = self._service_scorer(of_service)
         models = RewardModelScorer(self._run_id, of_models, self._reward_models)
         if of_models and of_service:
-            return Scorer([TermsInOrder(rewards, service, models)], mode, self._judges)
-        return Scorer([service, models], mode, self._judges)
+            return Scorer(TermsInOrder(rewards, service, models), mode, self._judges)
+        return Scorer(models if of_models else service, mode, self._judges)
 
     def _evaluator(
         self,

@@ -19,7 +19,7 @@ from pathlib import Path
 from flotilla.common.v1.files_pb2 import FolderReference, SharedFolder
 from flotilla.trainer.v1 import session_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.data.tokenizer import Tokenizer, require_same_tokenizer
+from flotilla_coordinator.data.same_tokenizer import require_same_tokenizer
 from flotilla_coordinator.fleet.run_fleet import RunFleet
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.rollouts.batch import Batch
@@ -57,6 +57,7 @@ from flotilla_core.roles import (
 )
 from flotilla_core.tasks import all_settled, gather_or_cancel
 from flotilla_core.transfer import Files, files_of_functions, shared_folder
+from flotilla_data.tokenizer import Tokenizer
 
 Judge = Callable[[Batch], Awaitable[None]]
 

@@ -113,7 +113,9 @@ class GangSession:
         self.opened = False
         """True once the gang has a session of this run, as far as this coordinator has opened it."""
         self.longest_sequence = 0
-        """The most tokens of a sequence, as the gang said when its session opened; 0 where there is no limit."""
+        """The most tokens of a sequence, as the gang said of its session; 0 where there is no limit."""
+        self.vocabulary = 0
+        """The number of token ids that the model has, as the gang said of its session; 0 where it said none."""
 
     async def open(self) -> None:
         """Load the starting weights, and build the optimizer where there is one."""
@@ -125,7 +127,11 @@ class GangSession:
             for run_id in (self._run_id, *await self._known_runs()):
                 await self._close(run_id)
             await self._open()
-        self.opened = True
+
+    def attach(self, found: pb.GetSessionResponse | pb.OpenSessionResponse) -> None:
+        """Continue with the session as the gang tells of it."""
+        self.opened, self.version = True, Version.from_proto(found.policy_version)
+        self.longest_sequence, self.vocabulary = found.max_sequence_tokens, found.vocabulary
 
     async def left(self) -> pb.GetSessionResponse | None:
         """Return the session of this run that an earlier coordinator opened; None where there is none."""
@@ -162,9 +168,7 @@ class GangSession:
             ),
             timeout_s=rpc.UNLIMITED_S,
         )
-        reply = await self._in_patience(call, self._close_timeout_s + SESSION_TIMEOUT_S)
-        self.version = Version.from_proto(reply.policy_version)
-        self.longest_sequence = reply.max_sequence_tokens
+        self.attach(await self._in_patience(call, self._close_timeout_s + SESSION_TIMEOUT_S))
 
     async def _in_patience(self, call: Awaitable[T], idle_timeout_s: float) -> T:
         """Return the answer of the gang, however long it takes, unless it makes no progress for too long."""

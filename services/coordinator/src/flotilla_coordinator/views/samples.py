@@ -2,7 +2,8 @@
 
 Invariants: the ledger says which there are, and how each was judged. What it never holds (the row's answer and other
 columns), and what it has pruned of a sample, comes from the file of its step in the run directory. What that file says
-of a sample that was issued again belongs to an attempt that was undone, and does not count.
+of a sample that was issued again belongs to an attempt that was undone, and does not count. A dropped sample is in no
+file: its row's columns come from another sample of its prompt.
 """
 
 from __future__ import annotations
@@ -51,7 +52,13 @@ def list_samples(
 def complete(page: pb.ListSamplesResponse, directory: RunDirectory) -> None:
     """Add what the files of their steps say of the samples."""
     answered = {one.sample_id: one for one in page.samples if one.state != pb.SAMPLE_STATE_ISSUED}
+    dropped: dict[str, list[pb.Sample]] = {}
+    for one in answered.values():
+        if one.state == pb.SAMPLE_STATE_DROPPED:
+            dropped.setdefault(one.sample_id.rpartition("/")[0], []).append(one)
     for recorded in directory.read_samples({one.step for one in answered.values()}):
+        for one in dropped.pop(recorded["sample_id"].rpartition("/")[0], ()):
+            _add_row(one, recorded)
         sample = answered.get(recorded["sample_id"])
         if sample is not None and not _is_undone(sample, recorded):
             _add_recorded(sample, recorded)
@@ -65,12 +72,16 @@ def _is_undone(sample: pb.Sample, recorded: dict[str, Any]) -> bool:
     ]
 
 
-def _add_recorded(sample: pb.Sample, recorded: dict[str, Any]) -> None:
+def _add_row(sample: pb.Sample, recorded: dict[str, Any]) -> None:
     # A file of an earlier release lacks some of them.
     if (answer := recorded.get("answer")) is not None:
         sample.answer = answer
     if (info := recorded.get("info")) is not None:
         sample.info_json = json.dumps(info, ensure_ascii=False)
+
+
+def _add_recorded(sample: pb.Sample, recorded: dict[str, Any]) -> None:
+    _add_row(sample, recorded)
     # The ledger has them with the verdicts, but not of samples of an earlier release.
     if (parts := recorded.get("reward_parts")) is not None and not sample.verdicts:
         _add_parts(sample, ((part["reward"], part["value"]) for part in parts))

@@ -26,10 +26,11 @@ from flotilla.common.v1 import weights_pb2
 from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING, Finding
 from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla.generator.v1 import generator_pb2 as gen
-from flotilla_coordinator.data.tokenizer import Tokenizer, of_same_tokenizer
+from flotilla_coordinator.data.same_tokenizer import of_same_tokenizer
 from flotilla_core.errors import DeadlineExceeded, FlotillaError, Mismatch, Unauthenticated, Unavailable
 from flotilla_core.rpc import Replica, ReplicaPool
 from flotilla_core.version import Version
+from flotilla_data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceAsyncStub

@@ -1,13 +1,51 @@
-"""The environments that come with the service."""
+"""The environments that come with the service, by their names, and the shortest of them."""
 
 from __future__ import annotations
 
 from flotilla_environment.builtin.calculator import Calculator
-from flotilla_environment.builtin.dialogue import Dialogue
 from flotilla_environment.builtin.frozen_lake import FrozenLake
 from flotilla_environment.builtin.gymnasium import Gymnasium
 from flotilla_environment.builtin.search import Search
-from flotilla_environment.environment import Environment
+from flotilla_environment.environment import Begun, Environment, Reply, Task, Turn
+
+
+class Dialogue(Environment):
+    """Asks the questions of the column `questions`, with the right answers in `answers`, after the prompt.
+
+    Reward `correct` is the share of answers that hold the right one; each turn has its own, 1 or 0.
+    """
+
+    def __init__(self, *, ignore_case: bool = True) -> None:
+        self._ignore_case = ignore_case
+        self._questions: list[str] = []
+        self._answers: list[str] = []
+        self._right: list[float] = []
+
+    def begin(self, task: Task) -> Begun:
+        self._questions = [str(question) for question in task.info.get("questions", [])]
+        self._answers = [str(answer) for answer in task.info.get("answers", [])]
+        if not self._questions or len(self._questions) != len(self._answers):
+            raise ValueError(
+                f"the line has {len(self._questions)} questions and {len(self._answers)} answers, expected as many"
+            )
+        return Begun([*task.messages, {"role": "user", "content": self._questions[0]}])
+
+    def reply(self, turn: Turn) -> Reply:
+        said, right = turn.content, self._answers[len(self._right)]
+        if self._ignore_case:
+            said, right = said.casefold(), right.casefold()
+        reward = float(right in said)
+        self._right.append(reward)
+        if len(self._right) == len(self._questions):
+            return Reply(done=True, reward=reward, rewards=self._rewards())
+        return Reply(self._questions[len(self._right)], reward=reward)
+
+    def stop(self, ending: str) -> Reply:
+        return Reply(done=True, rewards=self._rewards())
+
+    def _rewards(self) -> dict[str, float]:
+        return {"correct": sum(self._right) / len(self._questions)}
+
 
 BUILTIN: dict[str, type[Environment]] = {
     "calculator": Calculator,

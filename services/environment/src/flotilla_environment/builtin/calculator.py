@@ -44,8 +44,13 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        value: float = node.value
+    value: float
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and type(node.value) is not bool
+    ):
+        value = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         value = _UNARY[type(node.op)](_value(node.operand))
     elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:

@@ -11,6 +11,8 @@ from typing import Any
 
 from flotilla_environment.environment import Begun, Environment, Reply, Task, Turn
 
+HIGHLIGHTED = re.compile(r"\x1b\[(?:\d+;)*4\dm(.*?)\x1b\[0m")
+"""The places that a game marks by a background, such as that of the player."""
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -65,4 +67,4 @@ class Gymnasium(Environment):
         return {"return": self._sum}
 
     def _shown(self) -> str:
-        return TERMINAL.sub("", str(self._game.render())).strip()
+        return TERMINAL.sub("", HIGHLIGHTED.sub(r"[\1]", str(self._game.render()))).strip()

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flotilla_core.config.stack import LatencyConfig
+from flotilla_core.config.generators import LatencyConfig
 from flotilla_generator.engine.base import Engine, GenerationRequest, Sample
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_core.config.stack import GeneratorConfig, SimConfig
+from flotilla_core.config.generators import GeneratorConfig, SimConfig
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.base import GenerationRequest, KvPolicy, Sample, SampleSlot, Sampling

@@ -11,7 +11,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_generator.checkpoint import Checkpoint
 from flotilla_generator.engine.vllm.boot import (

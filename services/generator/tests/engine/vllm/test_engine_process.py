@@ -9,7 +9,7 @@ from pathlib import Path
 SERVICE = """
 import colorsys, os, socket, sys, time
 from pathlib import Path
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_generator.engine.vllm import engine_process as it
 
 def engine(taken):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_core.errors import WeightsMismatch
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,28 +19,21 @@ from urllib.parse import urlsplit
 import httpx2
 
 from flotilla_core.config import JudgeConfig
-from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig, Unavailable
+from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig
 from flotilla_core.trust import read_secret
+from flotilla_reward.judges.form import Asked
+from flotilla_reward.judges.transport import Completion, Queue, Refused, away, shortened
 
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 MOST_BYTES = 4 * 1024 * 1024
 """Limit of an answer."""
-LONGEST_SHOWN = 300
 PART_OF_KEY = 6
 """Characters of a key that no message shows in a row."""
 COUNTS = ("prompt_tokens", "completion_tokens")
 FAILED = frozenset({*range(500, 600)} - {HTTPStatus.NOT_IMPLEMENTED})
 UNSTRUCTURED = (400, 404, 415, 422, 501)
-"""How servers refuse a field that they do not know."""
-
-
-class Refused(Exception):
-    """The endpoint answered that it does not take the request, or what is no completion; no verdict."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+"""Statuses by which servers refuse a field that they do not know."""
 
 
 class Trouble(Exception):
@@ -54,24 +45,12 @@ class Trouble(Exception):
         self.wait_s = wait_s
 
 
-@dataclass(frozen=True)
-class Completion:
-    """What a model wrote."""
-
-    content: str
-    tokens: int
-    """Tokens of the prompt and of the answer, as the endpoint counts them."""
-
-
-class Server:
-    """The connections to one address."""
+class Server(Queue):
+    """The requests to one address, and the connections to it."""
 
     def __init__(self, concurrency: int) -> None:
+        super().__init__(concurrency)
         self._limits = httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency)
-        self.places = asyncio.Semaphore(concurrency)
-        self.away_at = -math.inf
-        """The time at which a request last had no answer, however often it was sent; nobody waits behind it in vain."""
-        self.why_away = ""
         self._client: httpx2.AsyncClient | None = None
 
     @property
@@ -90,9 +69,10 @@ class Server:
 
 def servers(judges: Mapping[str, JudgeConfig]) -> dict[str, Server]:
     """Return the servers of the judges by their addresses; those of one address share its smallest limit."""
+    configs: list[JudgeConfig] = [*judges.values()]
     return {
-        url: Server(min(one.concurrency for one in judges.values() if one.url == url))
-        for url in dict.fromkeys(one.url for one in judges.values())
+        url: Server(min(one.concurrency for one in configs if one.url == url))
+        for url in dict.fromkeys(one.url for one in configs)
     }
 
 
@@ -107,9 +87,19 @@ class Endpoint:
         """The server has not refused `response_format` yet."""
 
     @property
-    def host(self) -> str:
-        """The host of the address, for messages."""
+    def model(self) -> str:
+        return self.config.model
+
+    @property
+    def place(self) -> str:
         return urlsplit(self.config.url).netloc
+
+    @property
+    def about(self) -> list[Any]:
+        return [self.config.url, self.config.request]
+
+    async def check(self) -> None:
+        self.key()
 
     def key(self) -> str:
         """Return the key, which may be empty; raise where its place holds none."""
@@ -137,15 +127,16 @@ class Endpoint:
         parts = {key[at : at + PART_OF_KEY] for at in range(len(key) - PART_OF_KEY + 1)} or {key}
         if key and any(part in text for part in parts):
             return "(not shown: it holds a part of the key)"
-        return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+        return shortened(text)
 
-    async def complete(
-        self, system: str, user: str, response_format: Mapping[str, Any], since: float
-    ) -> Completion:
-        """Return what the model writes, by the form where the server can hold it to one; it was needed `since` then."""
+    async def complete(self, asked: Asked, response_format: Mapping[str, Any], since: float) -> Completion:
+        """Return what the model writes, by the form where the server can hold it to one."""
         body: dict[str, Any] = {
             "model": self.config.model,
-            "messages": [{"role": "system", "content": system}, {"role": "user", "content": user}],
+            "messages": [
+                {"role": "system", "content": asked.system},
+                {"role": "user", "content": asked.user},
+            ],
             **self.config.request,
         }
         if not self._structured:
@@ -160,10 +151,9 @@ class Endpoint:
         return completion
 
     async def _completed(self, body: Mapping[str, Any], since: float) -> Completion:
-        retries, server, trouble = self.config.retries, self._server, ""
+        retries, server, trouble, busy = self.config.retries, self._server, "", False
         async with server.places:
-            if server.away_at > since:
-                raise self._away(server.why_away)
+            server.require_answers(since, self.name, self.place)
             for attempt in range(retries + 1):
                 busy, asked_s = False, 0.0
                 try:
@@ -180,11 +170,8 @@ class Endpoint:
                     await asyncio.sleep(max(wait_s, min(LONGEST_WAIT_S, asked_s)))
             trouble = f"{trouble} (asked {retries + 1} times)"
             if not busy:
-                server.away_at, server.why_away = asyncio.get_running_loop().time(), trouble
-        raise self._away(trouble)
-
-    def _away(self, why: str) -> Unavailable:
-        return Unavailable(f"judge {self.name} is away", where=self.host, why=why)
+                server.had_no_answer(trouble)
+        raise away(self.name, self.place, trouble)
 
     async def _post(self, body: Mapping[str, Any]) -> tuple[int, str, bytes]:
         headers = {"Authorization": f"Bearer {key}"} if (key := self.key()) else {}
@@ -194,7 +181,7 @@ class Endpoint:
             async for part in response.aiter_bytes():
                 content += part
                 if len(content) > MOST_BYTES:
-                    raise Refused(response.status_code, f"the answer is longer than {MOST_BYTES} bytes")
+                    raise Refused(f"the answer is longer than {MOST_BYTES} bytes", response.status_code)
             return response.status_code, response.headers.get("Retry-After", ""), bytes(content)
 
     def _told(self, status: int, content: bytes) -> str:
@@ -211,12 +198,12 @@ class Endpoint:
             busy = status == HTTPStatus.TOO_MANY_REQUESTS
             raise Trouble(self._told(status, content), busy=busy, wait_s=_seconds(retry_after))
         if status != HTTPStatus.OK:
-            raise Refused(status, self._told(status, content))
+            raise Refused(self._told(status, content), status)
         try:
             answer = json.loads(content)
             written = answer["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise Refused(status, "the answer is no chat completion") from None
+            raise Refused("the answer is no chat completion", status) from None
         usage = answer.get("usage")
         counts = [usage.get(name) for name in COUNTS] if isinstance(usage, dict) else []
         tokens = sum(one for one in counts if isinstance(one, int) and one >= 0)

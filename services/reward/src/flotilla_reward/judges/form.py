@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its verdict is read.
+"""The question to a judge, and how its verdict is read.
 
 Invariants: what others wrote stands between two lines with a mark that is a digest of it, so no text can hold the mark
 of its own message; what begins or ends a turn for a chat template is broken there. The same material makes the same
@@ -56,7 +56,7 @@ class Form:
     rubric: str
     key: str
     told: str
-    """What the judge is told of the value."""
+    """The words by which the judge is told of the value."""
     schema: Mapping[str, Any]
     """JSON Schema of the value."""
     scale: tuple[float, float] | None = None

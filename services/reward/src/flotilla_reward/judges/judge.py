@@ -2,8 +2,8 @@
 
 Invariants: a response gets a value from a verdict alone. A judge that gives none is asked once more, then the sample is
 an error; a judge that is away leaves the sample without any outcome. Of a pair both orders are asked. A verdict is kept
-under all that it depends on: the address, the model, the fields of the request, and both messages. Of equal questions
-at the same time one is asked, and the others wait for its verdict.
+under all that it depends on: the model, where and how it is asked, and both messages. Of equal questions at the same
+time one is asked, and the others wait for its verdict.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,14 +22,17 @@ from pydantic import ValidationError
 
 from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.reward.v1 import reward_pb2 as pb
-from flotilla_core.config import JudgeConfig, RewardTermConfig
+from flotilla_core import rpc
+from flotilla_core.config import FleetJudgeConfig, JudgeConfig, RewardTermConfig
 from flotilla_core.config.judges import JUDGE, judge_of, rubric_file
-from flotilla_core.errors import FlotillaError, InvalidConfig
+from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig
 from flotilla_core.findings import passed, warned
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_reward.builtin import CannotScore, Judged
-from flotilla_reward.judges.endpoint import Endpoint, Refused, servers
+from flotilla_reward.judges.endpoint import Endpoint, servers
+from flotilla_reward.judges.fleet import Connect, FleetJudge, FolderOf
 from flotilla_reward.judges.form import FIRST, SECOND, Asked, Form, place
+from flotilla_reward.judges.transport import Refused, Transport
 
 MOST_KEPT = 100_000
 """Verdicts that a replica keeps; those that were used longest ago go first."""
@@ -76,24 +80,22 @@ class Verdicts:
 class Judge:
     """A judge with the rubric of a term."""
 
-    def __init__(self, endpoint: Endpoint, term: RewardTermConfig, verdicts: Verdicts) -> None:
-        self._endpoint = endpoint
+    def __init__(self, transport: Transport, term: RewardTermConfig, verdicts: Verdicts) -> None:
+        self._transport = transport
         self._term = term
         self._form = Form.of(term)
         self._verdicts = verdicts
 
-    def check(self) -> None:
-        """Raise where the key of the judge is not there."""
-        self._endpoint.key()
+    async def check(self) -> None:
+        """Raise where the judge can be asked of nothing."""
+        await self._transport.check()
 
     @property
     def version(self) -> str:
-        """What decides how it judges: its model, and the digest of all that it is told beside the material."""
-        config = self._endpoint.config
-        told = json.dumps(
-            [config.url, config.request, self._form.response_format, self._form.asked()], sort_keys=True
-        )
-        return f"{config.model}, sha256:{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        """The name of what decides how it judges: its model, and a digest of what it is told beside material."""
+        asked = [*self._transport.about, self._form.response_format, self._form.asked()]
+        told = json.dumps(asked, sort_keys=True)
+        return f"{self._transport.model}, sha256:{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
     async def judged(self, item: pb.ScoreItem) -> Judged:
         """Return the value of a response, with what it is made of and what it cost.
@@ -126,8 +128,8 @@ class Judge:
         return Judged(value, parts=_cost(*found))
 
     async def _found(self, asked: Asked) -> Found:
-        config = self._endpoint.config
-        of = [config.url, config.model, config.request, self._form.response_format, *asked]
+        transport = self._transport
+        of = [transport.model, *transport.about, self._form.response_format, *asked]
         key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).digest()
         since = asyncio.get_running_loop().time()
         async with self._verdicts.turn(key):
@@ -138,19 +140,19 @@ class Judge:
             return found
 
     async def _asked(self, asked: Asked, since: float) -> Found:
-        endpoint, tokens, said = self._endpoint, 0, ""
+        transport, tokens, said = self._transport, 0, ""
         for _ in range(TRIES):
             try:
-                completion = await endpoint.complete(*asked, self._form.response_format, since)
+                completion = await transport.complete(asked, self._form.response_format, since)
             except Refused as refused:
-                raise CannotScore(f"{endpoint.host} gave no verdict: {refused}") from None
+                raise CannotScore(f"{transport.place} gave no verdict: {refused}") from None
             tokens += completion.tokens
             verdict = self._form.read(completion.content)
             if verdict is not None:
                 return Found(verdict, tokens)
             said = completion.content.strip()
-        end = endpoint.shown(said[-LONGEST_END:])
-        raise CannotScore(f"{endpoint.host} gave no verdict, {TRIES} times; it ended with: {end}")
+        end = transport.shown(said[-LONGEST_END:])
+        raise CannotScore(f"{transport.place} gave no verdict, {TRIES} times; it ended with: {end}")
 
 
 def _cost(*found: Found) -> dict[str, float]:
@@ -165,20 +167,40 @@ def _question(item: pb.ScoreItem) -> str:
     return "\n\n".join(f"{message.role}: {message.content}" for message in item.chat)
 
 
+async def _nowhere(name: str) -> Path:
+    raise FailedPrecondition(
+        f"judge {name} is held by the fleet, and is asked by its reward replicas",
+        next_step="flotilla up, then flotilla run plan or run start, which measure the agreement of judges",
+    )
+
+
 class Judges:
     """The judges that this service can ask, by their names."""
 
-    def __init__(self, configs: Mapping[str, JudgeConfig]) -> None:
-        of_url = servers(configs)
+    def __init__(
+        self,
+        configs: Mapping[str, JudgeConfig | FleetJudgeConfig],
+        connect: Connect = rpc.connect,
+        folder_of: FolderOf = _nowhere,
+    ) -> None:
+        endpoints = {name: one for name, one in configs.items() if isinstance(one, JudgeConfig)}
+        of_url = servers(endpoints)
         self._servers = [*of_url.values()]
-        self._endpoints = {name: Endpoint(name, one, of_url[one.url]) for name, one in configs.items()}
+        self._endpoints = {name: Endpoint(name, one, of_url[one.url]) for name, one in endpoints.items()}
+        self._of_fleet = {
+            name: FleetJudge(name, one, connect, folder_of)
+            for name, one in configs.items()
+            if isinstance(one, FleetJudgeConfig)
+        }
         self._verdicts = Verdicts()
 
-    def resolve(self, reward: str, parameters: Mapping[str, Any]) -> Judge:
-        """Return the judge of a term."""
-        endpoint = self._endpoints.get(judge_of(reward))
-        if endpoint is None:
-            known = ", ".join(self._endpoints) or "none"
+    def resolve(
+        self, reward: str, parameters: Mapping[str, Any], generators: pb.JudgeGenerators | None = None
+    ) -> Judge:
+        """Return the judge of a term; `generators` hold it, where the fleet does."""
+        transport = self._transport(judge_of(reward), generators or pb.JudgeGenerators())
+        if transport is None:
+            known = ", ".join([*self._endpoints, *self._of_fleet]) or "none"
             raise InvalidConfig(
                 f"there is no judge {judge_of(reward)}",
                 why=f"judges of the stack of this reward service: {known}",
@@ -193,17 +215,24 @@ class Judges:
             raise InvalidConfig(
                 f"the rubric of {reward} is the name of a file", where=str(file), why="nobody read it"
             )
-        return Judge(endpoint, term, self._verdicts)
+        return Judge(transport, term, self._verdicts)
+
+    def _transport(self, name: str, generators: pb.JudgeGenerators) -> Transport | None:
+        if name in self._of_fleet:
+            return self._of_fleet[name].held_by(generators)
+        return self._endpoints.get(name)
 
     def infos(self) -> list[pb.RewardInfo]:
         """Describe each judge, for lists of rewards."""
+        places = {name: f"{one.model} at {one.place}" for name, one in self._endpoints.items()}
+        places |= {name: f"{one.config.model} in the fleet" for name, one in self._of_fleet.items()}
         return [
-            pb.RewardInfo(name=f"{JUDGE}{name}", description=f"Judge: {one.config.model} at {one.host}.")
-            for name, one in self._endpoints.items()
+            pb.RewardInfo(name=f"{JUDGE}{name}", description=f"Judge: {place}.")
+            for name, place in places.items()
         ]
 
     def findings(self) -> list[Finding]:
-        """Say of each judge whether its key is there."""
+        """Say of each judge behind an endpoint whether its key is there."""
         found = []
         for name, endpoint in self._endpoints.items():
             try:
@@ -211,10 +240,12 @@ class Judges:
             except FlotillaError as error:
                 found.append(warned(f"judge {name}", str(error), "See docs/judges.md."))
             else:
-                found.append(passed(f"judge {name}", f"{endpoint.config.model} at {endpoint.host}"))
+                found.append(passed(f"judge {name}", f"{endpoint.model} at {endpoint.place}"))
         return found
 
     async def close(self) -> None:
         """Close all connections."""
         for server in self._servers:
             await server.close()
+        for judge in self._of_fleet.values():
+            await judge.close()

@@ -27,6 +27,7 @@ class Code(BuiltinReward):
 
     bounded: ClassVar[bool] = False
     runs_code: ClassVar[bool] = True
+    rules: ClassVar[int] = 2
 
     program: Literal["last_block", "response"] = Field(
         default="last_block",
@@ -150,7 +151,10 @@ class Code(BuiltinReward):
         numbers = [one for one in (got, expected) if isinstance(one, int | float)]
         if len(numbers) < 2 or not self.tolerance or all(isinstance(one, int) for one in numbers):
             return False
-        return math.isclose(got, expected, rel_tol=self.tolerance, abs_tol=self.tolerance)
+        try:
+            return math.isclose(got, expected, rel_tol=self.tolerance, abs_tol=self.tolerance)
+        except OverflowError:  # An integer beyond all floats is near none.
+            return False
 
 
 def _number(text: str) -> float | int | None:

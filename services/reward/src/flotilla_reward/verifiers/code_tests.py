@@ -7,7 +7,10 @@ gets. A test whose verdict would be the status of a program alone is refused: ev
 from __future__ import annotations
 
 import ast
+import builtins
 import json
+import symtable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -17,6 +20,7 @@ from flotilla_reward.builtin import CannotScore, Sample
 COLUMNS = ("tests", "test_cases", "input_output", "test_list", "test", "verification_info")
 FUNCTIONS = ("function", "fn_name", "func_name", "entry_point")
 INPUTS, OUTPUTS = ("input", "stdin"), ("output", "stdout", "expected_output", "expected")
+RESULTS = ("expected", "result", "output")
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Call:
-    """A function gets arguments, and returns a result."""
+    """A function gets arguments, and returns one of some results."""
 
     function: str
     arguments: list[Any]
     keywords: dict[str, Any]
-    result: Any
+    results: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def tests_of(sample: Sample) -> Tests:
     name = next((name for name in COLUMNS if sample.info.get(name)), "")
     found = _read(sample.info[name] if name else sample.answer)
     try:
-        tests = _tests(found, sample.info)
+        tests = _tests(found, {"prompt": sample.prompt} | sample.info)
     except (KeyError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError) as error:
         raise CannotScore(f"the tests of the row cannot be read: {error!r:.300}") from error
     if not tests.least:
@@ -90,10 +94,8 @@ def _tests(found: Any, row: dict[str, Any]) -> Tests:
         return Tests(script=_script(found, row)) if found.strip() else Tests()
     if isinstance(found, dict):
         row = row | found
-        if "inputs" in found:
-            name = _first(found, FUNCTIONS, "")
-            pairs = zip(found["inputs"], found["outputs"], strict=True)
-            return Tests(tuple(_pair(one, output, name) for one, output in pairs))
+        if found.get("inputs") is not None:
+            return Tests(_pairs(found["inputs"], found["outputs"], _first(found, FUNCTIONS, "")))
         inner = next((found[name] for name in ("cases", *COLUMNS) if found.get(name)), None)
         if inner is None:
             return _tests([found], row)
@@ -112,12 +114,44 @@ def _script(source: str, row: dict[str, Any]) -> Script:
     tree = ast.parse(source)
     defined = {one.name for one in tree.body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
     if "check" in defined:
-        return Script("check", source, str(_first(row, FUNCTIONS)))
+        entry_point = str(_first(row, FUNCTIONS))
+        return Script("check", _with_prompt(source, row["prompt"], entry_point), entry_point)
     if any(name.startswith(("test", "Test")) for name in defined) or _has_cases(tree):
         return Script("pytest", source)
     if not any(isinstance(one, ast.Assert) for one in ast.walk(tree)):
         raise ValueError("the code has no assertion, no function check, and no tests for pytest")
+    defines = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    done = [part for one in tree.body if not isinstance(one, defines) for part in ast.walk(one)]
+    if not any(isinstance(part, ast.Assert | ast.Call) for part in done):
+        raise ValueError("nothing calls the assertions of the code")
     return Script("asserts", source)
+
+
+def _with_prompt(source: str, prompt: Any, entry_point: str) -> str:
+    """Return a function `check` with the code of the prompt before it, where it uses what only that defines."""
+    missing = _undefined(source) - {entry_point}
+    if not missing:
+        return source
+    whole = f"{prompt}\n{source}"
+    with suppress(SyntaxError):  # The prompt may be prose, or in a chat.
+        missing = _undefined(whole) - {entry_point}
+    if missing:
+        raise ValueError(f"{min(missing)} is defined neither beside check nor in the prompt")
+    return whole
+
+
+def _undefined(source: str) -> set[str]:
+    """Return the names that a module uses and nothing in it defines; none where it imports all of another one."""
+    if any(isinstance(one, ast.alias) and one.name == "*" for one in ast.walk(ast.parse(source))):
+        return set()
+    module = symtable.symtable(source, "tests", "exec")
+    used, defined, scopes = set[str](), {*dir(builtins), "__file__"}, [module]
+    for scope in scopes:
+        scopes += scope.get_children()
+        for name in scope.get_symbols():
+            if name.is_global() or scope is module:
+                (defined if name.is_assigned() else used).add(name.get_name())
+    return used - defined
 
 
 def _has_cases(tree: ast.Module) -> bool:
@@ -125,10 +159,15 @@ def _has_cases(tree: ast.Module) -> bool:
     return any(kind.endswith("TestCase") for kind in kinds)
 
 
-def _pair(given: Any, output: Any, name: str) -> Run | Call:
-    if name:
-        return Call(name, list(given), {}, output)
-    return Run(_text(given), _text(output), None, {})
+def _pairs(inputs: list[Any], outputs: list[Any], name: str) -> tuple[Run | Call, ...]:
+    """Return the tests of APPS; where each result is a list of one, that may be the data set's own wrapping."""
+    pairs = list(zip(inputs, outputs, strict=True))
+    if not name:
+        return tuple(Run(_text(given), _text(output), None, {}) for given, output in pairs)
+    wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+    return tuple(
+        Call(name, list(given), {}, (output, *(output if wrapped else ()))) for given, output in pairs
+    )
 
 
 def _case(one: dict[str, Any], row: dict[str, Any]) -> Run | Call:
@@ -137,14 +176,14 @@ def _case(one: dict[str, Any], row: dict[str, Any]) -> Run | Call:
         metadata = _read(row.get("metadata") or {})
         name = name or str(_first(metadata, FUNCTIONS))
         lines = str(one["input"]).split("\n")
-        return Call(name, [json.loads(line) for line in lines], {}, json.loads(one["output"]))
+        return Call(name, [json.loads(line) for line in lines], {}, (json.loads(one["output"]),))
     if name:
         arguments = _first(one, ("arguments", "args", "input"), [])
         keywords = _first(one, ("keywords", "kwargs"), {})
-        return Call(
-            name, list(_read(arguments)), dict(keywords), _first(one, ("expected", "result", "output"))
-        )
-    command, files = one.get("command"), dict(one.get("files", {}))
+        if not any(name in one for name in RESULTS):
+            raise ValueError(f"there is no {' or '.join(RESULTS)}")
+        return Call(name, list(_read(arguments)), dict(keywords), (_first(one, RESULTS, None),))
+    command, files = one.get("command"), dict(one.get("files") or {})
     if command is not None and not (isinstance(command, str | list) and command):
         raise ValueError("a command is neither a text nor a list of texts")
     for path in map(PurePosixPath, files):
@@ -154,9 +193,12 @@ def _case(one: dict[str, Any], row: dict[str, Any]) -> Run | Call:
 
 
 def _first(row: dict[str, Any], names: tuple[str, ...], *default: Any) -> Any:
-    """Return the first of several columns that a row has; without a default one of them has to be there."""
+    """Return the first of several columns that a row has; without a default one of them has to be there.
+
+    A null is not there: tables have one where a row lacks a column of other rows.
+    """
     for name in names:
-        if name in row:
+        if row.get(name) is not None:
             return row[name]
     if not default:
         raise ValueError(f"there is no {' or '.join(names)}")

@@ -11,7 +11,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -262,7 +262,9 @@ def postscript(text: str, *, marker: Annotated[str, Field(pattern=r"\w")] = "P.S
 
 def quoted(text: str) -> bool:
     inside = text[1:-1]
-    return text[:1] in ('"', "“") and text[-1:] in ('"', "”") and '"' not in inside and bool(inside.strip())
+    depths = accumulate((mark == "“") - (mark == "”") for mark in inside)
+    closed = '"' in inside or any(depth < 0 for depth in depths)
+    return text[:1] in ('"', "“") and text[-1:] in ('"', "”") and not closed and bool(inside.strip())
 
 
 def starts_with(text: str, *, phrase: Phrase) -> bool:

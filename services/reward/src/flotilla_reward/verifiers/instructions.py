@@ -40,6 +40,7 @@ class Instructions(BuiltinReward):
     """
 
     bounded: ClassVar[bool] = True
+    rules: ClassVar[int] = 2
 
     instructions: list[dict[str, Any]] | None = Field(
         default=None,

@@ -19,6 +19,7 @@ import tempfile
 import threading
 from base64 import b64encode
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -31,8 +32,8 @@ MOST_OUTPUT_BYTES = 700 * 1024
 COLLECTED = ("test", "Test", "pytest", "setup", "teardown")
 """Beginnings of names by which pytest would take something of the program for a test, or for an order."""
 
-OF_CODE, OF_PYTEST = "tests", "test_of_row"
-"""Names of the modules that tests are."""
+OF_CODE, OF_SCRIPT, OF_PYTEST = "tests", "__main__", "test_of_row"
+"""Names of the modules that tests are; a script may do its work only where it is the main one."""
 
 Answers = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -178,7 +179,7 @@ class Checks(Peer):
     """
 
     def __init__(self, kind: str, source: str, entry_point: str, module: str, first: int) -> None:
-        super().__init__(shows=(OF_CODE, OF_PYTEST))
+        super().__init__(shows=(OF_CODE, OF_SCRIPT, OF_PYTEST))
         self._form, self._entry_point, self._first = kind, entry_point, first
         self._folder = _folder()
         self._tree = ast.parse(source)
@@ -219,21 +220,25 @@ class Checks(Peer):
 
     def _namespace(self) -> dict[str, Any]:
         """Return what the program has, by its names; nothing of a program that does not load."""
-        namespace: dict[str, Any] = {"__name__": OF_CODE}
+        namespace: dict[str, Any] = {"__name__": OF_SCRIPT}
         self._test(compile(f"from {self._program.__name__} import *", "tests", "exec"), namespace)
         return namespace
 
     def _asserts(self) -> None:
-        """Run statement by statement: each that asserts at the top level is a test."""
-        tests = [node for node in self._tree.body if _asserts(node)]
+        """Run statement by statement; once a preparation has failed, no test passes any more."""
+        tests = _tests(self._tree.body)
         self.tell({"total": len(tests)})
-        namespace = self._namespace()
-        for node in self._tree.body:
-            code = compile(ast.Module([node], []), "tests", "exec")
-            if node not in tests:
-                self._test(code, namespace)
-            elif tests.index(node) >= self._first:
-                self.tell({"passed": self._test(code, namespace)})
+        namespace, prepared = self._namespace(), True
+        for place, statements in enumerate(tests):
+            passed = prepared
+            for node in statements:
+                if not prepared or (place < self._first and _asserts(node)):
+                    continue
+                ran = self._test(compile(ast.Module([node], []), "tests", "exec"), namespace)
+                passed &= ran
+                prepared &= ran or _asserts(node)
+            if place >= self._first:
+                self.tell({"passed": passed})
 
     def _check(self) -> None:
         """Call `check` with the function that the row names, and nothing else of the program."""
@@ -281,6 +286,15 @@ class Seen:
 
     def pytest_runtest_logfinish(self) -> None:
         self._checks.tell({"passed": not self.failed})
+
+
+def _tests(statements: list[ast.stmt]) -> list[list[ast.stmt]]:
+    """Return the tests of a script: each statement that asserts at the top level, with those that prepare it.
+
+    What follows the last one belongs to it, for it may call assertions. A script without one is a single test.
+    """
+    ends = [place + 1 for place, node in enumerate(statements) if _asserts(node)]
+    return [statements[start:end] for start, end in pairwise([0, *ends[:-1], len(statements)])]
 
 
 def _asserts(node: ast.AST) -> bool:

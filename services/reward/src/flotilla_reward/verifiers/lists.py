@@ -9,7 +9,7 @@ import json
 import re
 import string
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -46,16 +46,14 @@ class F1(BuiltinReward):
     """
 
     bounded: ClassVar[bool] = True
+    rules: ClassVar[int] = 2
 
     after: str | None = Field(default=None, min_length=1, description=AFTER)
 
     def score(self, sample: Sample) -> float:
-        references: list[str] = [sample.answer] if sample.answer.strip() else []
-        references = json_list(sample.answer.strip()) or references
-        for column in REFERENCES:
-            value = sample.info.get(column, [])
-            references = [*references, *(value if isinstance(value, list) else [value])]
-        counted = [Counter(tokens_of(str(reference))) for reference in references]
+        answer = sample.answer.strip()
+        told = [_of_squad(answer) or json_list(answer) or answer, *map(sample.info.get, REFERENCES)]
+        counted = [Counter(tokens_of(text)) for one in told for text in _texts(one)]
         counted = [tokens for tokens in counted if tokens]
         if not counted:
             raise CannotScore(
@@ -64,6 +62,25 @@ class F1(BuiltinReward):
         text = text_after(self.after, sample.response)
         tokens = Counter(tokens_of(text)) if text is not None else Counter()
         return max(_f1(tokens, reference) for reference in counted)
+
+
+def _of_squad(answer: str) -> Any:
+    """Return the answers of SQuAD that a text of JSON is; None for any other text."""
+    found = json_list(f"[{answer}]") if answer.startswith("{") else None
+    return found[0] if found and isinstance(found[0], dict) and "text" in found[0] else None
+
+
+def _texts(reference: Any) -> list[str]:
+    """Return the texts of a reference, of which there may be several, as SQuAD has them too; none of a null."""
+    if isinstance(reference, dict) and "text" in reference:
+        reference = reference["text"]
+    if isinstance(reference, list):
+        return [text for one in reference for text in _texts(one)]
+    if reference is None:
+        return []
+    if not isinstance(reference, str | int | float):
+        raise CannotScore(f"a reference is neither text nor number: {reference!r:.200}")
+    return [str(reference)]
 
 
 def _f1(tokens: Counter[str], reference: Counter[str]) -> float:

@@ -30,7 +30,8 @@ LETTER = rf"(?:[^\W_{UNSPACED}]|[{MARKS}])"
 WORD = re.compile(rf"[{UNSPACED}]|{LETTER}+(?:[.,'’\-]{LETTER}+)*")
 # A letter with few accents: what composes in writing, and never a long run.
 COMPOSABLE = re.compile(r"[^\W\d_][\u0300-\u036f]{1,3}")
-FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})([^`\n]*)$", re.MULTILINE)
+# Nothing is given back, because a shorter fence before a mark of it is none.
+FENCE = re.compile(r"^ {0,3}+(`{3,}+|~{3,}+)([^`\n]*+)$", re.MULTILINE)
 
 
 class _Folding(dict[int, str]):

@@ -22,6 +22,8 @@ from typing import Any, cast
 
 DEEPEST = 100
 LARGEST_PLAIN = 1 << 53
+LONGEST_NUMBER = 1 << 16
+"""The most digits of a Decimal and bits of each part of a Fraction: to make a longer one takes long."""
 ROOT = 0
 """The number of the object that is there from the beginning."""
 
@@ -99,7 +101,7 @@ class Peer:
         for at, changed in said.get("changed", ()):
             _become(arguments[at], self.unpack(changed))
         if "raised" in said:
-            raise self._exception(said["raised"], said["text"])
+            raise self._exception(operation, said["raised"], said["text"])
         return self.unpack(said["says"])
 
     def _done(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -181,11 +183,31 @@ class Peer:
         made = cast("type[Exception]", type(names[0], (base,), {}))
         return self._kinds.setdefault(names[0], made)
 
-    def _exception(self, names: list[str], text: str) -> Exception:
+    def _exception(self, operation: str, names: list[str], text: str) -> Exception:
+        kind = self._kind_of(names)
+        if issubclass(kind, StopIteration) and operation != "__next__":
+            # As in a generator: an iteration that calls a function is not ended by it.
+            return RuntimeError(f"{names[0]}: {text}")
+        if issubclass(kind, UnicodeError):  # Some are made of more than a text.
+            own = {"__init__": lambda *_: None, "__str__": lambda _: text}
+            kind = cast("type[Exception]", type(kind.__name__, (kind,), own))
         try:
-            return self._kind_of(names)(text)
-        except TypeError:  # It is made of more than a text.
+            return kind(text)
+        except TypeError:
             return Ended(f"{names[0]}: {text}")
+
+
+def _as_decimal(said: Any) -> Decimal:
+    if not isinstance(said, str) or len(said) > LONGEST_NUMBER:
+        raise ValueError("no text of a number, or too long")
+    return Decimal(said)
+
+
+def _as_fraction(parts: Any) -> Fraction:
+    above, below = parts
+    if any(type(one) is not int or one.bit_length() > LONGEST_NUMBER for one in parts):
+        raise ValueError("no integers, or too long")
+    return Fraction(above, below)
 
 
 MUTABLE = (list, dict, set)
@@ -198,12 +220,8 @@ PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     "deque": (deque, list, deque),
-    "Decimal": (Decimal, str, Decimal),
-    "Fraction": (
-        Fraction,
-        lambda value: [value.numerator, value.denominator],
-        lambda parts: Fraction(*parts),
-    ),
+    "Decimal": (Decimal, str, _as_decimal),
+    "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], _as_fraction),
     "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
     "date": (date, date.isoformat, date.fromisoformat),
 }

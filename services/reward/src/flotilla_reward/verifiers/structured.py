@@ -44,7 +44,19 @@ VALUES = (
     "$ref",
 )
 PLAIN = frozenset({*VALUES, *COUNTS, *NUMBERS})
+# A character with its backslash, a class of characters, or the end.
+PART_OF_PATTERN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]|\$", re.DOTALL)
 KNOWN = ANNOTATIONS | ONE_SCHEMA | SCHEMAS | NAMED_SCHEMAS | PLAIN
+
+
+def _as_python(part: re.Match[str]) -> str:
+    return r"\Z" if part[0] == "$" else part[0]
+
+
+@lru_cache(maxsize=256)
+def pattern_of(text: str) -> re.Pattern[str]:
+    """Return a pattern of JSON Schema, whose `$` is the very end and not also what is before a last line's end."""
+    return re.compile(PART_OF_PATTERN.sub(_as_python, text))
 
 
 def _is_number(value: Any) -> bool:
@@ -69,7 +81,7 @@ RULES: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "multipleOf": ("number", lambda value, step: _fraction(value) % _fraction(step) == 0),
     "minLength": ("string", lambda value, least: len(value) >= least),
     "maxLength": ("string", lambda value, most: len(value) <= most),
-    "pattern": ("string", lambda value, pattern: re.search(pattern, value) is not None),
+    "pattern": ("string", lambda value, pattern: pattern_of(pattern).search(value) is not None),
     "format": ("string", lambda value, name: FORMATS[name](value)),
     "minItems": ("array", lambda value, least: len(value) >= least),
     "maxItems": ("array", lambda value, most: len(value) <= most),
@@ -90,6 +102,7 @@ class JsonSchema(BuiltinReward):
 
     bounded: ClassVar[bool] = False
     blames_response: ClassVar[bool] = True
+    rules: ClassVar[int] = 2
 
     json_schema: dict[str, Any] | None = Field(
         default=None,
@@ -185,7 +198,7 @@ def _check_plain(keyword: str, demand: Any, root: Any, here: str) -> None:
         problem = f"{wrong[0]!r} is no type; types are {', '.join(TYPES)}" if wrong else ""
     elif keyword == "pattern":
         try:
-            re.compile(demand)
+            pattern_of(demand)
             problem = ""
         except (re.error, OverflowError, TypeError) as error:
             problem = f"not a regular expression: {error}"
@@ -299,7 +312,7 @@ def _of_object(value: dict[str, Any], schema: dict[str, Any], root: Any) -> Iter
         if name in value:
             yield from demands(value, part, root)
     for name, item in value.items():
-        parts = [part for pattern, part in patterns.items() if re.search(pattern, name)]
+        parts = [part for pattern, part in patterns.items() if pattern_of(pattern).search(name)]
         parts += [properties[name]] if name in properties else []
         if not parts and "additionalProperties" in schema:
             parts = [schema["additionalProperties"]]

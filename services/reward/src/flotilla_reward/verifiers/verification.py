@@ -198,7 +198,7 @@ class Verification:
             reason = said if isinstance(said, str) else self._of_run(said, test.output)
         else:
             said = await program.ask({"asks": _called(test)}, self._limit())
-            reason = said if isinstance(said, str) else self._of_call(said, test.result)
+            reason = said if isinstance(said, str) else self._of_call(said, test.results)
         self._tally.take(reason)
         return not isinstance(said, str)
 
@@ -207,11 +207,12 @@ class Verification:
             return reason
         return "" if self._rules.same_output(_printed(said), expected) else "wrong_answer"
 
-    def _of_call(self, said: dict[str, Any], expected: Any) -> Reason:
+    def _of_call(self, said: dict[str, Any], results: tuple[Any, ...]) -> Reason:
         if "says" not in said:
             return "failed"
         try:
-            same = self._rules.same_value(plain(said["says"]), expected)
+            got = plain(said["says"])
+            same = any(self._rules.same_value(got, expected) for expected in results)
         except (NotPlain, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             same = False
         return "" if same else "wrong_answer"

@@ -43,7 +43,10 @@ class TrainerServicer(TrainerServiceServicer):
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         session = self._manager.session(request.run_id)
         return pb.GetSessionResponse(
-            policy_version=session.version.to_proto(), last_update_id=session.last_update_id
+            policy_version=session.version.to_proto(),
+            last_update_id=session.last_update_id,
+            max_sequence_tokens=session.ranks.limits.max_sequence_tokens,
+            vocabulary=session.ranks.limits.vocabulary,
         )
 
     async def Train(self, requests: AsyncIterator[pb.TrainRequest], context: Any) -> pb.TrainResponse:

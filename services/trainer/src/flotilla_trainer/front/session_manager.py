@@ -138,7 +138,8 @@ class SessionManager:
             parameters=self._gang.facts["parameters"],
             ranks=self._gang.size,
             model_digest=model_digest(session.folder),
-            max_sequence_tokens=self._gang.facts["max_sequence_tokens"],
+            max_sequence_tokens=session.ranks.limits.max_sequence_tokens,
+            vocabulary=session.ranks.limits.vocabulary,
         )
 
     async def close(self, run_id: str) -> None:

@@ -109,7 +109,7 @@ class ScoreModel(ValueModel):
     @staticmethod
     def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel | ValueBody:
         """Build the model inside, without weights."""
-        head, labels = score_head(Path(config.name_or_path))
+        head, labels = score_head(Path(str(config.name_or_path)))
         if not labels:
             raise FailedPrecondition(
                 f"a model of type {config.model_type} gives no rewards",

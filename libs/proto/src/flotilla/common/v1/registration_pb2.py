@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%flotilla/common/v1/registration.proto\x12\x12\x66lotilla.common.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xbf\x04\n\x0cRegistration\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.flotilla.common.v1.ServiceKind\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x30\n\x05state\x18\x05 \x01(\x0e\x32!.flotilla.common.v1.InstanceState\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\x03\x12.\n\nstarted_at\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10protocol_version\x18\t \x01(\t\x12@\n\x08versions\x18\n \x03(\x0b\x32..flotilla.common.v1.Registration.VersionsEntry\x12\x18\n\x10tokenizer_digest\x18\x0b \x01(\t\x12\x14\n\x0cmodel_digest\x18\x0c \x01(\t\x12@\n\x08\x63\x61pacity\x18\r \x03(\x0b\x32..flotilla.common.v1.Registration.CapacityEntry\x12\x0c\n\x04role\x18\x0e \x01(\t\x12\x11\n\tisolation\x18\x0f \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rCapacityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01*\xe9\x01\n\x0bServiceKind\x12\x1c\n\x18SERVICE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVICE_KIND_GENERATOR\x10\x01\x12\x18\n\x14SERVICE_KIND_TRAINER\x10\x02\x12\x17\n\x13SERVICE_KIND_REWARD\x10\x03\x12\x1c\n\x18SERVICE_KIND_COORDINATOR\x10\x04\x12\x19\n\x15SERVICE_KIND_LAUNCHER\x10\x05\x12\x16\n\x12SERVICE_KIND_RANKS\x10\x06\x12\x1c\n\x18SERVICE_KIND_ENVIRONMENT\x10\x07*\x9e\x01\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17INSTANCE_STATE_STARTING\x10\x01\x12\x18\n\x14INSTANCE_STATE_READY\x10\x02\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x03\x12\x19\n\x15INSTANCE_STATE_FAILED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%flotilla/common/v1/registration.proto\x12\x12\x66lotilla.common.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd6\x04\n\x0cRegistration\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.flotilla.common.v1.ServiceKind\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x30\n\x05state\x18\x05 \x01(\x0e\x32!.flotilla.common.v1.InstanceState\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\x03\x12.\n\nstarted_at\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10protocol_version\x18\t \x01(\t\x12@\n\x08versions\x18\n \x03(\x0b\x32..flotilla.common.v1.Registration.VersionsEntry\x12\x18\n\x10tokenizer_digest\x18\x0b \x01(\t\x12\x14\n\x0cmodel_digest\x18\x0c \x01(\t\x12@\n\x08\x63\x61pacity\x18\r \x03(\x0b\x32..flotilla.common.v1.Registration.CapacityEntry\x12\x0c\n\x04role\x18\x0e \x01(\t\x12\x11\n\tisolation\x18\x0f \x01(\t\x12\x15\n\rweights_stamp\x18\x10 \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rCapacityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01*\xe9\x01\n\x0bServiceKind\x12\x1c\n\x18SERVICE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVICE_KIND_GENERATOR\x10\x01\x12\x18\n\x14SERVICE_KIND_TRAINER\x10\x02\x12\x17\n\x13SERVICE_KIND_REWARD\x10\x03\x12\x1c\n\x18SERVICE_KIND_COORDINATOR\x10\x04\x12\x19\n\x15SERVICE_KIND_LAUNCHER\x10\x05\x12\x16\n\x12SERVICE_KIND_RANKS\x10\x06\x12\x1c\n\x18SERVICE_KIND_ENVIRONMENT\x10\x07*\x9e\x01\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17INSTANCE_STATE_STARTING\x10\x01\x12\x18\n\x14INSTANCE_STATE_READY\x10\x02\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x03\x12\x19\n\x15INSTANCE_STATE_FAILED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,14 +36,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTRATION_VERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_REGISTRATION_CAPACITYENTRY']._loaded_options = None
   _globals['_REGISTRATION_CAPACITYENTRY']._serialized_options = b'8\001'
-  _globals['_SERVICEKIND']._serialized_start=673
-  _globals['_SERVICEKIND']._serialized_end=906
-  _globals['_INSTANCESTATE']._serialized_start=909
-  _globals['_INSTANCESTATE']._serialized_end=1067
+  _globals['_SERVICEKIND']._serialized_start=696
+  _globals['_SERVICEKIND']._serialized_end=929
+  _globals['_INSTANCESTATE']._serialized_start=932
+  _globals['_INSTANCESTATE']._serialized_end=1090
   _globals['_REGISTRATION']._serialized_start=95
-  _globals['_REGISTRATION']._serialized_end=670
-  _globals['_REGISTRATION_VERSIONSENTRY']._serialized_start=574
-  _globals['_REGISTRATION_VERSIONSENTRY']._serialized_end=621
-  _globals['_REGISTRATION_CAPACITYENTRY']._serialized_start=623
-  _globals['_REGISTRATION_CAPACITYENTRY']._serialized_end=670
+  _globals['_REGISTRATION']._serialized_end=693
+  _globals['_REGISTRATION_VERSIONSENTRY']._serialized_start=597
+  _globals['_REGISTRATION_VERSIONSENTRY']._serialized_end=644
+  _globals['_REGISTRATION_CAPACITYENTRY']._serialized_start=646
+  _globals['_REGISTRATION_CAPACITYENTRY']._serialized_end=693
 # @@protoc_insertion_point(module_scope)

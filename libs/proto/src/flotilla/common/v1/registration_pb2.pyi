@@ -133,6 +133,7 @@ class Registration(_message.Message):
     CAPACITY_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ISOLATION_FIELD_NUMBER: _builtins.int
+    WEIGHTS_STAMP_FIELD_NUMBER: _builtins.int
     kind: Global___ServiceKind.ValueType
     instance_id: _builtins.str
     """Unique over restarts, for example generator-0-7f3a."""
@@ -150,10 +151,12 @@ class Registration(_message.Message):
     model_digest: _builtins.str
     role: _builtins.str
     """What a trainer holds for a run: policy (also when empty), critic, reference or teacher, or
-    teacher-NAME for a teacher that has a name, or reward_model-NAME.
+    teacher-NAME for a teacher that has a name, or reward_model-NAME. Of a generator with a judge judge-NAME.
     """
     isolation: _builtins.str
     """How far a reward service keeps functions of users from its host: namespaces, landlock, none, or refused."""
+    weights_stamp: _builtins.str
+    """Of a generator with a judge: changes with the names, sizes and times of the files that its weights are from."""
     @_builtins.property
     def started_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -182,10 +185,11 @@ class Registration(_message.Message):
         capacity: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         role: _builtins.str = ...,
         isolation: _builtins.str = ...,
+        weights_stamp: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity", b"capacity", "host", b"host", "instance_id", b"instance_id", "isolation", b"isolation", "kind", b"kind", "model_digest", b"model_digest", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "started_at", b"started_at", "state", b"state", "tokenizer_digest", b"tokenizer_digest", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity", b"capacity", "host", b"host", "instance_id", b"instance_id", "isolation", b"isolation", "kind", b"kind", "model_digest", b"model_digest", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role", "started_at", b"started_at", "state", b"state", "tokenizer_digest", b"tokenizer_digest", "versions", b"versions", "weights_stamp", b"weights_stamp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

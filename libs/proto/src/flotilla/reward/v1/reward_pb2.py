@@ -30,7 +30,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lotilla/reward/v1/reward.proto\x12\x12\x66lotilla.reward.v1\x1a\x1d\x66lotilla/common/v1/chat.proto\x1a\x1e\x66lotilla/common/v1/files.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1f\x66lotilla/common/v1/tensor.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x14\n\x12ListRewardsRequest\"Y\n\x13ListRewardsResponse\x12/\n\x07rewards\x18\x01 \x03(\x0b\x32\x1e.flotilla.reward.v1.RewardInfo\x12\x11\n\tisolation\x18\x02 \x01(\t\"\\\n\nRewardInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xe6\x01\n\nRewardSpec\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x04\x63ode\x18\x05 \x01(\x0b\x32#.flotilla.common.v1.FolderReference\x12\x0f\n\x07trusted\x18\x06 \x01(\x08\x12\x17\n\x0f\x62lames_response\x18\x07 \x01(\x08\x12\x0c\n\x04name\x18\x08 \x01(\tJ\x04\x08\x02\x10\x03\"\xbb\x01\n\x0cScoreRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12,\n\x05items\x18\x03 \x03(\x0b\x32\x1d.flotilla.reward.v1.ScoreItem\x12/\n\x07rewards\x18\x04 \x03(\x0b\x32\x1e.flotilla.reward.v1.RewardSpec\x12\x18\n\x0btotal_steps\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x0e\n\x0c_total_steps\"\xca\x02\n\tScoreItem\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x16\n\x06prompt\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12\x18\n\x08response\x18\x03 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12\x16\n\x06\x61nswer\x18\x05 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12%\n\x04info\x18\x06 \x01(\x0b\x32\x17.google.protobuf.Struct\x12)\n\x04\x63hat\x18\x07 \x03(\x0b\x32\x1b.flotilla.common.v1.Message\x12.\n\ranswer_column\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05group\x18\t \x01(\t\x12-\n\ttoken_ids\x18\n \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x11\n\x04step\x18\x0b \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_stepJ\x04\x08\x04\x10\x05\"q\n\rScoreResponse\x12\x32\n\x08outcomes\x18\x01 \x03(\x0b\x32 .flotilla.reward.v1.ScoreOutcome\x12,\n\x05terms\x18\x02 \x03(\x0b\x32\x1d.flotilla.reward.v1.TermFacts\"4\n\tTermFacts\x12\x14\n\x0cwhole_groups\x18\x01 \x01(\x08\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\"\xa7\x02\n\x0cScoreOutcome\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x30\n\x05value\x18\x02 \x01(\x0b\x32\x1f.flotilla.reward.v1.RewardValueH\x00\x12\x30\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1f.flotilla.reward.v1.RewardErrorH\x00\x12\x34\n\x07timeout\x18\x04 \x01(\x0b\x32!.flotilla.reward.v1.RewardTimeoutH\x00\x12*\n\x07\x65lapsed\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x06\x62\x65\x66ore\x18\x06 \x03(\x0b\x32#.flotilla.reward.v1.RewardComponentB\t\n\x07outcome\"L\n\x0bRewardValue\x12\x37\n\ncomponents\x18\x02 \x03(\x0b\x32#.flotilla.reward.v1.RewardComponentJ\x04\x08\x01\x10\x02\"\xe8\x01\n\x0fRewardComponent\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x01\x12\x12\n\nunreadable\x18\x04 \x01(\x08\x12,\n\x05parts\x18\x05 \x03(\x0b\x32\x1d.flotilla.reward.v1.NamedPart\x12\x0f\n\x07version\x18\x06 \x01(\t\x12*\n\x07\x65lapsed\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03why\x18\x08 \x01(\t\x12\x16\n\textracted\x18\t \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_extractedJ\x04\x08\x02\x10\x03\"(\n\tNamedPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\x9a\x01\n\x0bRewardError\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x0c\n\x04line\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12*\n\x07\x65lapsed\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"Z\n\rRewardTimeout\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12(\n\x05limit\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07version\x18\x03 \x01(\t2\xbf\x01\n\rRewardService\x12^\n\x0bListRewards\x12&.flotilla.reward.v1.ListRewardsRequest\x1a\'.flotilla.reward.v1.ListRewardsResponse\x12N\n\x05Score\x12 .flotilla.reward.v1.ScoreRequest\x1a!.flotilla.reward.v1.ScoreResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66lotilla/reward/v1/reward.proto\x12\x12\x66lotilla.reward.v1\x1a\x1d\x66lotilla/common/v1/chat.proto\x1a\x1e\x66lotilla/common/v1/files.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1f\x66lotilla/common/v1/tensor.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x14\n\x12ListRewardsRequest\"Y\n\x13ListRewardsResponse\x12/\n\x07rewards\x18\x01 \x03(\x0b\x32\x1e.flotilla.reward.v1.RewardInfo\x12\x11\n\tisolation\x18\x02 \x01(\t\"\\\n\nRewardInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xb6\x02\n\nRewardSpec\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12*\n\x07timeout\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x04\x63ode\x18\x05 \x01(\x0b\x32#.flotilla.common.v1.FolderReference\x12\x0f\n\x07trusted\x18\x06 \x01(\x08\x12\x17\n\x0f\x62lames_response\x18\x07 \x01(\x08\x12\x0c\n\x04name\x18\x08 \x01(\t\x12\x32\n\x05judge\x18\t \x01(\x0b\x32#.flotilla.reward.v1.JudgeGenerators\x12\x1a\n\x12\x64rops_unverifiable\x18\n \x01(\x08J\x04\x08\x02\x10\x03\"V\n\x0fJudgeGenerators\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\x16\n\x0eweights_stamps\x18\x02 \x03(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\"\xbb\x01\n\x0cScoreRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12,\n\x05items\x18\x03 \x03(\x0b\x32\x1d.flotilla.reward.v1.ScoreItem\x12/\n\x07rewards\x18\x04 \x03(\x0b\x32\x1e.flotilla.reward.v1.RewardSpec\x12\x18\n\x0btotal_steps\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x0e\n\x0c_total_steps\"\xca\x02\n\tScoreItem\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x16\n\x06prompt\x18\x02 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12\x18\n\x08response\x18\x03 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12\x16\n\x06\x61nswer\x18\x05 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12%\n\x04info\x18\x06 \x01(\x0b\x32\x17.google.protobuf.Struct\x12)\n\x04\x63hat\x18\x07 \x03(\x0b\x32\x1b.flotilla.common.v1.Message\x12.\n\ranswer_column\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\r\n\x05group\x18\t \x01(\t\x12-\n\ttoken_ids\x18\n \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x11\n\x04step\x18\x0b \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_stepJ\x04\x08\x04\x10\x05\"q\n\rScoreResponse\x12\x32\n\x08outcomes\x18\x01 \x03(\x0b\x32 .flotilla.reward.v1.ScoreOutcome\x12,\n\x05terms\x18\x02 \x03(\x0b\x32\x1d.flotilla.reward.v1.TermFacts\"4\n\tTermFacts\x12\x14\n\x0cwhole_groups\x18\x01 \x01(\x08\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\"\xa7\x02\n\x0cScoreOutcome\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x30\n\x05value\x18\x02 \x01(\x0b\x32\x1f.flotilla.reward.v1.RewardValueH\x00\x12\x30\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1f.flotilla.reward.v1.RewardErrorH\x00\x12\x34\n\x07timeout\x18\x04 \x01(\x0b\x32!.flotilla.reward.v1.RewardTimeoutH\x00\x12*\n\x07\x65lapsed\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x06\x62\x65\x66ore\x18\x06 \x03(\x0b\x32#.flotilla.reward.v1.RewardComponentB\t\n\x07outcome\"L\n\x0bRewardValue\x12\x37\n\ncomponents\x18\x02 \x03(\x0b\x32#.flotilla.reward.v1.RewardComponentJ\x04\x08\x01\x10\x02\"\xe8\x01\n\x0fRewardComponent\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\r\n\x05value\x18\x03 \x01(\x01\x12\x12\n\nunreadable\x18\x04 \x01(\x08\x12,\n\x05parts\x18\x05 \x03(\x0b\x32\x1d.flotilla.reward.v1.NamedPart\x12\x0f\n\x07version\x18\x06 \x01(\t\x12*\n\x07\x65lapsed\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03why\x18\x08 \x01(\t\x12\x16\n\textracted\x18\t \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_extractedJ\x04\x08\x02\x10\x03\"(\n\tNamedPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\x9a\x01\n\x0bRewardError\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x0c\n\x04line\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12*\n\x07\x65lapsed\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"v\n\rRewardTimeout\x12\x0e\n\x06reward\x18\x01 \x01(\t\x12(\n\x05limit\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x0c\n\x04line\x18\x05 \x01(\r2\xbf\x01\n\rRewardService\x12^\n\x0bListRewards\x12&.flotilla.reward.v1.ListRewardsRequest\x1a\'.flotilla.reward.v1.ListRewardsResponse\x12N\n\x05Score\x12 .flotilla.reward.v1.ScoreRequest\x1a!.flotilla.reward.v1.ScoreResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,27 +50,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REWARDINFO']._serialized_start=358
   _globals['_REWARDINFO']._serialized_end=450
   _globals['_REWARDSPEC']._serialized_start=453
-  _globals['_REWARDSPEC']._serialized_end=683
-  _globals['_SCOREREQUEST']._serialized_start=686
-  _globals['_SCOREREQUEST']._serialized_end=873
-  _globals['_SCOREITEM']._serialized_start=876
-  _globals['_SCOREITEM']._serialized_end=1206
-  _globals['_SCORERESPONSE']._serialized_start=1208
-  _globals['_SCORERESPONSE']._serialized_end=1321
-  _globals['_TERMFACTS']._serialized_start=1323
-  _globals['_TERMFACTS']._serialized_end=1375
-  _globals['_SCOREOUTCOME']._serialized_start=1378
-  _globals['_SCOREOUTCOME']._serialized_end=1673
-  _globals['_REWARDVALUE']._serialized_start=1675
-  _globals['_REWARDVALUE']._serialized_end=1751
-  _globals['_REWARDCOMPONENT']._serialized_start=1754
-  _globals['_REWARDCOMPONENT']._serialized_end=1986
-  _globals['_NAMEDPART']._serialized_start=1988
-  _globals['_NAMEDPART']._serialized_end=2028
-  _globals['_REWARDERROR']._serialized_start=2031
-  _globals['_REWARDERROR']._serialized_end=2185
-  _globals['_REWARDTIMEOUT']._serialized_start=2187
-  _globals['_REWARDTIMEOUT']._serialized_end=2277
-  _globals['_REWARDSERVICE']._serialized_start=2280
-  _globals['_REWARDSERVICE']._serialized_end=2471
+  _globals['_REWARDSPEC']._serialized_end=763
+  _globals['_JUDGEGENERATORS']._serialized_start=765
+  _globals['_JUDGEGENERATORS']._serialized_end=851
+  _globals['_SCOREREQUEST']._serialized_start=854
+  _globals['_SCOREREQUEST']._serialized_end=1041
+  _globals['_SCOREITEM']._serialized_start=1044
+  _globals['_SCOREITEM']._serialized_end=1374
+  _globals['_SCORERESPONSE']._serialized_start=1376
+  _globals['_SCORERESPONSE']._serialized_end=1489
+  _globals['_TERMFACTS']._serialized_start=1491
+  _globals['_TERMFACTS']._serialized_end=1543
+  _globals['_SCOREOUTCOME']._serialized_start=1546
+  _globals['_SCOREOUTCOME']._serialized_end=1841
+  _globals['_REWARDVALUE']._serialized_start=1843
+  _globals['_REWARDVALUE']._serialized_end=1919
+  _globals['_REWARDCOMPONENT']._serialized_start=1922
+  _globals['_REWARDCOMPONENT']._serialized_end=2154
+  _globals['_NAMEDPART']._serialized_start=2156
+  _globals['_NAMEDPART']._serialized_end=2196
+  _globals['_REWARDERROR']._serialized_start=2199
+  _globals['_REWARDERROR']._serialized_end=2353
+  _globals['_REWARDTIMEOUT']._serialized_start=2355
+  _globals['_REWARDTIMEOUT']._serialized_end=2473
+  _globals['_REWARDSERVICE']._serialized_start=2476
+  _globals['_REWARDSERVICE']._serialized_end=2667
 # @@protoc_insertion_point(module_scope)

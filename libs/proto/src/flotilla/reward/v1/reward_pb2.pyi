@@ -103,6 +103,8 @@ class RewardSpec(_message.Message):
     TRUSTED_FIELD_NUMBER: _builtins.int
     BLAMES_RESPONSE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    JUDGE_FIELD_NUMBER: _builtins.int
+    DROPS_UNVERIFIABLE_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     """A built-in name, an entry point name, or path.py:function."""
     trusted: _builtins.bool
@@ -111,6 +113,8 @@ class RewardSpec(_message.Message):
     """A response during which the function passes its limit or dies has made it do so. Of built-in rewards this always holds."""
     name: _builtins.str
     """What components and messages call it; by default the reward."""
+    drops_unverifiable: _builtins.bool
+    """The caller leaves a response out that this term cannot verify, so nothing is compared with it."""
     @_builtins.property
     def parameters(self) -> _struct_pb2.Struct: ...
     @_builtins.property
@@ -118,6 +122,10 @@ class RewardSpec(_message.Message):
     @_builtins.property
     def code(self) -> _files_pb2.FolderReference:
         """The file of path.py:function, for a replica that does not have it."""
+
+    @_builtins.property
+    def judge(self) -> Global___JudgeGenerators:
+        """Of a judge that the fleet holds: who holds it now."""
 
     def __init__(
         self,
@@ -129,14 +137,50 @@ class RewardSpec(_message.Message):
         trusted: _builtins.bool = ...,
         blames_response: _builtins.bool = ...,
         name: _builtins.str = ...,
+        judge: Global___JudgeGenerators | None = ...,
+        drops_unverifiable: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "judge", b"judge", "parameters", b"parameters", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blames_response", b"blames_response", "code", b"code", "drops_unverifiable", b"drops_unverifiable", "judge", b"judge", "name", b"name", "parameters", b"parameters", "reward", b"reward", "timeout", b"timeout", "trusted", b"trusted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RewardSpec: _TypeAlias = RewardSpec  # noqa: Y015
+
+@_typing.final
+class JudgeGenerators(_message.Message):
+    """The generators of one judge."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_STAMPS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    tokenizer_digest: _builtins.str
+    """The tokenizer that they read by; a replica with another one refuses the call."""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where each can be called."""
+
+    @_builtins.property
+    def weights_stamps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The stamps of the weights that they hold. Verdicts of other weights are not theirs."""
+
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        weights_stamps: _abc.Iterable[_builtins.str] | None = ...,
+        tokenizer_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "tokenizer_digest", b"tokenizer_digest", "weights_stamps", b"weights_stamps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JudgeGenerators: _TypeAlias = JudgeGenerators  # noqa: Y015
 
 @_typing.final
 class ScoreRequest(_message.Message):
@@ -442,7 +486,7 @@ class RewardError(_message.Message):
     message: _builtins.str
     traceback: _builtins.str
     file: _builtins.str
-    """Where the user's code raised."""
+    """Where the user's code raised; else where the function begins."""
     line: _builtins.int
     version: _builtins.str
     @_builtins.property
@@ -475,8 +519,13 @@ class RewardTimeout(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
     reward: _builtins.str
     version: _builtins.str
+    file: _builtins.str
+    """Where the user's function begins."""
+    line: _builtins.int
     @_builtins.property
     def limit(self) -> _duration_pb2.Duration: ...
     def __init__(
@@ -485,10 +534,12 @@ class RewardTimeout(_message.Message):
         reward: _builtins.str = ...,
         limit: _duration_pb2.Duration | None = ...,
         version: _builtins.str = ...,
+        file: _builtins.str = ...,
+        line: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "reward", b"reward", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "limit", b"limit", "line", b"line", "reward", b"reward", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

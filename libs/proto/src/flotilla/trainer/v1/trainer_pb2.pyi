@@ -62,10 +62,13 @@ class OpenSessionResponse(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
     parameters: _builtins.int
     ranks: _builtins.int
     model_digest: _builtins.str
     max_sequence_tokens: _builtins.int
+    vocabulary: _builtins.int
+    """Token ids are below it."""
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion: ...
     def __init__(
@@ -76,10 +79,11 @@ class OpenSessionResponse(_message.Message):
         ranks: _builtins.int = ...,
         model_digest: _builtins.str = ...,
         max_sequence_tokens: _builtins.int = ...,
+        vocabulary: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_sequence_tokens", b"max_sequence_tokens", "model_digest", b"model_digest", "parameters", b"parameters", "policy_version", b"policy_version", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_sequence_tokens", b"max_sequence_tokens", "model_digest", b"model_digest", "parameters", b"parameters", "policy_version", b"policy_version", "ranks", b"ranks", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,8 +151,13 @@ class GetSessionResponse(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     LAST_UPDATE_ID_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
     last_update_id: _builtins.str
     """The update that was sent last: made, skipped or still under way (ask GetUpdate); empty before the first."""
+    max_sequence_tokens: _builtins.int
+    """Both as in the response of OpenSession."""
+    vocabulary: _builtins.int
     @_builtins.property
     def policy_version(self) -> _version_pb2.PolicyVersion: ...
     def __init__(
@@ -156,10 +165,12 @@ class GetSessionResponse(_message.Message):
         *,
         policy_version: _version_pb2.PolicyVersion | None = ...,
         last_update_id: _builtins.str = ...,
+        max_sequence_tokens: _builtins.int = ...,
+        vocabulary: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_update_id", b"last_update_id", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_update_id", b"last_update_id", "max_sequence_tokens", b"max_sequence_tokens", "policy_version", b"policy_version", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from flotilla_coordinator.data.chat_turns import Chat, prompt_text
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import GroupIssue
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
@@ -27,6 +26,7 @@ from flotilla_core import ids, telemetry
 from flotilla_core.config import RolloutConfig, SamplingConfig
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
+from flotilla_data.tokenizer import Tokenizer
 
 CALLS_PER_LINEAGE = 1_000_000
 MOST_UNUSED = 100_000

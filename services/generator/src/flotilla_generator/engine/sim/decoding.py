@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from flotilla_core.config.stack import LatencyConfig
+from flotilla_core.config.generators import LatencyConfig
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import SampleSlot, Span
 

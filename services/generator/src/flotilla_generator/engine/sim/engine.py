@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from flotilla.common.v1 import weights_pb2
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint

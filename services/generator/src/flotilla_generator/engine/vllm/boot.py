@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_core.config.training import bucket_size_mib
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.gpu_shares import ring_bytes, share_beside

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.common.v1 import weights_pb2
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_core.errors import FailedPrecondition
 from flotilla_core.version import Version
 from flotilla_generator.checkpoint import Checkpoint

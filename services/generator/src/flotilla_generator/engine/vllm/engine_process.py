@@ -25,7 +25,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flotilla_core.config.stack import GeneratorConfig
+from flotilla_core.config.generators import GeneratorConfig
 from flotilla_core.logger import get_logger
 from flotilla_generator.engine.vllm.boot import prepare_environment
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from flotilla_coordinator.data import chat_template
-from flotilla_coordinator.data.chat_template import ChatTemplate, Conversation
 from flotilla_core.bounded_process import BoundedProcess, Bounds
 from flotilla_core.errors import FailedPrecondition, FlotillaError, InvalidConfig
+from flotilla_data import chat_template
+from flotilla_data.chat_template import ChatTemplate, Conversation
 from flotilla_testing.children import children_that_run
 
 MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-RENDER = "flotilla_coordinator.data.template_child:render"
+RENDER = "flotilla_data.template_child:render"
 NESTED = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 

@@ -1,6 +1,6 @@
 """Renders conversations by a model's chat template, which is a program of another author.
 
-Invariants: a template runs in a process within bounds (`flotilla_coordinator.data.template_child`), one for all
+Invariants: a template runs in a process within bounds (`flotilla_data.template_child`), one for all
 templates of this process; the sandbox there keeps it from files and calls, and the bounds from endless loops and from
 memory. A conversation that the template refuses is one error among the results. A template that passes its bounds is an
 error for all, because each further conversation could cost as much.
@@ -20,9 +20,7 @@ MEMORY_BYTES = 1 << 30
 CPU_S = 5.0
 """A conversation takes less than a millisecond."""
 MOST_ANSWER_BYTES = 96 << 20
-_CHILD = BoundedProcess(
-    "flotilla_coordinator.data.template_child:render", Bounds(MEMORY_BYTES, CPU_S, MOST_ANSWER_BYTES)
-)
+_CHILD = BoundedProcess("flotilla_data.template_child:render", Bounds(MEMORY_BYTES, CPU_S, MOST_ANSWER_BYTES))
 
 
 @dataclass(frozen=True)

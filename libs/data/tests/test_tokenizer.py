@@ -9,9 +9,9 @@ import psutil
 import pytest
 import tokenizers
 
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.model_folder import tokenizer_digest
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.model_folders import write_tokenizer
 
 

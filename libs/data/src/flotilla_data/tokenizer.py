@@ -1,8 +1,7 @@
-"""Loads the tokenizer of a model folder without transformers, and refuses replicas whose tokenizer differs.
+"""Loads the tokenizer of a model folder without transformers.
 
 Invariants: it reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json` and
-`chat_template.jinja`, never the network. Whatever they hold, what is wrong is an error that names the file. Token ids
-mean the same in both processes, or the run does not begin.
+`chat_template.jinja`, never the network. Whatever they hold, what is wrong is an error that names the file.
 """
 
 from __future__ import annotations
@@ -10,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import tokenizers
 
-from flotilla_coordinator.data.chat_template import ChatTemplate, Conversation
-from flotilla_core.errors import InvalidConfig, Mismatch, NotFound
+from flotilla_core.errors import FlotillaError, InvalidConfig, NotFound
 from flotilla_core.files import open_regular
 from flotilla_core.json_text import read_json_object
 from flotilla_core.model_folder import TOKENIZER_FILE, end_tokens, tokenizer_digest
-
-if TYPE_CHECKING:
-    from flotilla_core.rpc import Replica
-
-ReplicaT = TypeVar("ReplicaT", bound="Replica[Any]")
+from flotilla_data.chat_template import ChatTemplate, Conversation
 
 CHARACTERS_AT_ONCE = 1 << 20
 """A token takes a hundred times the memory of a character while it is made."""
@@ -211,34 +205,18 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def of_same_tokenizer(
-    replicas: Sequence[ReplicaT],
-    tokenizer: Tokenizer,
-    model: Path | str,
-    refuse: Callable[[ReplicaT, Mismatch], None],
-) -> list[ReplicaT]:
-    """Return the replicas with the coordinator's tokenizer, and refuse the others; raise where none is left."""
-    refused: list[tuple[ReplicaT, Mismatch]] = []
-    for replica in replicas:
-        try:
-            require_same_tokenizer(replica, tokenizer, model)
-        except Mismatch as error:
-            refused.append((replica, error))
-    if refused and len(refused) == len(replicas):
-        raise refused[0][1]
-    for replica, why in refused:
-        refuse(replica, why)
-    strangers = {id(replica) for replica, _ in refused}
-    return [replica for replica in replicas if id(replica) not in strangers]
+class TextAlone(Tokenizer):
+    """Stands where there is no model: prompts of text have no token ids, so none is too long, and chats are refused."""
 
+    def __init__(self, refusal: FlotillaError) -> None:
+        self.folder = Path()
+        self.digest = ""
+        self._refusal = refusal
 
-def require_same_tokenizer(replica: Replica[Any], tokenizer: Tokenizer, model: Path | str) -> None:
-    """Refuse a service that was started with another tokenizer than the coordinator's."""
-    digest = replica.registration.tokenizer_digest
-    if digest and digest != tokenizer.digest:
-        raise Mismatch(
-            f"{replica.name} has another tokenizer than the coordinator",
-            where=f"model {model}",
-            why=f"digest {digest[:12]} there, {tokenizer.digest[:12]} here",
-            next_step="start every service of the stack with model folders that have the same tokenizer",
-        )
+    def encode_many(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        """Return no tokens for each text."""
+        return [[] for _ in texts]
+
+    def render_chats(self, conversations: Sequence[Conversation]) -> list[str | InvalidConfig]:
+        """Refuse: the text of a chat is the model's."""
+        raise self._refusal

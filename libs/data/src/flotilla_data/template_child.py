@@ -1,4 +1,4 @@
-"""Runs chat templates, in the process that `flotilla_coordinator.data.chat_template` bounds.
+"""Runs chat templates, in the process that `flotilla_data.chat_template` bounds.
 
 Invariants: a template runs in jinja2's immutable sandbox, in the environment that published templates are written for
 (trimmed blocks, loop controls, `raise_exception`, unescaped `tojson`). What it raises, whatever it is, is an answer.

@@ -1,0 +1,114 @@
+"""What an environment returns becomes plain data, or is refused with the line of its method."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from typing import Any
+
+import pytest
+
+from flotilla_environment import Begun, Environment, Reply, Task, Turn
+from flotilla_environment.catalog import list_environments, problem
+from flotilla_environment.worker import Episodes
+
+TASK = {"messages": [], "answer": "", "info": {}, "seed": 7, "attempt": 1}
+
+
+def begin(episode: int = 0) -> dict[str, Any]:
+    return {"do": "begin", "episode": episode, "task": TASK}
+
+
+def reply(content: str = "", episode: int = 0, **turn: Any) -> dict[str, Any]:
+    whole = {
+        "content": content,
+        "calls": [],
+        "unparsed": "",
+        "cut": False,
+        "tokens": 1,
+        "tokens_left": 2,
+    } | turn
+    return {"do": "reply", "episode": episode, "turn": whole}
+
+
+class Echo(Environment):
+    """Says what it hears."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def begin(self, task: Task) -> Begun:
+        return Begun(str(task.seed), [{"name": "f", "parameters": {}}])
+
+    async def reply(self, turn: Turn) -> Reply:  # type: ignore[override]
+        await asyncio.sleep(0)
+        if turn.content == "raise":
+            raise KeyError(turn.content)
+        if turn.content == "end":
+            return Reply(done=True, rewards={"calls": len(turn.calls)})
+        return Reply([{"role": "tool", "content": f"{turn.calls} {turn.unparsed}", "tool_call_id": "1"}])
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_episodes_of_one_worker_are_apart_and_each_is_closed_once() -> None:
+    episodes = Episodes(Echo, {})
+    for number in range(4):
+        said = episodes.answer(begin(number))
+        assert (said["messages"], said["tools"]) == (
+            [{"role": "user", "content": "7"}],
+            ['{"name": "f", "parameters": {}}'],
+        )
+    playing = [*episodes._playing.values()]
+    assert episodes.answer(reply("end", 1))["rewards"] == {"calls": 0.0}
+    with pytest.raises(KeyError):
+        episodes.answer(reply("raise", 2))
+    episodes.answer({"do": "close", "episode": 3})
+    episodes.answer({"do": "close", "episode": 3})
+    assert [one.closed for one in playing if isinstance(one, Echo)] == [0, 1, 1, 1]
+    assert [*episodes._playing] == [0] == [*episodes._tools]
+    assert episodes.answer({"do": "stop", "episode": 0, "ending": "no_room"})["done"]
+    assert not episodes._playing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heard"),
+    [
+        ('{"a": 1}', "(Call(id='1', name='f', arguments={'a': 1}),) "),
+        ("", "(Call(id='1', name='f', arguments={}),) "),
+        ("[1]", "() arguments of f are no JSON object"),
+        ("{", "() arguments of f are not JSON: "),
+        ('{"a":' * (sys.getrecursionlimit() * 100), "() arguments of f are not JSON: "),
+    ],
+    ids=["object", "none", "list", "broken", "deep"],
+)
+def test_arguments_of_a_call_are_an_object_or_a_reason(arguments: str, heard: str) -> None:
+    episodes = Episodes(Echo, {})
+    episodes.answer(begin())
+    calls = [{"id": "1", "name": "f", "arguments": arguments}]
+    (message,) = episodes.answer(reply(calls=calls))["messages"]
+    assert message["content"].startswith(heard)
+
+
+def test_what_a_method_returns_wrongly_is_told_with_its_line() -> None:
+    class Wrong(Environment):
+        def begin(self, task: Task) -> Begun:
+            return Reply("no")  # type: ignore[return-value]
+
+    line = inspect.getsourcelines(Wrong.begin)[1]
+    with pytest.raises(Exception, match=rf"{__file__}:{line} in begin: returned Reply.* expected a Begun"):
+        Episodes(Wrong, {}).answer(begin())
+
+
+def test_a_plan_says_why_an_environment_does_not_load() -> None:
+    assert problem("frozen_lake", {"size": 5}) == ""
+    assert "unexpected keyword argument 'siz'" in problem("frozen_lake", {"siz": 5})
+    assert "did you mean frozen_lake" in problem("frozen_lak", {})
+
+
+def test_parameters_are_listed_with_their_defaults() -> None:
+    listed = {info.name: info for info in list_environments()}
+    assert listed["search"].parameters["corpus"] is None and listed["search"].parameters["hits"] == 3
+    assert listed["frozen_lake"].description.startswith("A walk over a frozen lake")
