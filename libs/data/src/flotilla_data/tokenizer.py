@@ -6,7 +6,7 @@ Invariants: it reads `tokenizer.json`, `tokenizer_config.json`, `generation_conf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any

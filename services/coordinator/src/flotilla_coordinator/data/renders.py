@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flotilla_core.errors import FlotillaError, InvalidConfig
 from flotilla_data.chat_template import Conversation
 from flotilla_data.tokenizer import Tokenizer
-from flotilla_core.errors import FlotillaError, InvalidConfig
 
 Texts = list[str | InvalidConfig]
 

@@ -20,7 +20,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from flotilla_coordinator.data.renders import Renders
-from flotilla_data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.records import Branch, Episode, TokenSpan
 from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
 from flotilla_coordinator.rollouts.batch import RolloutSample
@@ -38,6 +37,7 @@ from flotilla_core.errors import (
     InvalidConfig,
     Unavailable,
 )
+from flotilla_data.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

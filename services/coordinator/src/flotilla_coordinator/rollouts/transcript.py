@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from flotilla_data.chat_template import Conversation
 from flotilla_coordinator.data.chat_turns import Chat, checked_text
-from flotilla_data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.records import FinishedSample, TokenSpan
 from flotilla_coordinator.rollouts.tool_calls import Answer, ToolFormat, read_answer
 from flotilla_core.errors import InvalidConfig
+from flotilla_data.chat_template import Conversation
+from flotilla_data.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
