@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from flotilla_coordinator.data.prompts import Prompt
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.records import TokenSpan
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.environments import Environments
@@ -19,6 +18,7 @@ from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_core.config import EnvironmentConfig, SamplingConfig
 from flotilla_core.version import Version
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.chat_templates import QWEN25, user, write_tokenizer
 from flotilla_testing.environment_process import environment_process
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from flotilla_coordinator.data.chat_template import Conversation
 from flotilla_coordinator.data.renders import Renders
 from flotilla_core.errors import FailedPrecondition
+from flotilla_data.chat_template import Conversation
 from flotilla_testing.chat_templates import user
 
 

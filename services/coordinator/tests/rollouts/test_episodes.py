@@ -14,7 +14,6 @@ import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.data.prompts import Prompt
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeStart
 from flotilla_coordinator.rollouts.episodes import Episodes
@@ -23,6 +22,7 @@ from flotilla_core.config import EnvironmentConfig, SamplingConfig
 from flotilla_core.errors import Exhausted, FlotillaError, Unavailable
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.chat_templates import CHATML, user, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("direct_calls")

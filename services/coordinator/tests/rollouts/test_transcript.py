@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from flotilla_coordinator.data.chat_template import Conversation
-from flotilla_coordinator.data.tokenizer import Tokenizer
 from flotilla_coordinator.ledger.records import FinishedSample, TokenSpan
 from flotilla_coordinator.rollouts import transcript
 from flotilla_coordinator.rollouts.transcript import Transcript
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.version import Version
+from flotilla_data.chat_template import Conversation
+from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.chat_templates import CHATML, GEMMA, TOOL, assistant, system, user, write_tokenizer
 
 FOLDER = Path(__file__).parent / "templates"
