@@ -160,7 +160,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Episode:
-    """What a sample of several turns has in addition.
+    """A sample of several turns, beyond what each sample has.
 
     Its tokens and their columns are those of all its sequences, one after the other.
     """

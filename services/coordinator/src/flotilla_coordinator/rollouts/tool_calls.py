@@ -46,7 +46,7 @@ class ToolFormat(StrEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model wrote: a text, and the calls in it."""
+    """A text that a model wrote, and the calls in it."""
 
     content: str
     calls: tuple[dict[str, Any], ...] = ()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flotilla_cli.conversations import print_episode
+from flotilla_cli.samples import print_episode
 
 CALL = {
     "id": "000001000",
