@@ -107,6 +107,13 @@ class Pieces:
         return np.repeat(np.arange(self.response_lengths.size), self.response_lengths)
 
     @property
+    def begins(self) -> NDArray[np.bool_]:
+        """One flag for each response token: whether its sequence begins with it."""
+        first = np.zeros(int(self.response_lengths.sum()), np.bool_)
+        first[np.cumsum(self.response_lengths) - self.response_lengths] = True
+        return first
+
+    @property
     def sample_lengths(self) -> NDArray[np.int64]:
         """The number of tokens of each sample, without prompts."""
         return np.add.reduceat(self.response_lengths, np.cumsum(self.counts) - self.counts)

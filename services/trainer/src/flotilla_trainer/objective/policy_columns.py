@@ -102,6 +102,7 @@ def outcomes_of(
         history=history,
         terms=batch.reward_terms,
         greedy_rewards=greedy,
+        begins=batch.pieces.begins,
     )
     # Two things may look at a history, and never both: normalisation at rewards, a baseline at what is left of them.
     return outcomes, history.after(outcomes.totals[kept]) if seen is None else seen
@@ -256,10 +257,8 @@ def importance_mean(
 
 def segments_of(batch: UpdateBatch) -> NDArray[np.int64]:
     """Number the stretches of trained tokens with no context in between; a sequence never shares one with another."""
-    first = np.zeros(batch.trained.size, np.bool_)
-    first[np.cumsum(batch.pieces.response_lengths) - batch.pieces.response_lengths] = True
     before = np.concatenate(([False], batch.trained[:-1]))
-    numbers: NDArray[np.int64] = np.cumsum(batch.trained & (first | ~before))
+    numbers: NDArray[np.int64] = np.cumsum(batch.trained & (batch.pieces.begins | ~before))
     return numbers
 
 
