@@ -7,9 +7,11 @@ whole text at once, and puts the sampled tokens in the place of the turns that i
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.chat_templates import CHATML, GEMMA, TOOL, assistant, system, user, write_tokenizer
 
 FOLDER = Path(__file__).parent / "templates"
+MOST_TURNS = int(os.environ.get("FLOTILLA_TURNS", "180"))
+"""Turns of each family that are compared; `make test-load` takes more than a hundred thousand in all."""
 TOOLS = [{"type": "function", "function": TOOL}]
 
 
@@ -86,6 +90,7 @@ class Player:
     """The message of each turn, its tokens, and whether an end token ends them."""
 
     def __post_init__(self) -> None:
+        self.known: dict[str, str] = {}
         self.transcript = Transcript(self.tokenizer, self.render, self.most)
         self.history: list[dict[str, Any]] = []
         self.tools: list[dict[str, Any]] | None = None
@@ -114,7 +119,7 @@ class Player:
         token_ids = [token for part in parts for token in self.tokenizer.encode(part)]
         return self.write(token_ids + ([] if truncated else [self.end]), truncated=truncated)
 
-    @property
+    @cached_property
     def end(self) -> int:
         """The token that ends a turn where the template writes it."""
         shown = self.tokenizer.render_chat([user("a"), assistant("b")], begin_answer=False)
@@ -141,12 +146,19 @@ class Player:
             done = end
         return tokens + [i for i, (b, _) in zip(whole.ids, whole.offsets, strict=True) if done <= b]
 
+    def _shown(self, place: int) -> str:
+        """Return the text of the first messages of the history; it is asked for again before each further turn."""
+        key = json.dumps([self.history[:place], self.tools])
+        if key not in self.known:
+            self.known[key] = self.tokenizer.render_chat(self.history[:place], tools=self.tools)
+        return self.known[key]
+
     def _cut(
         self, text: str, place: int, token_ids: list[int], ended: bool
     ) -> list[tuple[int, int, list[int]]]:
         """Return where a turn stands in the text, if it stands there as it was sampled."""
         try:
-            before = self.tokenizer.render_chat(self.history[:place], tools=self.tools)
+            before = self._shown(place)
         except InvalidConfig:
             return []
         end = self.backend.id_to_token(self.end) or ""
@@ -261,20 +273,22 @@ def _rewritten(player: Player, said: list[dict[str, Any]]) -> list[dict[str, Any
     return [*changed, *said]
 
 
+@pytest.mark.timeout(60 + MOST_TURNS)
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_context_is_the_render_of_the_history_and_turns_are_as_sampled(
     players: Callable[..., Player], name: str
 ) -> None:
     turns = branches = 0
-    for seed in range(60):
-        player = players(name, seed)
+    seed = 0
+    while turns < MOST_TURNS:
+        player, seed = players(name, seed), seed + 1
         await _episode(player)
         trained = [int(token) for one in player.transcript.sequences for token in one.token_ids[one.trained]]
         assert sorted(trained) == sorted(token for turn in player.turns for token in turn)
         _is_consistent(player)
         turns += len(player.turns)
         branches += player.transcript.branches.total()
-    assert turns > 150 and branches > 10
+    assert branches > MOST_TURNS // 20
 
 
 def _is_consistent(player: Player) -> None:
