@@ -119,9 +119,14 @@ test-all: setup  ## Run every suite that this machine can, one after the other; 
 	$(filter-out test-contract test-integration,$(SUITES:%=test-%)) test-py312
 
 .PHONY: $(SUITES:%=test-%)
-$(filter-out test-chaos test-docker test-helm test-ray test-storage test-tasks test-trackers,$(SUITES:%=test-%)): test-%: setup
+$(filter-out test-chaos test-docker test-helm test-load test-ray test-storage test-tasks test-trackers,$(SUITES:%=test-%)): test-%: setup
 	@echo "==> $* tests"
 	@$(BIN)/pytest -q tests/$*
+
+test-load: setup
+	@echo "==> load tests, and the tokens of a hundred thousand turns"
+	@$(BIN)/pytest -q tests/load
+	@FLOTILLA_TURNS=17000 $(BIN)/pytest -q services/coordinator/tests/rollouts/test_transcript.py -k render_of_the_history
 
 test-docker:
 	@PYTHON=$(PYTHON) scripts/setup.sh .venv-docker requirements/docker.txt

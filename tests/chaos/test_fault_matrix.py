@@ -14,6 +14,8 @@ with one version hold equal weights; after the last one the run is told its last
 | NATS           | nobody waits for it                             | nobody waits for it                         |
 | launcher       | so, too; the next one adopts all that lives     | nobody waits for it                         |
 | guardian       | so, too; the launcher starts another one        | nobody waits for it                         |
+| environment    | its episodes begin again on the other one       | a pause is waited for                       |
+| its worker     | its episodes are played again in the next one   | a pause is waited for                       |
 
 Generators have a second row, with the real engine and its canary. After its last cell each version is still compared.
 """
@@ -114,7 +116,7 @@ async def test_nothing_is_lost_or_trained_twice(
     victim: Victim,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with ChaosRun(fleet_of_faults, arithmetic, tmp_path) as run:
+    with ChaosRun(fleet_of_faults, arithmetic, tmp_path, episodes=victim.plays) as run:
         await _row(run, victim, capsys)
 
 
@@ -158,6 +160,7 @@ async def _struck(run: ChaosRun, fault: Fault, victim: Victim, moment: Moment, d
     """Let it happen at that moment; a stopped process is let go on when that is due."""
     generator = draw.choice(run.serving())
     slot = f"reward-{draw.randrange(2)}" if victim is Victim.REWARD else generator
+    slot = f"environment-{draw.randrange(2)}" if victim.plays else slot
     process = process_of(run.stack, victim, slot)
     await reached(run.stack, run.started, moment, generator)
     lived = processes_of(run.stack)
@@ -223,7 +226,8 @@ def _is_another(found: psutil.Process | None, former: psutil.Process) -> bool:
 
 def _can_lose_one(run: ChaosRun) -> bool:
     """The run also goes on while NATS, the launcher or the guardian is still being started again."""
-    replicas = len(run.serving()) >= run.engine.serving and len(run.working("reward")) == 2
+    pairs = all(len(run.working(kind)) == 2 for kind in ("reward", "environment"))
+    replicas = len(run.serving()) >= run.engine.serving and pairs
     return replicas and all(find(run.stack) is not None for find in (nats_of, launcher_of, guardian_of))
 
 

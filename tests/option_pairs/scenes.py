@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.ledger.records import TokenSpan
+from flotilla_coordinator.ledger.records import Branch, Episode, TokenSpan
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config.data import DynamicSamplingConfig
@@ -47,7 +47,10 @@ class Drawn:
 
 
 def drawn(rewards: list[list[float]], wanted: int, plan: StepPlan, seed: int) -> Drawn:
-    """Groups of samples with these rewards; some of their tokens are old, some are context, some samples cut off."""
+    """Groups of samples with these rewards; some of their tokens are old, some are context, some samples cut off.
+
+    A history that was rewritten divides some of the samples into several sequences.
+    """
     rng = np.random.default_rng(seed)
     sizes = [len(group) for group in rewards]
     samples = sum(sizes)
@@ -71,6 +74,8 @@ def drawn(rewards: list[list[float]], wanted: int, plan: StepPlan, seed: int) ->
     values = rng.normal(size=count)
     # Other numbers than the rest, so that these stay as they were.
     named = np.random.default_rng(seed + 1000)
+    branches = np.random.default_rng(seed + 3000).random(count) < 0.15
+    branches[starts] = False
     teacher = torch.log_softmax(
         sampled + torch.from_numpy(np.random.default_rng(seed + 2000).normal(0, 0.8, sampled.shape)), -1
     ).sort(-1, descending=True)
@@ -80,6 +85,7 @@ def drawn(rewards: list[list[float]], wanted: int, plan: StepPlan, seed: int) ->
             sample_of_token=np.repeat(np.arange(samples), lengths),
             tokens=tokens,
             trained=trained,
+            branches=branches,
             staleness=np.concatenate([np.where(np.arange(n) < n // 2, n % 3, 0) for n in lengths]),
             rollout_logprobs=single(own),
             teacher_logprobs=single(own + rng.normal(0, 0.7, count)),
@@ -187,11 +193,19 @@ def whole_groups(given: Drawn) -> list[RolloutGroup]:
                     teacher_logprobs=rollouts.teacher_logprobs[own].astype(np.float32),
                     teacher_top_token_ids=rollouts.teacher_ids[own].astype(np.int32),
                     teacher_top_logprobs=rollouts.teacher_id_logprobs[own].astype(np.float32),
+                    episode=episode_of(rollouts.branches[own]),
                 )
             )
         group.teacher = teacher_role(str(rollouts.teacher_of_group[number]))
         groups.append(group)
     return groups
+
+
+def episode_of(begins: np.ndarray) -> Episode | None:
+    """Return what a sample of several sequences has in addition."""
+    starts = [0, *np.flatnonzero(begins).tolist()]
+    branches = tuple(Branch(start, np.array([2, start % VOCABULARY], np.int32)) for start in starts)
+    return Episode("completed", len(starts), (), "[]", branches) if len(starts) > 1 else None
 
 
 @cache

@@ -82,7 +82,7 @@ def policy_update(
     trained = np.flatnonzero(part.rollouts.trained)
     metrics = []
     for step, logits in zip(part.plan.steps(sequences, batch), part.policies.steps, strict=False):
-        inside = np.isin(part.rollouts.sample_of_token[trained], step.columns["sequences"])
+        inside = np.isin(part.rollouts.sequence_of_token[trained], step.columns["sequences"])
         metrics.append(policy_step(rank, step, trained[inside], logits, part.policies.reference, made))
     if metrics:
         front.adapt(metrics_of_steps(metrics) | facts, len(batch.sample_ids))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flotilla_algorithms import Outcomes, Step, gigpo, step_reinforce
+from flotilla_algorithms.table import ADVANTAGES
 
 TOLERANCE = 1e-9
 RNG = np.random.default_rng(7)
@@ -98,3 +99,14 @@ def test_steps_that_do_not_make_up_their_response_are_refused() -> None:
         gigpo(given, [[Step("a", 3, 0.0)], [Step("a", 1, 0.0)]])
     with pytest.raises(ValueError, match="1 samples do not belong to 2"):
         gigpo(given, [[Step("a", 3, 0.0)]])
+
+
+def test_a_turn_ends_where_a_rewritten_history_begins_another_sequence() -> None:
+    tokens = [True, True, True, False, True]
+    one, several = (
+        Outcomes.of([1.0], [1], [5], tokens, [0.5, 0.0, 0.25, 0.0, 0.0], begins=begins)
+        for begins in (None, [True, False, True, False, False])
+    )
+    asked = {"gamma": 0.5, "baseline": "none", "normalize_std": False}
+    assert ADVANTAGES["step_reinforce"](one, **asked).tolist() == [-0.25, -0.25, -0.25, 0.0, 1.0]
+    assert ADVANTAGES["step_reinforce"](several, **asked).tolist() == [-0.375, -0.375, 0.25, 0.0, 1.0]

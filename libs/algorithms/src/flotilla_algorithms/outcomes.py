@@ -106,6 +106,8 @@ class Outcomes:
     """One row a term of the reward, one column a sample: what each gave by itself."""
     greedy_rewards: Floats | None = None
     """One a group: what the greedy response to its prompt earned."""
+    begins: NDArray[np.bool_] | None = None
+    """One a token: whether a sequence of its sample begins with it; None where each sample is one sequence."""
 
     @classmethod
     def of(
@@ -125,6 +127,7 @@ class Outcomes:
         history: RewardHistory = NO_HISTORY,
         terms: Floats | None = None,
         greedy_rewards: Floats | None = None,
+        begins: ArrayLike | None = None,
     ) -> Self:
         """Return checked arrays; by default responses of one trained token without penalty, rewards as they came."""
         totals = finite_rewards(rewards)
@@ -145,6 +148,9 @@ class Outcomes:
         cost = np.zeros(tokens) if penalties is None else np.asarray(penalties, dtype=np.float64)
         if mask.shape != (tokens,) or cost.shape != (tokens,):
             raise ValueError(f"{mask.size} flags and {cost.size} penalties do not belong to {tokens} tokens")
+        first = None if begins is None else np.asarray(begins, dtype=np.bool_)
+        if first is not None and first.shape != (tokens,):
+            raise ValueError(f"{first.size} flags of beginnings do not belong to {tokens} tokens")
         return cls(
             totals,
             outcomes,
@@ -160,6 +166,7 @@ class Outcomes:
             history=history,
             terms=terms,
             greedy_rewards=greedy_rewards,
+            begins=first,
         )
 
     def only(self, kept: NDArray[np.bool_]) -> Self:
@@ -182,6 +189,7 @@ class Outcomes:
             teacher_lead=None if self.teacher_lead is None else self.teacher_lead[tokens],
             terms=None if self.terms is None else self.terms[:, kept],
             greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[groups],
+            begins=None if self.begins is None else self.begins[tokens],
         )
 
     @property

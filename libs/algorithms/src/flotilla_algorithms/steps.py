@@ -99,12 +99,12 @@ def step_reinforce(
 def step_reinforce_of_turns(
     outcomes: Outcomes, *, gamma: float, baseline: str, normalize_std: bool
 ) -> Floats:
-    """Return the same where a step is a turn: a run of trained tokens, up to the next context or the end.
+    """Return the same where a step is a turn: a run of trained tokens, up to the next context, sequence or the end.
 
     The reward comes with the last turn of a sample, each penalty with the turn of its token.
     """
     own = outcomes.trained
-    first = np.zeros(own.size, np.bool_)
+    first = np.zeros(own.size, np.bool_) if outcomes.begins is None else outcomes.begins.copy()
     first[np.cumsum(outcomes.response_lengths) - outcomes.response_lengths] = True
     begins = own & (first | ~np.concatenate([[False], own[:-1]]))
     counts = outcomes.sample_sums(begins.astype(np.float64)).astype(np.int64)

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from flotilla.common.v1 import registration_pb2 as reg
+from flotilla.environment.v1.environment_pb2_grpc import EnvironmentServiceStub
 from flotilla.generator.v1.generator_pb2_grpc import GeneratorServiceStub
 from flotilla.reward.v1.reward_pb2_grpc import RewardServiceStub
 from flotilla_cli.checkpoint import chosen, saved_of
@@ -34,7 +35,9 @@ from flotilla_coordinator.evaluation.evaluate import Evaluation, Evaluator, held
 from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.functions import loading_problems
 from flotilla_coordinator.plan.placement import placed
-from flotilla_coordinator.rollouts.generation import Generation
+from flotilla_coordinator.rollouts.environments import Environments
+from flotilla_coordinator.rollouts.episodes import Episodes
+from flotilla_coordinator.rollouts.generation import Generation, Sampler
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.runs.checkpoints import Progress
 from flotilla_core import rpc
@@ -286,6 +289,17 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
                 lost=lambda _ids, error: say(f"samples are issued again: {error}"),
             )
 
+            sampler: Sampler = generation
+            if (environment := config.environment) is not None:
+                sampler = Episodes(
+                    config.seed,
+                    environment,
+                    tokenizer,
+                    turns=generation,
+                    environments=Environments.of(subject.run_id, environment, pools.environments, limit_s),
+                    lost=lambda _ids, error: say(f"an episode begins again: {error}"),
+                )
+
             def scorer_of(terms: tuple[RewardTermConfig, ...], mode: RewardMode) -> Scorer:
                 pool, steps = pools.rewards, config.steps
                 judges = fleet_judges(asks_fleet(terms, fleet), pools.services)
@@ -297,13 +311,14 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
             sets = held_out_prompts(config, held_out, scorer_of)
             rollout = config.rollout
             evaluator = Evaluator(
-                subject.run_id, sets, generation, rollout.sample_timeout_s, rollout.max_reward_failure_rate
+                subject.run_id, sets, sampler, rollout.sample_timeout_s, rollout.max_reward_failure_rate
             )
             say(f"evaluating version {subject.version} of {subject.run_id}")
             return await evaluator.evaluate(subject.version, subject.version.step)
         finally:
             await pools.generators.close()
             await pools.rewards.close()
+            await pools.environments.close()
     finally:
         await asyncio.shield(local.down(StackPaths.of(fleet.state_dir, fleet.name), on_wait=say))
 
@@ -311,11 +326,12 @@ async def _evaluated(subject: Subject, config: RunConfig, fleet: StackConfig) ->
 class _Pools(NamedTuple):
     generators: Any
     rewards: Any
+    environments: Any
     services: dict[str, reg.Registration]
 
 
 async def _pools(fleet: StackConfig) -> _Pools:
-    """Return the generators and the rewards of the fleet, and all that it has."""
+    """Return the generators, the rewards and the environments of the fleet, and all that it has."""
     directory = StackPaths.of(fleet.state_dir, fleet.name).directory
     credential = credential_of_caller(fleet.bind, directory)
     announced = json.loads((directory / "instances" / "coordinator.json").read_text("utf-8"))
@@ -329,8 +345,9 @@ async def _pools(fleet: StackConfig) -> _Pools:
     pools = _Pools(
         rpc.ReplicaPool(reg.SERVICE_KIND_GENERATOR, GeneratorServiceStub, connect),
         rpc.ReplicaPool(reg.SERVICE_KIND_REWARD, RewardServiceStub, connect),
+        rpc.ReplicaPool(reg.SERVICE_KIND_ENVIRONMENT, EnvironmentServiceStub, connect),
         known,
     )
-    for pool in (pools.generators, pools.rewards):
+    for pool in (pools.generators, pools.rewards, pools.environments):
         await pool.update(known)
     return pools

@@ -256,6 +256,18 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "response": sample.response,
         "answer": sample.answer if sample.HasField("answer") else None,
         "info": json.loads(sample.info_json) if sample.HasField("info_json") else None,
+        "episode": _episode_json(sample) if sample.HasField("episode") else None,
+    }
+
+
+def _episode_json(sample: Sample) -> dict[str, Any]:
+    episode = sample.episode
+    return {
+        "ending": episode.ending,
+        "turns": episode.turns,
+        "turn_rewards": [*episode.turn_rewards],
+        "branches": episode.branches,
+        "messages": json.loads(episode.messages_json),
     }
 
 
@@ -343,9 +355,12 @@ def _print_whole(sample: dict[str, Any], config: RunConfig | None) -> None:
         print_line(f"made   {made}")
     if sample.get("info"):
         print_line(f"info   {visible_json(sample['info'])}")
-    for name in ("prompt", "response", "answer"):
-        if sample.get(name) or name != "answer":
-            print_line(f"--- {name}\n{sample[name]}")
+    texts = ["prompt", "response"]
+    if sample.get("episode"):  # whose conversation has both
+        print_episode(sample["episode"])
+        texts = []
+    for name in [*texts, "answer"] if sample.get("answer") else texts:
+        print_line(f"--- {name}\n{sample[name]}")
 
 
 def _tokens(sample: dict[str, Any]) -> int | None:
@@ -416,3 +431,44 @@ def _outcome(sample: dict[str, Any]) -> str:
 
 def _reward(sample: dict[str, Any]) -> str:
     return "" if sample["reward"] is None else f"{sample['reward']:.4g}"
+
+
+def print_episode(episode: dict[str, Any]) -> None:
+    """Print one episode."""
+    sequences = f", trained as {episode['branches']} sequences" if episode["branches"] > 1 else ""
+    print_line(f"ended  {episode['ending']} after {episode['turns']} turns{sequences}")
+    for entry in episode["messages"]:
+        print_line("\n".join(_entry_lines(entry, episode["turn_rewards"])))
+
+
+def _entry_lines(entry: dict[str, Any], turn_rewards: list[float]) -> list[str]:
+    """Return one entry of the record: a message, or what happened between messages."""
+    of = f" of {entry['thread']}" if entry.get("thread") else ""
+    if "branch" in entry:
+        return [f"--- the history{of} goes on otherwise ({entry['branch']}); {entry['kept']} messages stay"]
+    if "tools" in entry:
+        return [f"--- tools{of}: {', '.join(entry['tools'])}"]
+    if "ended" in entry:
+        rewards = ", ".join(f"{name} {value:.4g}" for name, value in entry.get("rewards", {}).items())
+        failure = f": {entry['failure']}" if entry.get("failure") else ""
+        return [f"--- ended {entry['ended']}{failure}", *([f"rewards {rewards}"] if rewards else [])]
+    lines = [f"--- {entry['role']}{of}{_of_turn(entry, turn_rewards)}"]
+    if entry.get("content"):
+        lines.append(entry["content"])
+    for call in entry.get("tool_calls", ()):
+        lines.append(f"call {call['function']['name']} {visible_json(call['function']['arguments'])}")
+    if entry.get("unparsed"):
+        lines.append(f"unread {entry['unparsed']}")
+    return lines
+
+
+def _of_turn(entry: dict[str, Any], turn_rewards: list[float]) -> str:
+    """Return the facts of a turn of the policy; nothing for what others said."""
+    if "turn" not in entry:
+        return ""
+    facts = [f"turn {entry['turn']}", f"{entry['tokens']} tokens", *entry["versions"]]
+    if entry.get("cut_off"):
+        facts.append("cut off")
+    if len(turn_rewards) >= entry["turn"]:
+        facts.append(f"reward {turn_rewards[entry['turn'] - 1]:.4g}")
+    return f" ({', '.join(facts)})"

@@ -142,6 +142,8 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ("{sample_weights: {by_reward: max_min, power: 3}}", "power belongs to sample_weights.by_reward pow"),
         ("{type: distillation, sample_weights: {by_difficulty: {}}}", "by_difficulty look at rewards"),
         ("{type: step_reinforce, advantage: {baseline: none}}", "set normalize_std to false"),
+        ("{advantage: {type: gigpo}}", "in a loop of your own (loop: client) with flotilla_algorithms.gigpo"),
+        ("{advantage: {type: agentic_reinforce}}", "take step_reinforce"),
         ("{type: distillation, shuffle_rewards: true}", "shuffle_rewards permutes rewards, which"),
         (
             "{type: distillation, advantage: {reward_clip: 1}}",

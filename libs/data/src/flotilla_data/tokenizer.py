@@ -7,7 +7,7 @@ Invariants: it reads `tokenizer.json`, `tokenizer_config.json`, `generation_conf
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +122,12 @@ class Tokenizer:
 
     def _template(self) -> ChatTemplate:
         if self._chat is None:
-            self._chat = ChatTemplate(self._template_source(), self._special_tokens(), where=str(self.folder))
+            self._chat = ChatTemplate(self.template_source, self._special_tokens(), where=str(self.folder))
         return self._chat
 
-    def _template_source(self) -> str:
+    @cached_property
+    def template_source(self) -> str:
+        """The chat template of the folder; raise where it has none."""
         path = self.folder / "chat_template.jinja"
         try:
             with open_regular(path) as file:

@@ -23,6 +23,32 @@ from flotilla_testing.fault_victims import lives
 from flotilla_testing.runs import LEARNS, MADE_UP, any_reward, example_rows, run_on, written
 from flotilla_testing.stack import BOOTED_WITHIN_S, Stack, running_stack, wait_until
 
+TURNS = 3
+ENVIRONMENT = f'''
+import time
+from pathlib import Path
+
+from flotilla_environment import Begun, Environment, Reply, Task, Turn
+
+
+class Sums(Environment):
+    """Asks for three turns, and gives rewards by which all episodes differ."""
+
+    def __init__(self, *, marker: str) -> None:
+        self.marker, self.said = Path(marker), []
+
+    def begin(self, task: Task) -> Begun:
+        return Begun(task.messages)
+
+    def reply(self, turn: Turn) -> Reply:
+        self.marker.touch()
+        time.sleep(0.01)
+        self.marker.unlink(missing_ok=True)
+        self.said.append(turn.content)
+        if len(self.said) < {TURNS}:
+            return Reply("2+3=")
+        return Reply(done=True, rewards={{"said": float(sum(map(ord, "".join(self.said))) % 7)}})
+'''
 LAST_STEPS = 3
 LIMIT_S = 180.0
 
@@ -75,13 +101,14 @@ ENGINES = {"sim": SIM, "vllm": VLLM}
 
 @contextlib.contextmanager
 def chaos_fleet(model: Path, directory: Path, engine: Engine = SIM) -> Iterator[Stack]:
-    """Generators of this kind, two reward replicas, a trainer of two ranks, coordinator, NATS."""
+    """Generators of this kind, two replicas each of rewards and environments, a trainer of two ranks, and the rest."""
     description = {
         "name": "chaos",
         "model": str(model),
         "generator": engine.generator,
         "trainer": {"nproc": 2, "rank_timeout_s": engine.rank_timeout_s},
         "reward": {"replicas": 2, "workers": 1},
+        "environment": {"replicas": 2, "workers": 1, "isolation": {"unsafe": True}},
         "ready_timeout_s": engine.limit_s,
         "restart_budget": 1000,
     }
@@ -92,10 +119,12 @@ def chaos_fleet(model: Path, directory: Path, engine: Engine = SIM) -> Iterator[
 class ChaosRun:
     """One run under observation."""
 
-    def __init__(self, stack: Stack, arithmetic: Path, folder: Path) -> None:
+    def __init__(self, stack: Stack, arithmetic: Path, folder: Path, *, episodes: bool = False) -> None:
+        """With `episodes` its samples have several turns, and their environment marks in `folder` when it works."""
         self.stack = stack
         self.engine = ENGINES[load(StackConfig, [stack.file]).generator.engine]
-        file = _run_file(arithmetic, folder, self.engine)
+        self.marker = folder / "environment-works"
+        file = _run_file(arithmetic, folder, self.engine, self.marker if episodes else None)
         self.started: dict[str, Any] = stack.ok("run", "start", str(file))
         self.run_id: str = self.started["run_id"]
 
@@ -167,7 +196,7 @@ class ChaosRun:
         return [one.name for one in ready if one.name.startswith(f"{kind}-") and lives(self.stack, one)]
 
 
-def _run_file(arithmetic: Path, folder: Path, engine: Engine) -> Path:
+def _run_file(arithmetic: Path, folder: Path, engine: Engine, marker: Path | None) -> Path:
     run = run_on(
         example_rows(arithmetic),
         "chaos",
@@ -180,6 +209,16 @@ def _run_file(arithmetic: Path, folder: Path, engine: Engine) -> Path:
         checkpoint={"every_steps": 1},
         export_final=False,
     )
+    if marker is not None:
+        file = folder / "sums.py"
+        file.write_text(ENVIRONMENT)
+        run["environment"] = {
+            "name": f"{file}:Sums",
+            "parameters": {"marker": str(marker)},
+            "max_turns": TURNS + 1,
+            "episode_tokens": 60,
+        }
+        del run["rewards"]
     if engine is SIM:
         run["algorithm"] = MADE_UP
         run["weights"]["canary"] = {"prompts": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,14 +178,15 @@ SPECIAL = [
         "<start_of_turn>",
     ),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|User|>", "<|Assistant|>"),
+    *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
 ]
 WORDS = [
     "The sky is blue. What colour is it? Be brief. Paris is the capital of France. assistant user system"
 ]
 
 
-def write_tokenizer(folder: Path, template: str) -> Path:
-    """Write the tokenizer of a model that publishes this template."""
+def write_tokenizer(folder: Path, template: str, ends: Sequence[str] = ()) -> Path:
+    """Write the tokenizer of a model that publishes this template, whose responses end with `ends`."""
     folder.mkdir(parents=True, exist_ok=True)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -197,7 +199,7 @@ def write_tokenizer(folder: Path, template: str) -> Path:
     )
     backend.train_from_iterator(WORDS * 4, trainer)
     backend.save(str(folder / "tokenizer.json"))
-    ends = ENDS.get(template, ["</s>"])
+    ends = ends or ENDS.get(template, ["</s>"])
     settings = {"eos_token": ends[0], "bos_token": "<s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     ids = [backend.token_to_id(end) for end in ends]

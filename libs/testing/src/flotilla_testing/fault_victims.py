@@ -15,7 +15,7 @@ from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_launch.records import StackRecord
 from flotilla_launch.state import LauncherFile, read_json
-from flotilla_testing.stack import Stack
+from flotilla_testing.stack import Stack, wait_until
 
 
 class Victim(StrEnum):
@@ -30,9 +30,18 @@ class Victim(StrEnum):
     NATS = "NATS"
     LAUNCHER = "launcher"
     GUARDIAN = "guardian"
+    ENVIRONMENT = "environment replica"
+    ENVIRONMENT_WORKER = "environment worker"
+
+    @property
+    def plays(self) -> bool:
+        """Return whether it only has work in a run with episodes."""
+        return self in (Victim.ENVIRONMENT, Victim.ENVIRONMENT_WORKER)
 
 
 RANKS = {Victim.RANK_0: 0, Victim.RANK_1: 1}
+WORKER = "flotilla_workers.worker"
+WORKER_WITHIN_S = 60.0
 SLOTS = {Victim.FRONT: "trainer", Victim.COORDINATOR: "coordinator"}
 
 
@@ -52,6 +61,8 @@ def process_of(stack: Stack, victim: Victim, slot: str) -> psutil.Process:
         guardian = guardian_of(stack)
         assert guardian is not None, "the guardian is not there: its launcher starts it again"
         return guardian
+    if victim is Victim.ENVIRONMENT_WORKER:
+        return worker_of(stack, slot)
     return stack.process(SLOTS.get(victim, slot))
 
 
@@ -93,6 +104,20 @@ def lives(stack: Stack, registered: Registration) -> bool:
         return False
     ours = bool(announced["instance_id"] == registered.instance_id)
     return ours and ProcessIdentity.of(announced["pid"]) is not None
+
+
+def worker_of(stack: Stack, slot: str) -> psutil.Process:
+    """Return the worker of an environment replica, which holds the episodes of a run."""
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        with suppress(psutil.NoSuchProcess):  # it ended between two looks
+            children = stack.process(slot).children(recursive=True)
+            found[:] = [child for child in children if WORKER in child.cmdline() and not child.children()]
+        return bool(found)
+
+    wait_until(f"a worker of {slot}", is_there, WORKER_WITHIN_S)
+    return found[0]
 
 
 def rank_of(stack: Stack, rank: int, gang: str = "trainer") -> psutil.Process:

@@ -36,6 +36,7 @@ RELEASED = {
         "ae5a7f6dd35a55ec",
         "9ff2ec2f2db77e97",
         "87f1d88590a4d27a",
+        "5b30a486666780e4",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }

@@ -12,8 +12,9 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_core.errors import InvalidRequest
 from flotilla_core.tensors import to_tensor
 from flotilla_core.version import Version
-from flotilla_trainer.batch.tokens import ModelLimits
-from flotilla_trainer.batch.update_batch import UpdateBatch
+from flotilla_trainer.batch.tokens import ModelLimits, read_scored
+from flotilla_trainer.batch.update_batch import StepPlan, UpdateBatch
+from flotilla_trainer.objective.policy_columns import segments_of
 
 LIMITS = ModelLimits(vocabulary=16, max_sequence_tokens=12)
 VERSION = Version(0, 7)
@@ -172,3 +173,62 @@ def test_a_sample_without_the_greedy_reward_of_its_group_is_named(greedy: float 
     with pytest.raises(InvalidRequest, match=r"`greedy_reward` is .*one greedy response") as error:
         read(group("g", [1], *beside(0.5, "a"), *beside(greedy, "b")), group("h", [1], *beside(0.5, "c")))
     assert error.value.where == "sample 'b'"
+
+
+def branched(name: str, tokens: list[int], *branches: tuple[int, list[int]], **fields: Any) -> pb.TrainSample:
+    made = sample(name, tokens, **fields)
+    for start, prompt in branches:
+        made.branches.add(start=start, prompt_token_ids=to_tensor(np.array(prompt, np.int32)))
+    return made
+
+
+def test_branches_are_sequences_of_one_sample_each_after_its_own_prompt() -> None:
+    batch = read(
+        group("g0", [1, 2], branched("a", [3, 4, 5], (0, [8]), (2, [9, 9]), reward=1.0), sample("b", [6])),
+        group("g1", [7], sample("c", [10])),
+    )
+    sequences = batch.sequences({"places": np.arange(5)})
+    assert sequences.tokens.tolist() == [8, 3, 4, 9, 9, 5, 1, 2, 6, 7, 10]
+    assert sequences.lengths.tolist() == [3, 3, 3, 2]
+    assert sequences.tokens[sequences.scored].tolist() == [3, 4, 5, 6, 10]
+    assert sequences.columns["places"].tolist() == list(range(5))
+    assert batch.response_lengths.tolist() == [3, 1, 1] and batch.rewards.tolist() == [1.0, 0.0, 0.0]
+    assert batch.all_responses().scored.tolist() == sequences.scored.tolist()
+
+
+def test_stretches_end_with_their_branch() -> None:
+    batch = read(group("g", [1], branched("a", [3, 4, 5, 6], (0, [8]), (2, [9]))))
+    assert segments_of(batch).tolist() == [1, 1, 2, 2]
+
+
+def test_each_optimizer_step_has_whole_samples_with_all_their_branches() -> None:
+    batch = read(
+        group("g0", [1], branched("a", [3, 4, 5], (0, [8]), (1, [9]), (2, [9]))),
+        group("g1", [7], sample("c", [10])),
+    )
+    first, second = StepPlan(mini_batches=2).steps(batch.sequences({"weights": np.ones(4)}), batch)
+    assert first.lengths.tolist() == [2, 2, 2] and second.tokens.tolist() == [7, 10]
+
+
+@pytest.mark.parametrize("starts", [[1], [0, 0], [0, 3], [0, 2, 1]])
+def test_branches_that_do_not_cover_their_sample_are_refused(starts: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="branches start at"):
+        read(group("g", [1], branched("a", [3, 4, 5], *((start, [8]) for start in starts))))
+
+
+def test_a_branch_without_a_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="there are no tokens"):
+        read(group("g", [1], branched("a", [3, 4], (0, []))))
+
+
+def test_scores_of_branches_come_in_the_order_of_the_sample() -> None:
+    scored = pb.ScoredSequence(
+        sequence_id="a",
+        token_ids=to_tensor(np.array([3, 4, 5], np.int32)),
+        branches=branched("a", [3, 4, 5], (0, [8]), (2, [9, 9])).branches,
+    )
+    ids, sequences, lengths = read_scored([scored], LIMITS)
+    assert (ids, lengths.tolist()) == (["a"], [3])
+    assert sequences.tokens[sequences.scored].tolist() == [3, 4, 5] and sequences.lengths.tolist() == [3, 3]
+    _, sequences, lengths = read_scored([scored], LIMITS, after_last=True)
+    assert lengths.tolist() == [4] and sequences.lengths.tolist() == [3, 4]

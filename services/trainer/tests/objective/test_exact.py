@@ -298,6 +298,58 @@ def test_a_turn_ends_where_context_or_another_response_begins() -> None:
     assert sequences.columns["segments"].tolist() == [1, 1, 2, 3, 4]
 
 
+def branched(groups: list[pb.TrainGroup]) -> list[pb.TrainGroup]:
+    """Cut every longer sample into two branches; the prompt of the second one ends as the first one does."""
+    for sample in (sample for group in groups for sample in group.samples):
+        tokens = from_tensor(sample.token_ids)
+        if len(tokens) > 3:
+            cut = len(tokens) // 2
+            for start, prompt in ((0, group_prompt(groups, sample)), (cut, [5, 5, int(tokens[cut - 1])])):
+                sample.branches.add(start=start, prompt_token_ids=to_tensor(np.array(prompt, np.int32)))
+    return groups
+
+
+def group_prompt(groups: list[pb.TrainGroup], sample: pb.TrainSample) -> list[int]:
+    (group,) = (group for group in groups if sample in group.samples)
+    prompt: list[int] = from_tensor(group.prompt_token_ids).tolist()
+    return prompt
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_branches_lie_anywhere_in_the_layout_of_an_update(preset: str) -> None:
+    objective, groups = objective_of(preset), branched(make_groups([6, 3, 8, 2, 7]))
+    whole = result(objective, groups)
+    for ranks, budget, packed in LAYOUTS:
+        assert_same(result(objective, groups, budget=budget, ranks=ranks, packed=packed), whole)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_sample_in_branches_weighs_as_much_as_in_one_sequence(aggregation: str) -> None:
+    objective = objective_of("grpo", aggregation={"type": aggregation})
+    # The model knows the token before alone, and the prompts of the branches end as what was there.
+    cut, uncut = branched(make_groups([6, 3, 8])), make_groups([6, 3, 8])
+    assert any(sample.branches for sample in cut[0].samples)
+    assert_same(result(objective, cut), result(objective, uncut))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_context_tokens_have_no_gradient_at_all(preset: str) -> None:
+    groups = make_groups([6, 3, 8])
+    before_context = 12
+    for sample in (sample for group in groups for sample in group.samples):
+        tokens = from_tensor(sample.token_ids) % before_context
+        mask = np.arange(len(tokens)) % 4 < 2
+        mask[0] = True
+        tokens[np.flatnonzero(~mask[1:])] = before_context
+        sample.token_ids.CopyFrom(to_tensor(tokens.astype(np.int32)))
+        sample.mask.CopyFrom(to_tensor(mask))
+    for group in groups:
+        prompt = from_tensor(group.prompt_token_ids) % before_context
+        group.prompt_token_ids.CopyFrom(to_tensor(prompt.astype(np.int32)))
+    gradient = result(objective_of(preset), groups)[1]
+    assert not gradient[before_context].any() and np.abs(gradient).max() > 1e-4
+
+
 @pytest.mark.parametrize("baseline", ["batch", "running"])
 def test_groups_that_are_dropped_leave_the_baseline_and_the_history_too(baseline: str) -> None:
     groups = make_groups([4, 3, 5], seed=1)

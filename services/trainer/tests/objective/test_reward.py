@@ -56,7 +56,7 @@ def test_every_token_is_fed_and_the_last_one_is_asked() -> None:
         (batches,) = pack(after_answers(batch), Layout(10_000, 1, packed))
         (micro,) = batches
         assert micro.sequence_tokens == len(batch.tokens)
-        last = batch.tokens[np.cumsum(batch.prompt_lengths + batch.response_lengths) - 1]
+        last = batch.tokens[np.cumsum(batch.pieces.lengths) - 1]
         in_order = np.empty_like(last)
         in_order[micro.places] = micro.tokens.flatten()[micro.positions]
         np.testing.assert_array_equal(in_order, last)

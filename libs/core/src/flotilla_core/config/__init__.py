@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         StopConfig,
         TrainingSet,
     )
+    from flotilla_core.config.episodes import EnvironmentConfig
     from flotilla_core.config.rewards import (
         LARGEST_REWARD,
         AgreementConfig,
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
         bucket_size_mib,
     )
 
-_OF_RUNS = ("training", "rewards", "data", "algorithm", "run")
+_OF_RUNS = ("training", "rewards", "episodes", "data", "algorithm", "run")
 
 
 def __getattr__(name: str) -> Any:

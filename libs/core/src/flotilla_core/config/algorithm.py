@@ -220,6 +220,14 @@ class CorrectionConfig(ConfigModel):
         return self
 
 
+WITHOUT_A_RUN = {
+    "gigpo": "compares steps that were taken in the same state, which a run does not record: take step_reinforce, or "
+    "compute advantages in a loop of your own (loop: client) with flotilla_algorithms.gigpo",
+    "agentic_reinforce": "has another name here: take step_reinforce with baseline batch",
+}
+"""Advantages over turns that others have, and the way to them."""
+
+
 class PolicyConfig(ConfigModel):
     """Reinforcement learning on rollouts of the policy."""
 
@@ -312,6 +320,10 @@ class PolicyConfig(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _over_its_preset(cls, written: Any) -> Any:
+        advantage = written.get("advantage") if isinstance(written, dict) else None
+        asked = advantage.get("type") if isinstance(advantage, dict) else None
+        if isinstance(asked, str) and asked in WITHOUT_A_RUN:
+            raise ValueError(f"advantage.type {asked} {WITHOUT_A_RUN[asked]}")
         name = written.get("type", "grpo") if isinstance(written, dict) else None
         return with_preset(written, name) if isinstance(name, str) and name in PRESETS else written
 

@@ -22,6 +22,7 @@ from flotilla_core.config.data import (
     RolloutConfig,
     StopConfig,
 )
+from flotilla_core.config.episodes import EnvironmentConfig
 from flotilla_core.config.model import ConfigModel, FolderOrUrl, kind_of
 from flotilla_core.config.rewards import RewardMode, RewardTermConfig, can_combine
 from flotilla_core.config.training import (
@@ -184,8 +185,11 @@ class RunConfig(ConfigModel):
     """Training prompts."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Generation; `sft`, `dpo` and `reward_model` use `prompts_per_step` alone, as answers or pairs per step."""
+    environment: EnvironmentConfig | None = None
+    """Environment that the policy acts in; absent: a sample is one prompt and one response."""
     rewards: tuple[RewardTermConfig, ...] = Field(default=(), max_length=64)
-    """The terms of a sample's reward; evaluation uses the same, unless a held-out set names its own."""
+    """The terms of a sample's reward; evaluation uses the same, unless a held-out set names its own. Of an episode they
+    judge the last turn, and the rewards of its environment are added."""
     reward_mode: RewardMode = "weighted"
     """Combination of weight x value of the terms: their sum (`weighted`), their sum or 0 where a term is below its
     `gate_at` (`gated`), the smallest (`min`), the largest (`max`), their product, or the first that is not 0."""
@@ -230,6 +234,18 @@ class RunConfig(ConfigModel):
         """The roles for which the run needs a gang in addition to the policy's."""
         learning = self.algorithm.gangs_beside_the_policy if isinstance(self.algorithm, PolicyConfig) else []
         return [*learning, *(named_role(REWARD_MODEL, name) for name in self.reward_models)]
+
+    @property
+    def most_sample_tokens(self) -> int:
+        """Return the most tokens of a sample: of a response, or of a whole episode."""
+        if self.environment is None:
+            return self.rollout.sampling.max_response_tokens
+        return self.environment.episode_tokens
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Return whether its samples earn rewards, by terms or by their environment."""
+        return bool(self.rewards) or self.environment is not None
 
     @property
     def learns_from_pairs(self) -> bool:
@@ -322,12 +338,17 @@ class RunConfig(ConfigModel):
     @model_validator(mode="after")
     def _sends_each_sample_in_one_message(self) -> RunConfig:
         teacher = self.algorithm.teacher if isinstance(self.algorithm, PolicyConfig) else None
-        longest = self.rollout.sampling.max_response_tokens
+        longest = self.most_sample_tokens
         if teacher is not None and teacher.bytes_per_token * longest > MOST_SAMPLE_BYTES:
             limit = MOST_SAMPLE_BYTES // teacher.bytes_per_token
+            key = (
+                "rollout.sampling.max_response_tokens"
+                if self.environment is None
+                else "environment.episode_tokens"
+            )
             raise ValueError(
                 f"algorithm.teacher.top_k is {teacher.top_k}, and with it one message holds a sample of at most "
-                f"{limit:,} tokens, but rollout.sampling.max_response_tokens is {longest:,}: lower one of them"
+                f"{limit:,} tokens, but {key} is {longest:,}: lower one of them"
             )
         return self
 
@@ -340,7 +361,7 @@ class RunConfig(ConfigModel):
             why = f"algorithm.type {self.algorithm.type} generates no answers"
         elif self.loop == "client":
             why = "with loop: client the client decides what it trains"
-        elif not self.rewards:
+        elif not self.is_rewarded:
             why = "rewards is empty"
         if why:
             rests = "data.rest_epochs lets prompts rest whose answers earn a reward of 1"
@@ -380,7 +401,7 @@ class RunConfig(ConfigModel):
                     f"algorithm.advantage.weights has {len(weights)} numbers, rewards has {len(self.rewards)} terms: "
                     "write one for each, or none to take their own"
                 )
-            if not self.rewards and self.algorithm.needs_rewards:
+            if not self.is_rewarded and self.algorithm.needs_rewards:
                 raise ValueError(f"rewards is empty: {name} needs at least one reward term")
             if self.rollout.dynamic_sampling is not None and not self.algorithm.needs_rewards:
                 raise ValueError(
@@ -406,6 +427,22 @@ class RunConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _acts_where_it_samples(self) -> RunConfig:
+        if self.environment is None:
+            return self
+        advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
+        why = ""
+        if advantage is None:
+            why = f"algorithm.type {self.algorithm.type} samples nothing"
+        elif self.loop == "client":
+            why = "with loop: client the client plays the turns itself"
+        elif isinstance(advantage, GdpoAdvantage):
+            why = "algorithm.advantage.type gdpo normalises the terms of `rewards`, of which an environment's are none"
+        if why:
+            raise ValueError(f"environment is set, and {why}: leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _judges_what_it_evaluates(self) -> RunConfig:
         if self.evaluation is None:
             return self
@@ -415,7 +452,7 @@ class RunConfig(ConfigModel):
                 "evaluation.temperature is above 0, but pairs are ranked and nothing is generated: "
                 "leave it out, or name rewards"
             )
-        if self.evaluates_answers and not self.rewards and not all(one.rewards for one in sets):
+        if self.evaluates_answers and not self.is_rewarded and not all(one.rewards for one in sets):
             raise ValueError("evaluation needs at least one reward term")
         return self
 

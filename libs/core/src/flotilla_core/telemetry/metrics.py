@@ -69,6 +69,28 @@ METRICS = (
     Metric("samples/retried", "samples", "Samples of the step that were issued again."),
     Metric("samples/rejected", "samples", "Samples of generators that were rejected on arrival."),
     Metric("samples/rejected_<kind>", "samples", "The same by kind: unasked, stale or unreadable."),
+    Metric(
+        "episodes/turns_mean",
+        "turns",
+        "Mean number of turns of an episode (with `environment`), evaluations included.",
+    ),
+    Metric(
+        "episodes/ended_<ending>",
+        "episodes",
+        "Episodes by their ending: completed, max_turns, no_room, timeout, error.",
+    ),
+    Metric("episodes/repeated", "episodes", "Episodes that began again because their environment was lost."),
+    Metric("episodes/unparsed_turns", "turns", "Turns with a call of a tool that could not be read."),
+    Metric(
+        "episodes/branches_<reason>",
+        "branches",
+        "Histories that did not go on from what was there, by their reason.",
+    ),
+    Metric("episodes/policy_s_mean", "s", "Mean time of an episode in which the policy writes."),
+    Metric("episodes/environment_s_mean", "s", "Mean time of an episode beside that."),
+    Metric(
+        "environment/<name>", "", "Mean of a number that an environment gives with the end of an episode."
+    ),
     Metric("rollout/ended_groups", "groups", "Groups that ended (with `dynamic_sampling`)."),
     Metric("rollout/uniform_groups", "groups", "Of these, groups whose rewards are all equal."),
     Metric("rollout/carried", "groups", "Groups kept for the next step (with `over_issue`)."),

@@ -27,6 +27,8 @@ class Rollouts:
     """The ids of the response tokens."""
     trained: Bools
     """Tokens that the policy wrote; the others are context."""
+    branches: Bools
+    """Tokens that begin a further sequence of their sample, after a prompt of its own."""
     staleness: Ints
     """Versions between the one that wrote a token and the one that it trains."""
     rollout_logprobs: Floats
@@ -87,11 +89,18 @@ class Rollouts:
         ]
 
     @cached_property
+    def sequence_of_token(self) -> Ints:
+        """The number of each token's sequence: a sample is one, and each of its branches one more."""
+        starts = self.branches.copy()
+        starts[1:] |= self.sample_of_token[1:] != self.sample_of_token[:-1]
+        return np.cumsum(starts)
+
+    @cached_property
     def segments(self) -> Ints:
-        """A number for each token, equal for those of one sample with no context in between."""
+        """A number for each token, equal for those of one sequence with no context in between."""
         changes = np.ones(len(self.tokens), np.bool_)
         changes[1:] = (self.trained[1:] != self.trained[:-1]) | (
-            self.sample_of_token[1:] != self.sample_of_token[:-1]
+            self.sequence_of_token[1:] != self.sequence_of_token[:-1]
         )
         return np.cumsum(changes)
 
@@ -109,6 +118,7 @@ class Rollouts:
             sample_of_token=np.searchsorted(np.flatnonzero(chosen), self.sample_of_token[tokens]),
             tokens=self.tokens[tokens],
             trained=self.trained[tokens],
+            branches=self.branches[tokens],
             staleness=self.staleness[tokens],
             rollout_logprobs=self.rollout_logprobs[tokens],
             teacher_logprobs=self.teacher_logprobs[tokens],

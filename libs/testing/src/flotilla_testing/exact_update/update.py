@@ -160,7 +160,7 @@ def _importance_mean(
     return mean_importance(
         algorithm.correction,
         before - torch.from_numpy(rollouts.rollout_logprobs[own]),
-        _same(rollouts.sample_of_token[own]),
+        _same(rollouts.sequence_of_token[own]),
         _same(rollouts.segments[own]),
     )
 
@@ -205,7 +205,7 @@ def _policy_step(
     logits, reference = leaf[own], whole.policies.reference[own]
     now = logprobs_of(logits, ids)
     before = logprobs_of(whole.policies.steps[0][own], ids)
-    together, segment = _same(rollouts.sample_of_token[own]), _same(rollouts.segments[own])
+    together, segment = _same(rollouts.sequence_of_token[own]), _same(rollouts.segments[own])
 
     def of(column: Any) -> torch.Tensor:
         return torch.from_numpy(column[own]).double()

@@ -76,12 +76,12 @@ def prompt_texts(chats: Sequence[Chat], tokenizer: Tokenizer) -> list[str | Inva
     """Return the text of each chat, or why it has none."""
     asked = [Conversation(_plain(one.messages), one.tools, where=one.where) for one in chats]
     return [
-        _refusal(text) if isinstance(text, InvalidConfig) else _checked(text, one)
+        _refusal(text) if isinstance(text, InvalidConfig) else checked_text(text, one)
         for one, text in zip(chats, tokenizer.render_chats(asked), strict=True)
     ]
 
 
-def _checked(text: str, chat: Chat) -> str | InvalidConfig:
+def checked_text(text: str, chat: Chat) -> str | InvalidConfig:
     """Return the text, unless the template left something of the chat out."""
     try:
         _require_tools(text, chat.tools, chat.where)

@@ -81,6 +81,7 @@ class HeldOutAnswer:
             "response_tokens": len(sample.token_ids),
             "truncated": sample.truncated,
             "generator": sample.generator,
+            **({} if sample.episode is None else {"episode": sample.episode.shown()}),
         }
 
 
@@ -235,10 +236,16 @@ class Evaluator:
                     step=step,
                 )
                 for prompt, sample in answers[start : start + most]
+                if sample.outcome is None  # as that of an episode whose environment failed is not
             ]
             outcomes |= await one.scorer.score(items)
+        for _, sample in answers:
+            if sample.outcome is None:
+                sample.take_outcome(outcomes[sample.sample_id])
         return [
-            HeldOutAnswer(one.name, prompt, sample, outcomes[sample.sample_id]) for prompt, sample in answers
+            HeldOutAnswer(one.name, prompt, sample, sample.outcome)
+            for prompt, sample in answers
+            if sample.outcome is not None
         ]
 
     def _unscored(self, one: HeldOutPrompts, answers: Sequence[HeldOutAnswer], step: int) -> str:
@@ -273,6 +280,8 @@ class Evaluator:
             max_attempts=5,
             priority=EVALUATION,
             instance_id=on,
+            prompt=prompt,
+            world=f"evaluation/{of}{prompt.index}",
         )
         async with gate, aclosing(self._sampler.samples(request)) as samples:
             ended = {sample.sample_id: sample async for sample in samples}

@@ -6,6 +6,7 @@ Invariants: the numbers of the states are those of the coordinator's contract; a
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,9 @@ class DropReason(StrEnum):
     UNVERIFIABLE = "unverifiable"
     """The response made a verifier fail, and its run drops such a sample (`on_unverifiable: drop`)."""
     GROUP_TOO_SMALL = "group_too_small"
+    ENVIRONMENT_ERROR = "environment_error"
+    """The environment of an episode failed, so the episode has no reward."""
+    ENVIRONMENT_TIMEOUT = "environment_timeout"
 
 
 REOPENED = (
@@ -54,7 +58,15 @@ REOPENED = (
 )
 """Reasons that concern the run and not the sample: a run that continues may train the sample after all."""
 
-REWARDS_FAILED = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.GROUP_TOO_SMALL)
+REWARD_FAILURES = (
+    DropReason.REWARD_ERROR,
+    DropReason.REWARD_TIMEOUT,
+    DropReason.ENVIRONMENT_ERROR,
+    DropReason.ENVIRONMENT_TIMEOUT,
+)
+"""Reasons of a failing reward, whether terms or an environment should have given it."""
+
+REWARDS_FAILED = (*REWARD_FAILURES, DropReason.GROUP_TOO_SMALL)
 """Reasons of a failing reward; the last one is for the siblings of a sample that it failed on."""
 
 
@@ -138,6 +150,48 @@ class GroupOutcome:
     """The mean of the scored answers."""
 
 
+@dataclass(frozen=True)
+class Branch:
+    """A sequence of an episode: a prompt, and where what follows it begins among the tokens of the sample."""
+
+    start: int
+    prompt_token_ids: Int32Array
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A sample of several turns, beyond what each sample has.
+
+    Its tokens and their columns are those of all its sequences, one after the other.
+    """
+
+    ending: str
+    """`completed`, `max_turns`, `no_room`, `timeout` or `error`."""
+    turns: int
+    turn_rewards: tuple[float, ...]
+    """The reward of each turn; none where the environment gave none."""
+    messages: str
+    """The conversation as JSON, to be shown."""
+    branches: tuple[Branch, ...]
+    """Its sequences: the first one starts at 0, and each further one is a history that does not go on from an earlier
+    one."""
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as records for people have it."""
+        return {
+            "ending": self.ending,
+            "turns": self.turns,
+            "turn_rewards": [*self.turn_rewards],
+            "branches": len(self.branches),
+            "messages": json.loads(self.messages),
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of its prompts."""
+        return sum(branch.prompt_token_ids.nbytes for branch in self.branches)
+
+
 @dataclass
 class FinishedSample:
     """A finished response, scored or not, with all data that training needs."""
@@ -161,6 +215,8 @@ class FinishedSample:
     """The tokens that are trained, the others being context; None where all are."""
     verdicts: tuple[TermVerdict, ...] = ()
     """How each reward judged it; none where an older Flotilla recorded it."""
+    episode: Episode | None = None
+    """What it has in addition where an environment was in the loop."""
 
     @property
     def oldest_version(self) -> Version | None:
@@ -216,6 +272,7 @@ class SampleRecord:
     greedy_reward: float | None = None
     trained: BoolArray | None = None
     verdicts: tuple[TermVerdict, ...] = ()
+    episode: Episode | None = None
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 
 import numpy as np
 
-from flotilla_coordinator.ledger import verdicts
+from flotilla_coordinator.ledger import episodes, verdicts
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
     GroupOutcome,
@@ -72,7 +73,15 @@ def samples(
         f"WHERE {' AND '.join(conditions)} ORDER BY s.key LIMIT ?",
         (*values, limit),
     )
-    return [_sample_record(row) for row in rows]
+    found = [_sample_record(row) for row in rows]
+    # Every episode has marks of what is trained. A ledger that no coordinator of this release opened has no episodes.
+    of_episodes = [one.position for one in found if one.trained is not None]
+    known = episodes.load(db, of_episodes) if of_episodes and _has_episodes(db) else {}
+    return [replace(one, episode=known[one.position]) if one.position in known else one for one in found]
+
+
+def _has_episodes(db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'episodes'").fetchone() is not None
 
 
 def _verdicts(db: sqlite3.Connection) -> str:

@@ -179,6 +179,20 @@ _VERDICTS = """
 ALTER TABLE samples ADD COLUMN verdicts TEXT NOT NULL DEFAULT '';
 """
 
+# What samples of several turns have in addition; it goes with their tokens.
+_EPISODES = """
+CREATE TABLE episodes (
+    sample INTEGER PRIMARY KEY REFERENCES samples (key),
+    ending TEXT NOT NULL,
+    turns INTEGER NOT NULL,
+    turn_rewards BLOB NOT NULL,
+    messages TEXT NOT NULL,
+    branches BLOB NOT NULL
+);
+CREATE TRIGGER episodes_go_with_payloads AFTER DELETE ON payloads
+BEGIN DELETE FROM episodes WHERE sample = OLD.sample; END;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _BEGINNINGS,
@@ -192,6 +206,7 @@ MIGRATIONS: tuple[str, ...] = (
     _REASON_IN_PARTS,
     _LAST_METRICS,
     _VERDICTS,
+    _EPISODES,
 )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flotilla_coordinator.ledger import rows, verdicts
+from flotilla_coordinator.ledger import episodes, rows, verdicts
 from flotilla_coordinator.ledger.records import (
     START,
     DropReason,
@@ -200,6 +200,7 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[rows.Known, F
         ],
         MOST_PAYLOADS,
     )
+    episodes.store(db, ((known.key, sample) for known, sample in fresh))
     rows.log(
         db,
         [

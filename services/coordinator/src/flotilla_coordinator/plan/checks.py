@@ -117,6 +117,8 @@ def fleet_warnings(config: RunConfig, stack: StackConfig) -> Entries:
     asks_functions = any(term.model is None for term in config.all_rewards)
     if asks_functions and stack.reward.replicas == 0 and not stack.reward.attach:
         yield warning("reward.replicas is 0: the run waits until `flotilla scale reward 1`")
+    if config.environment is not None and not stack.environment.replicas and not stack.environment.attach:
+        yield warning("environment.replicas is 0: the run waits until `flotilla scale environment 1`")
 
 
 def role_errors(config: RunConfig, stack: StackConfig) -> Entries:

@@ -269,6 +269,10 @@ class SequenceLimit(NamedTuple):
         what = f"the longest prompt ({prompt_tokens} tokens) and {key} = {response_tokens} need"
         return self._beyond(what, prompt_tokens + response_tokens, f"lower {key} or data.max_prompt_tokens")
 
+    def episodes_beyond(self, tokens: int) -> Entries:
+        """Refuse episodes whose histories may be longer than the limit."""
+        return self._beyond("environment.episode_tokens is", tokens, "lower environment.episode_tokens")
+
     def _beyond(self, what: str, needed: int, way: str) -> Entries:
         """Say that something needs too many tokens, whose limit that is, and what to do."""
         if needed <= self.tokens:

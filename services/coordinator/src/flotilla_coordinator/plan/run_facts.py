@@ -60,13 +60,13 @@ class RunFacts:
 
     @property
     def response_tokens(self) -> int:
-        """The most tokens of a response."""
-        return self.config.rollout.sampling.max_response_tokens
+        """The most tokens of a response, or of an episode."""
+        return self.config.most_sample_tokens
 
     @property
     def step_tokens(self) -> int:
         """The most tokens that are generated for a step, with their prompts; 0 where none are."""
-        return 0 if self.given else self.samples * (self.data.longest_prompt + self.response_tokens)
+        return 0 if self.given else self.samples * self.longest
 
     @cached_property
     def adapters(self) -> AdapterFacts | None:
@@ -83,6 +83,8 @@ def longest_sequence(config: RunConfig, data: PromptFile) -> int:
     """Return the most tokens that one sequence of an update can have."""
     if data.first(1)[0].given:
         return longest_given(data)
+    if config.environment is not None:
+        return config.environment.episode_tokens
     return data.longest_prompt + config.rollout.sampling.max_response_tokens
 
 

@@ -46,7 +46,9 @@ def step_chapter(run: RunFacts) -> Entries:
     yield Line(
         "tokens of a step",
         f"at most {run.step_tokens:,}",
-        f"{samples} x ({prompt_tokens} prompt + {run.response_tokens} response)",
+        f"{samples} x ({prompt_tokens} prompt + {run.response_tokens} response)"
+        if config.environment is None
+        else f"{samples} x {run.longest} of an episode (environment.episode_tokens)",
     )
     yield from quantization(config, run.stack)
     if config.loop == "coordinator":
@@ -54,6 +56,9 @@ def step_chapter(run: RunFacts) -> Entries:
         yield kv_line(config, run.stack, prompt_tokens)
         yield groups_line(config, run.step_tokens)
         yield from asynchrony_warnings(config, run.step_tokens, run.host)
+    if config.environment is not None:
+        yield from run.limit.episodes_beyond(run.longest)
+        return
     key = "rollout.sampling.max_response_tokens"
     yield from run.limit.responses_beyond(prompt_tokens, run.response_tokens, key)
 

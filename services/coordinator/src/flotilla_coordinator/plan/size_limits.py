@@ -72,7 +72,12 @@ def held_chapter(run: RunFacts) -> Entries:
     held = held_bytes(config, run.step_tokens)
     has = f"in the coordinator, and its host has {shown_bytes(run.host)}"
     if run.step_tokens and held > run.host:
-        lower = _settings(config, *_SIZES, "rollout.sampling.max_response_tokens")
+        sampled = (
+            "rollout.sampling.max_response_tokens"
+            if config.environment is None
+            else "environment.episode_tokens"
+        )
+        lower = _settings(config, *_SIZES, sampled)
         yield refusal(f"groups under way may take {shown_bytes(held)} {has}: lower {lower}")
     if evaluation is None or config.evaluates_pairs:
         return

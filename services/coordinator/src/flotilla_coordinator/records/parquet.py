@@ -83,6 +83,7 @@ def write_table(path: Path, samples: Iterable[dict[str, Any]]) -> None:
     rows = [flat(sample) for sample in samples]
     names = dict.fromkeys(name for row in rows for name in row)
     known = {name: SAMPLES.field(name).type for name in ("info", "answer", "reward_parts", "verdicts")}
+    known["episode"] = pa.string()
     columns = {name: pa.array([row.get(name) for row in rows], known.get(name)) for name in names}
     table = pa.Table.from_pydict(columns)
     partial = path.with_name(f".{path.name}.partial")
@@ -92,7 +93,7 @@ def write_table(path: Path, samples: Iterable[dict[str, Any]]) -> None:
 
 def flat(sample: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded sample for SAMPLES: what has other names from row to row is a list, or one JSON text."""
-    info, verdicts = sample.get("info"), sample.get("verdicts")
+    info, verdicts, episode = sample.get("info"), sample.get("verdicts"), sample.get("episode")
     if verdicts is not None:
         verdicts = [
             one | {"parts": [{"name": name, "value": value} for name, value in one.get("parts", {}).items()]}
@@ -102,6 +103,7 @@ def flat(sample: dict[str, Any]) -> dict[str, Any]:
         **sample,
         "info": None if info is None else json.dumps(info, ensure_ascii=False),
         "verdicts": verdicts,
+        **({} if episode is None else {"episode": json.dumps(episode, ensure_ascii=False)}),
     }
 
 

@@ -31,6 +31,8 @@ class RolloutSample(FinishedSample):
     """The generators that wrote it, each from its start to its end; none for a sample that was recorded before."""
     outcome: Outcome | None = None
     """The result of the rewards in this attempt at the step; None for a sample that was scored before, or given."""
+    played: Outcome | None = None
+    """The result of its episode, by what the environment says; None for a single response."""
     greedy: Outcome | None = None
     """The result of the rewards for the greedy response, where one was drawn in this attempt."""
     values: np.ndarray | None = None
@@ -58,19 +60,24 @@ class RolloutSample(FinishedSample):
             self.teacher_top_token_ids,
             self.teacher_top_logprobs,
         )
-        return self.token_ids.nbytes + sum(column.nbytes for column in columns if column is not None)
+        own = self.token_ids.nbytes + sum(column.nbytes for column in columns if column is not None)
+        return own if self.episode is None else own + self.episode.nbytes
 
     @property
     def drop_reason(self) -> DropReason | None:
         """Return why the sample cannot be trained, where its rewards failed."""
         if self.outcome is None or self.outcome.total is not None:
             return None
+        if self.played is not None and self.played.total is None:
+            return DropReason.ENVIRONMENT_TIMEOUT if self.played.timed_out else DropReason.ENVIRONMENT_ERROR
         if self.outcome.unverifiable:
             return DropReason.UNVERIFIABLE
         return DropReason.REWARD_TIMEOUT if self.outcome.timed_out else DropReason.REWARD_ERROR
 
     def take_outcome(self, outcome: Outcome) -> None:
         """Take the result of the rewards; where that of the greedy response failed, this sample fails as well."""
+        if self.played is not None:
+            outcome = outcome.beside(self.played)
         self.outcome, self.verdicts = outcome, outcome.verdicts
         if outcome.total is not None:
             self.reward, self.reward_terms = outcome.total, outcome.terms

@@ -24,6 +24,7 @@ from google.protobuf.struct_pb2 import Struct
 from flotilla.common.v1.chat_pb2 import Message, ToolCall
 from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_core import rpc
+from flotilla_core.config import EnvironmentConfig
 from flotilla_core.config.model import file_of_function
 from flotilla_core.errors import (
     DeadlineExceeded,
@@ -192,6 +193,27 @@ class Environments:
         )
         self._file = file_of_function(environment)
         self._looked_at = -math.inf
+
+    @classmethod
+    def of(
+        cls,
+        run_id: str,
+        config: EnvironmentConfig,
+        pool: ReplicaPool[EnvironmentServiceAsyncStub],
+        wait_limit_s: float,
+        offer: Callable[[Path], FolderReference] | None = None,
+    ) -> Environments:
+        """Return the environment that a run names."""
+        return cls(
+            run_id,
+            config.name,
+            config.parameters,
+            pool,
+            wait_limit_s,
+            trusted=config.trusted,
+            call_limit_s=config.call_timeout_s,
+            offer=offer,
+        )
 
     @asynccontextmanager
     async def begin(self, start: EpisodeStart) -> AsyncIterator[EpisodeCall]:

@@ -17,6 +17,7 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from flotilla.generator.v1 import generator_pb2 as pb
+from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.samples import PartialSample, SampleValidator
 from flotilla_core import ids, rpc
@@ -55,6 +56,10 @@ class GenerationRequest:
     """Prompts of one conversation go to the same replica while it has room."""
     instance_id: str = ""
     """The one replica that may answer; empty takes any."""
+    prompt: Prompt | None = None
+    """The row of the data set, where its samples are episodes."""
+    world: str = ""
+    """The name from which the seed of an environment is made: one for all episodes that are compared."""
 
 
 class Sampler(Protocol):

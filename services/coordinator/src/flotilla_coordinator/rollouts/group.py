@@ -68,8 +68,11 @@ class GreedyBaseline:
         response = await self._response(request)
         while self._is_void(response):
             response = await self._response(request)
-        item = _item(response, wanted, await self._scorer.needs())
-        return (await self._scorer.score([item]))[response.sample_id]
+        if response.outcome is None:
+            item = _item(response, wanted, await self._scorer.needs())
+            response.take_outcome((await self._scorer.score([item]))[response.sample_id])
+        assert response.outcome is not None
+        return response.outcome
 
     async def _response(self, request: GenerationRequest) -> RolloutSample:
         async with aclosing(self._sampler.samples(request)) as samples:
@@ -174,6 +177,8 @@ class GroupRollout:
                 resume_partial=self._config.resume_partial,
                 gather_s=GATHER_S,
                 priority=wanted.step,
+                prompt=wanted.prompt,
+                world=wanted.group_id.partition("/")[2],
             )
             recorded = recorded_samples(records)
             scored = await self._scored_samples(request, wanted, recorded) if request.sample_ids else []
@@ -284,7 +289,8 @@ class GroupRollout:
     async def _score(
         self, samples: list[RolloutSample], wanted: GroupRequest, beside: Sequence[RolloutSample] = ()
     ) -> None:
-        """Score samples, beside others of their group that have their rewards."""
+        """Score samples, beside others of their group that have their rewards; not those that failed as episodes."""
+        samples = [sample for sample in samples if sample.outcome is None]
         needs = await self._scorer.needs()
         items = [_item(sample, wanted, needs, wanted.group_id) for sample in (*beside, *samples)]
         outcomes = await self._scorer.score(items)
@@ -315,6 +321,8 @@ class GroupRollout:
             if sample.drop_reason or too_few:
                 reason = sample.drop_reason or DropReason.GROUP_TOO_SMALL
                 dropped.setdefault(reason, []).append(sample.sample_id)
+        if failed := [one for one in scored if one.drop_reason and one.episode]:
+            await self._ledger.group_generated(failed)  # so that its conversation can be looked at
         for reason, lost in dropped.items():
             judged = [sample for sample in scored if sample.sample_id in lost]
             await self._ledger.dropped(self._run_id, lost, reason, judged)

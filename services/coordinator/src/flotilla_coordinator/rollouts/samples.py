@@ -21,6 +21,7 @@ from flotilla.common.v1 import version_pb2
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
+    REWARD_FAILURES,
     DropReason,
     FinishedSample,
     SampleRecord,
@@ -42,7 +43,7 @@ UNASKED, STALE, UNREADABLE = "unasked", "stale", "unreadable"
 MOST_SAMPLES = 1 << 30
 KEPT = tuple(field.name for field in fields(FinishedSample))
 """Fields of a scored sample that the ledger holds under the same names."""
-FAILED = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT)
+TIMEOUTS = (DropReason.REWARD_TIMEOUT, DropReason.ENVIRONMENT_TIMEOUT)
 FINAL = (SampleState.SCORED, SampleState.DROPPED)
 
 
@@ -211,8 +212,8 @@ def recorded_failures(records: list[SampleRecord]) -> list[Outcome]:
                 (one.message for one in reversed(record.verdicts) if one.message),
                 f"the reward of {record.sample_id} failed before the run was continued",
             ),
-            timed_out=record.drop_reason == DropReason.REWARD_TIMEOUT,
+            timed_out=record.drop_reason in TIMEOUTS,
         )
         for record in records
-        if record.state is SampleState.DROPPED and record.drop_reason in FAILED
+        if record.state is SampleState.DROPPED and record.drop_reason in REWARD_FAILURES
     ]

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -162,6 +162,11 @@ class Outcome:
     def failed(self) -> bool:
         """Return whether a reward failed, which is no fault of the response."""
         return self.total is None and not self.unverifiable
+
+    def beside(self, played: Outcome) -> Outcome:
+        """Return this outcome of the terms together with that of the episode: their rewards are added."""
+        both = None if self.total is None or played.total is None else self.total + played.total
+        return replace(self, total=both, verdicts=(*played.verdicts, *self.verdicts))
 
     @property
     def report(self) -> str:

@@ -23,6 +23,7 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import Batch, BatchSource
+from flotilla_coordinator.rollouts.episodes import EpisodeFigures
 from flotilla_coordinator.rollouts.judges import JudgeTally
 from flotilla_coordinator.rollouts.reward_models import RewardModel
 from flotilla_coordinator.rollouts.samples import SampleValidator
@@ -100,6 +101,8 @@ class RunContext:
     activities: Activities
     idle: IdleShares
     validator: SampleValidator = field(default_factory=SampleValidator)
+    episodes: EpisodeFigures | None = None
+    """What became of episodes; None where samples are single responses."""
     reward_models: Mapping[str, RewardModel] = field(default_factory=dict)
     """The models that give rewards, by their names."""
     judges: JudgeTally = field(default_factory=JudgeTally)
@@ -210,6 +213,8 @@ class RunContext:
         self.metrics.update(self.lag.take_metrics())
         self.metrics.update(self.checkpoints.take_metrics())
         self.metrics.update(self.validator.take_metrics())
+        if self.episodes is not None:
+            self.metrics.update(self.episodes.take())
         self.metrics |= {f"reward/cut/{name}": one.take_cut() for name, one in self.reward_models.items()}
         self.metrics.update(self.judges.take_metrics())
         self.steps_done = step + 1

@@ -26,6 +26,8 @@ from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.plan import batching_of_run, sleeps_in
 from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.batch import BatchSource
+from flotilla_coordinator.rollouts.environments import Environments
+from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import Generation, Sampler
 from flotilla_coordinator.rollouts.group import GroupRollout
 from flotilla_coordinator.rollouts.judges import (
@@ -82,6 +84,8 @@ class RunWiring:
         self._metrics: dict[str, float] = {}
         self._canary_figures: dict[str, float] = {}
         self._judges = JudgeTally()
+        self._told: dict[str, float] = {}
+        """When the loss of a replica was last told of, by its error."""
 
     async def build(
         self, directory: RunDirectory, lineage: int, fence: int
@@ -112,7 +116,8 @@ class RunWiring:
         generation = self._generation(sync, tokenizer)
         self._reward_models = await asyncio.to_thread(self._reward_models_of, learners.reward_models)
         scorer = self._scorer(config.rewards, config.reward_mode)
-        evaluator = self._evaluator(held_out, policy, generation, scorer)
+        sampler = self._sampler(generation, tokenizer)
+        evaluator = self._evaluator(held_out, policy, sampler, scorer)
         if isinstance(evaluator, Evaluator) and config.evaluation is not None and config.evaluation.pinned:
             self._pinned = PinnedEvaluation(evaluator, self._fleet.generators.replicas, sync.serving.serves)
             self._fleet.users.append(self._pinned)
@@ -122,7 +127,7 @@ class RunWiring:
             stack=self._host.stack,
             control=self._control,
             learners=learners,
-            source=self._source(prompts, tokenizer, generation, scorer, sync),
+            source=self._source(prompts, tokenizer, sampler, scorer, sync),
             sync=sync,
             evaluator=evaluator,
             pinned=self._pinned,
@@ -144,6 +149,7 @@ class RunWiring:
             activities=self._host.activities,
             idle=IdleShares(self._fleet.generators.replicas),
             validator=generation.validator,
+            episodes=sampler.figures if isinstance(sampler, Episodes) else None,
             reward_models=self._reward_models,
             judges=self._judges,
             metrics=self._metrics,
@@ -246,16 +252,30 @@ class RunWiring:
             may_act=lambda: self._fleet.is_alone,
         )
 
+    def _tell_lost(self, sample_ids: tuple[str, ...], error: FlotillaError) -> None:
+        # Hundreds of groups lose the same replica at once; samples/retried counts them all.
+        now = time.monotonic()
+        if now - self._told.get(str(error), -NOTICE_EVERY_S) >= NOTICE_EVERY_S:
+            self._told[str(error)] = now
+            self._status.notice(error.finding("samples are issued again", SEVERITY_WARNING))
+
+    def _sampler(self, generation: Generation, tokenizer: Tokenizer) -> Sampler:
+        """Return what makes samples: single responses, or episodes where the run has an environment."""
+        config = self._config.environment
+        if config is None:
+            return generation
+        pool, offer = self._fleet.environments, self._host.files.offer
+        environments = Environments.of(self._run_id, config, pool, self._wait_limit_s, offer)
+        return Episodes(
+            self._config.seed,
+            config,
+            tokenizer,
+            turns=generation,
+            environments=environments,
+            lost=self._tell_lost,
+        )
+
     def _generation(self, sync: WeightSync, tokenizer: Tokenizer) -> Generation:
-        told: dict[str, float] = {}
-
-        def lost(sample_ids: tuple[str, ...], error: FlotillaError) -> None:
-            # Hundreds of groups lose the same replica at once; samples/retried counts them all.
-            now = time.monotonic()
-            if now - told.get(str(error), -NOTICE_EVERY_S) >= NOTICE_EVERY_S:
-                told[str(error)] = now
-                self._status.notice(error.finding("samples are issued again", SEVERITY_WARNING))
-
         return Generation(
             self._run_id,
             self._config.seed,
@@ -263,7 +283,7 @@ class RunWiring:
             pool=self._fleet.generators,
             serves=sync.serving.serves,
             wait_limit_s=self._wait_limit_s,
-            lost=lost,
+            lost=self._tell_lost,
         )
 
     def _warn(self, text: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from flotilla.common.v1 import tensor_pb2, version_pb2
 from flotilla.trainer.v1 import trainer_pb2 as pb
-from flotilla_coordinator.rollouts.batch import RolloutGroup
+from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_core.rpc.channel import PART_BYTES
 from flotilla_core.tensors import to_tensor
 
@@ -71,6 +71,7 @@ def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
                 version_pb2.VersionSpan(version=span.version.to_proto(), start=span.start, end=span.end)
                 for span in sample.spans
             ],
+            branches=_branches(sample),
         )
 
 
@@ -94,9 +95,11 @@ def scored_parts(groups: Iterable[RolloutGroup], answer_bytes: int = 4) -> Itera
                     sequence_id=sample.sample_id,
                     prompt_token_ids=prompt,
                     token_ids=to_tensor(sample.token_ids),
+                    branches=_branches(sample),
                 )
             )
             size += group.prompt_token_ids.nbytes + sample.token_ids.nbytes
+            size += 0 if sample.episode is None else sample.episode.nbytes
             answers += answer
             if size >= PART_BYTES:
                 yield part
@@ -117,6 +120,14 @@ def in_parts(sequences: Iterable[pb.ScoredSequence]) -> Iterator[list[pb.ScoredS
             part, size = [], 0
     if part:
         yield part
+
+
+def _branches(sample: RolloutSample) -> list[pb.Branch]:
+    """Return the sequences of an episode, each with its prompt."""
+    return [
+        pb.Branch(start=branch.start, prompt_token_ids=to_tensor(branch.prompt_token_ids))
+        for branch in (() if sample.episode is None else sample.episode.branches)
+    ]
 
 
 def _column(numbers: np.ndarray | None) -> tensor_pb2.Tensor | None:

@@ -103,7 +103,7 @@ def objective(config: RunConfig) -> pb.Objective:
         kind="policy",
         section=_struct(algorithm),
         temperature=sampling.temperature,
-        max_response_tokens=sampling.max_response_tokens,
+        max_response_tokens=config.most_sample_tokens,
     )
 
 

@@ -120,8 +120,18 @@ def _message(record: SampleRecord) -> pb.Sample:
         message.version_spans.add(version=span.version.to_proto(), start=span.start, end=span.end)
     for verdict in record.verdicts:
         message.verdicts.add(**{field.name: getattr(verdict, field.name) for field in fields(verdict)})
-    if parts := named_parts(record.verdicts):
+    if parts := [*named_parts(record.verdicts)]:
         _add_parts(message, parts)
+    if (episode := record.episode) is not None:
+        message.episode.CopyFrom(
+            pb.EpisodeShown(
+                ending=episode.ending,
+                turns=episode.turns,
+                turn_rewards=episode.turn_rewards,
+                branches=len(episode.branches),
+                messages_json=episode.messages,
+            )
+        )
     return message
 
 

@@ -7,8 +7,9 @@ position.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,22 +53,96 @@ def read_scored(
         raise InvalidRequest("there is nothing to score", where="sequences")
     ids = [item.sequence_id for item in items]
     check_ids(ids)
-    prompts = [
-        token_ids(item.prompt_token_ids, f"prompt of {sample_place(item.sequence_id)}") for item in items
-    ]
-    responses = [
-        NO_TOKENS
-        if after_last and not item.token_ids.data
-        else token_ids(item.token_ids, sample_place(item.sequence_id))
-        for item in items
-    ]
-    lengths = np.array([len(response) for response in responses])
-    tokens, prompt_lengths = joined_tokens(prompts, responses, ids, limits)
+    pieces = Pieces.of(
+        [
+            pieces_of(
+                item.prompt_token_ids, place, item.token_ids, item.branches, place, may_be_empty=after_last
+            )
+            for item in items
+            for place in [sample_place(item.sequence_id)]
+        ]
+    )
+    tokens = joined_tokens(pieces, ids, limits)
+    lengths = pieces.sample_lengths
     if after_last:
-        tokens = np.insert(tokens, np.cumsum(prompt_lengths + lengths), NOTHING_FOLLOWS)
+        last = np.cumsum(pieces.counts) - 1
+        tokens = np.insert(tokens, np.cumsum(pieces.lengths)[last], NOTHING_FOLLOWS)
+        pieces.response_lengths[last] += 1
         lengths = lengths + 1
-    scored = response_places(prompt_lengths, lengths)
-    return ids, Sequences(tokens=tokens, lengths=prompt_lengths + lengths, scored=scored), lengths
+    scored = response_places(pieces.prompt_lengths, pieces.response_lengths)
+    return ids, Sequences(tokens=tokens, lengths=pieces.lengths, scored=scored), lengths
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The sequences of samples, in their order: one of each, or of an episode one of each branch."""
+
+    prompts: list[Array]
+    responses: list[Array]
+    prompt_lengths: NDArray[np.int64]
+    response_lengths: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    """The number of sequences of each sample."""
+
+    @classmethod
+    def of(cls, samples: list[list[tuple[Array, Array]]]) -> Pieces:
+        """Return the sequences of samples, each given as pairs of a prompt and what follows it."""
+        prompts, responses = zip(*(piece for sample in samples for piece in sample), strict=True)
+        return cls(
+            list(prompts),
+            list(responses),
+            np.array([len(prompt) for prompt in prompts]),
+            np.array([len(response) for response in responses]),
+            np.array([len(sample) for sample in samples]),
+        )
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each sequence."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def of_tokens(self) -> NDArray[np.int64]:
+        """The number of the sequence of each response token."""
+        return np.repeat(np.arange(self.response_lengths.size), self.response_lengths)
+
+    @property
+    def begins(self) -> NDArray[np.bool_]:
+        """One flag for each response token: whether its sequence begins with it."""
+        first = np.zeros(int(self.response_lengths.sum()), np.bool_)
+        first[np.cumsum(self.response_lengths) - self.response_lengths] = True
+        return first
+
+    @property
+    def sample_lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each sample, without prompts."""
+        return np.add.reduceat(self.response_lengths, np.cumsum(self.counts) - self.counts)
+
+
+def pieces_of(
+    prompt: tensor_pb2.Tensor,
+    of: str,
+    response: tensor_pb2.Tensor,
+    branches: Sequence[pb.Branch],
+    place: str,
+    *,
+    may_be_empty: bool = False,
+) -> list[tuple[Array, Array]]:
+    """Return the sequences of one sample: each a prompt and what follows it; `of` says whose the prompt is."""
+    tokens = NO_TOKENS if may_be_empty and not response.data else token_ids(response, place)
+    if not branches:
+        return [(token_ids(prompt, f"prompt of {of}"), tokens)]
+    edges = [*(branch.start for branch in branches), len(tokens)]
+    if edges[0] != 0 or any(begin >= end for begin, end in pairwise(edges)):
+        raise InvalidRequest(
+            f"its branches start at {edges[:-1]}",
+            where=place,
+            why=f"they start at 0 and ascend, and it has {len(tokens)} tokens",
+        )
+    return [
+        (token_ids(branch.prompt_token_ids, f"prompt of a branch of {place}"), tokens[begin:end])
+        for branch, (begin, end) in zip(branches, pairwise(edges), strict=True)
+    ]
 
 
 def response_places(
@@ -81,14 +156,12 @@ def response_places(
     return places
 
 
-def joined_tokens(
-    prompts: list[Array], responses: list[Array], ids: list[str], limits: ModelLimits
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def joined_tokens(pieces: Pieces, ids: list[str], limits: ModelLimits) -> NDArray[np.int32]:
     """Join prompt, response, prompt, response, ... into one array and check it against the limits of the model."""
-    parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
-    tokens = np.concatenate(parts)
-    prompt_lengths = np.array([len(prompt) for prompt in prompts])
-    lengths = prompt_lengths + np.array([len(response) for response in responses])
+    pairs = zip(pieces.prompts, pieces.responses, strict=True)
+    tokens = np.concatenate([part for pair in pairs for part in pair])
+    lengths = pieces.lengths
+    ids = np.repeat(ids, pieces.counts).tolist()
     limit = limits.max_sequence_tokens
     too_long = np.flatnonzero(lengths > limit) if limit else np.zeros(0, np.intp)
     if len(too_long):
@@ -96,7 +169,7 @@ def joined_tokens(
             f"a sequence of {lengths[too_long[0]]} tokens does not fit the model",
             where=sample_place(ids[too_long[0]]),
             why=f"the model takes {limit}",
-            next_step="lower rollout.sampling.max_response_tokens or drop long prompts",
+            next_step="lower rollout.sampling.max_response_tokens, or environment.episode_tokens, or drop long prompts",
         )
     wrong = np.flatnonzero((tokens < 0) | (tokens >= limits.vocabulary))
     if wrong.size:
@@ -107,7 +180,7 @@ def joined_tokens(
             why=f"the model has ids 0 to {limits.vocabulary - 1}",
             next_step="use the tokenizer of the model that the trainer holds",
         )
-    return tokens.astype(np.int32), prompt_lengths
+    return tokens.astype(np.int32)
 
 
 def token_ids(tensor: tensor_pb2.Tensor, where: str) -> Array:

@@ -25,12 +25,13 @@ from flotilla_core.version import Version
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import (
     ModelLimits,
+    Pieces,
     check_ids,
     joined_tokens,
+    pieces_of,
     response_places,
     sample_place,
     teacher_tokens,
-    token_ids,
 )
 
 
@@ -40,8 +41,10 @@ class UpdateBatch:
 
     sample_ids: list[str]
     group_sizes: NDArray[np.int64]
-    prompt_lengths: NDArray[np.int64]
+    pieces: Pieces
+    """The sequences of the samples: several of an episode whose history was rewritten."""
     response_lengths: NDArray[np.int64]
+    """The number of tokens of each sample, of all its sequences together."""
     tokens: NDArray[np.int32]
     rewards: NDArray[np.float64]
     reward_terms: NDArray[np.float64] | None
@@ -87,22 +90,28 @@ class UpdateBatch:
                 raise InvalidRequest("a group has no samples", where=f"group {group.group_id!r}")
         ids = [sample.sample_id for sample in samples]
         check_ids(ids)
-        prompts = [
-            token_ids(group.prompt_token_ids, f"prompt of group {group.group_id!r}") for group in groups
-        ]
         sizes = np.array([len(group.samples) for group in groups])
-        responses = [token_ids(sample.token_ids, sample_place(sample.sample_id)) for sample in samples]
-        lengths = np.array([len(response) for response in responses])
-        prompt_of = np.repeat(np.arange(len(groups)), sizes)
-        tokens, prompt_lengths = joined_tokens(
-            [prompts[index] for index in prompt_of], responses, ids, limits
+        pieces = Pieces.of(
+            [
+                pieces_of(
+                    group.prompt_token_ids,
+                    f"group {group.group_id!r}",
+                    sample.token_ids,
+                    sample.branches,
+                    sample_place(sample.sample_id),
+                )
+                for group in groups
+                for sample in group.samples
+            ]
         )
+        lengths = pieces.sample_lengths
+        tokens = joined_tokens(pieces, ids, limits)
         staleness, fresh = ages(samples, lengths, version)
         top_ids, top_logprobs = teacher_tokens(samples, lengths, limits.vocabulary)
         batch = cls(
             sample_ids=ids,
             group_sizes=sizes,
-            prompt_lengths=prompt_lengths,
+            pieces=pieces,
             response_lengths=lengths,
             tokens=tokens,
             rewards=np.array([sample.reward for sample in samples]),
@@ -133,8 +142,8 @@ class UpdateBatch:
         """
         return Sequences(
             tokens=self.tokens,
-            lengths=self.prompt_lengths + self.response_lengths,
-            scored=response_places(self.prompt_lengths, self.response_lengths)[self.trained],
+            lengths=self.pieces.lengths,
+            scored=response_places(self.pieces.prompt_lengths, self.pieces.response_lengths)[self.trained],
             columns={
                 name: column[self.trained].astype(np.int32 if column.dtype == np.int32 else np.float32)
                 for name, column in (columns or {}).items()
@@ -145,8 +154,8 @@ class UpdateBatch:
         """Return the sequences with every response token scored, trained or not."""
         return Sequences(
             tokens=self.tokens,
-            lengths=self.prompt_lengths + self.response_lengths,
-            scored=response_places(self.prompt_lengths, self.response_lengths),
+            lengths=self.pieces.lengths,
+            scored=response_places(self.pieces.prompt_lengths, self.pieces.response_lengths),
         )
 
 
@@ -292,7 +301,7 @@ class StepPlan:
     def steps(self, sequences: Sequences, batch: UpdateBatch) -> list[Sequences]:
         """Return the sequences of each step, in order; mini-batches without a counted token are left out."""
         samples = self._of_groups(len(batch.group_sizes)).repeat(batch.group_sizes)
-        edges = np.searchsorted(samples, np.arange(int(samples[-1]) + 2))
+        edges = np.searchsorted(samples.repeat(batch.pieces.counts), np.arange(int(samples[-1]) + 2))
         cut = [sequences.between(first, last) for first, last in pairwise(edges.tolist())]
         steps = self.epochs * [part for part in cut if part.columns["weights"].any()]
         return [_at(step, number, len(steps)) for number, step in enumerate(steps)]

@@ -151,7 +151,7 @@ class RewardUpdate(_OnPairs):
 
 def after_answers(batch: UpdateBatch, columns: dict[str, NDArray[Any]] | None = None) -> Sequences:
     """Whole sequences, each scored at one place: after its last token; `columns` have a number for each."""
-    lengths = batch.prompt_lengths + batch.response_lengths
+    lengths = batch.pieces.lengths
     return Sequences(
         tokens=np.insert(batch.tokens, np.cumsum(lengths), NOTHING_FOLLOWS),
         lengths=lengths + 1,

@@ -165,7 +165,7 @@ class PolicyObjective(SessionObjective):
         made: Columns = {
             "advantages": advantages,
             "weights": weights,
-            "sequences": np.repeat(np.arange(len(batch.sample_ids)), batch.response_lengths),
+            "sequences": batch.pieces.of_tokens,
         }
         if batch.logprobs is not None:
             made |= {"rollout_logprobs": batch.logprobs, "fresh": batch.fresh}

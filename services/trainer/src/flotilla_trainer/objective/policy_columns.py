@@ -102,6 +102,7 @@ def outcomes_of(
         history=history,
         terms=batch.reward_terms,
         greedy_rewards=greedy,
+        begins=batch.pieces.begins,
     )
     # Two things may look at a history, and never both: normalisation at rewards, a baseline at what is left of them.
     return outcomes, history.after(outcomes.totals[kept]) if seen is None else seen
@@ -243,9 +244,7 @@ def importance_mean(
     """Return the mean weight of the update, over what has one: a token, a stretch or a sequence."""
     assert batch.logprobs is not None, "checked before columns are made"
     by_token = correction.importance in ("token", "icepop")
-    units = np.repeat(np.arange(batch.response_lengths.size), batch.response_lengths)
-    if correction.importance == "segment":
-        units = segments_of(batch)
+    units = segments_of(batch) if correction.importance == "segment" else batch.pieces.of_tokens
     bounded = correction.importance.startswith("icepop")
     return mean_importance(
         policy.astype(np.float64) - batch.logprobs,
@@ -257,11 +256,9 @@ def importance_mean(
 
 
 def segments_of(batch: UpdateBatch) -> NDArray[np.int64]:
-    """Number the stretches of trained tokens with no context in between; a response never shares one with another."""
-    first = np.zeros(batch.trained.size, np.bool_)
-    first[np.cumsum(batch.response_lengths) - batch.response_lengths] = True
+    """Number the stretches of trained tokens with no context in between; a sequence never shares one with another."""
     before = np.concatenate(([False], batch.trained[:-1]))
-    numbers: NDArray[np.int64] = np.cumsum(batch.trained & (first | ~before))
+    numbers: NDArray[np.int64] = np.cumsum(batch.trained & (batch.pieces.begins | ~before))
     return numbers
 
 

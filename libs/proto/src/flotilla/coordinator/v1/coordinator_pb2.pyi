@@ -483,6 +483,7 @@ class Sample(_message.Message):
     INFO_JSON_FIELD_NUMBER: _builtins.int
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     state: Global___SampleState.ValueType
     attempt: _builtins.int
@@ -511,6 +512,10 @@ class Sample(_message.Message):
         scored, and of samples of an earlier release.
         """
 
+    @_builtins.property
+    def episode(self) -> Global___EpisodeShown:
+        """Absent where no environment was in the loop."""
+
     def __init__(
         self,
         *,
@@ -531,10 +536,11 @@ class Sample(_message.Message):
         info_json: _builtins.str | None = ...,
         reward_parts: Global___RewardParts | None = ...,
         verdicts: _abc.Iterable[Global___TermVerdict] | None = ...,
+        episode: Global___EpisodeShown | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "info_json", b"info_json", "logprobs", b"logprobs", "reward", b"reward", "reward_parts", b"reward_parts", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "episode", b"episode", "info_json", b"info_json", "logprobs", b"logprobs", "reward", b"reward", "reward_parts", b"reward_parts", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "attempt", b"attempt", "drop_reason", b"drop_reason", "generator_id", b"generator_id", "info_json", b"info_json", "logprobs", b"logprobs", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample_id", b"sample_id", "state", b"state", "step", b"step", "token_ids", b"token_ids", "update_id", b"update_id", "verdicts", b"verdicts", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "attempt", b"attempt", "drop_reason", b"drop_reason", "episode", b"episode", "generator_id", b"generator_id", "info_json", b"info_json", "logprobs", b"logprobs", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample_id", b"sample_id", "state", b"state", "step", b"step", "token_ids", b"token_ids", "update_id", b"update_id", "verdicts", b"verdicts", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
     _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
@@ -550,6 +556,45 @@ class Sample(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class EpisodeShown(_message.Message):
+    """A sample of several turns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDING_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    MESSAGES_JSON_FIELD_NUMBER: _builtins.int
+    ending: _builtins.str
+    """"completed", "max_turns", "no_room", "timeout" or "error"."""
+    turns: _builtins.int
+    branches: _builtins.int
+    """The sequences that it is trained as."""
+    messages_json: _builtins.str
+    """The conversation as a list of JSON: messages, turns with their versions, and where a history was rewritten."""
+    @_builtins.property
+    def turn_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One for each turn; empty where the environment gave none."""
+
+    def __init__(
+        self,
+        *,
+        ending: _builtins.str = ...,
+        turns: _builtins.int = ...,
+        turn_rewards: _abc.Iterable[_builtins.float] | None = ...,
+        branches: _builtins.int = ...,
+        messages_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "ending", b"ending", "messages_json", b"messages_json", "turn_rewards", b"turn_rewards", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EpisodeShown: _TypeAlias = EpisodeShown  # noqa: Y015
 
 @_typing.final
 class TermVerdict(_message.Message):

@@ -295,6 +295,7 @@ class TrainSample(_message.Message):
     VALUE_AFTER_FIELD_NUMBER: _builtins.int
     TEACHER_TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEACHER_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     reward: _builtins.float
     greedy_reward: _builtins.float
@@ -345,6 +346,10 @@ class TrainSample(_message.Message):
     def teacher_top_logprobs(self) -> _tensor_pb2.Tensor:
         """[tokens, k] (float32), of the tokens above at the temperature of the rollouts."""
 
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
+        """Of an episode: its sequences. Empty: all tokens follow the prompt of the group."""
+
     def __init__(
         self,
         *,
@@ -364,10 +369,11 @@ class TrainSample(_message.Message):
         value_after: _builtins.float | None = ...,
         teacher_top_token_ids: _tensor_pb2.Tensor | None = ...,
         teacher_top_logprobs: _tensor_pb2.Tensor | None = ...,
+        branches: _abc.Iterable[Global___Branch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "teacher_logprobs", b"teacher_logprobs", "teacher_top_logprobs", b"teacher_top_logprobs", "teacher_top_token_ids", b"teacher_top_token_ids", "token_ids", b"token_ids", "value_after", b"value_after", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "teacher_top_logprobs", b"teacher_top_logprobs", "teacher_top_token_ids", b"teacher_top_token_ids", "token_ids", b"token_ids", "truncated", b"truncated", "value_after", b"value_after", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "branches", b"branches", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "teacher_top_logprobs", b"teacher_top_logprobs", "teacher_top_token_ids", b"teacher_top_token_ids", "token_ids", b"token_ids", "truncated", b"truncated", "value_after", b"value_after", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__greedy_reward: _TypeAlias = _typing.Literal["greedy_reward"]  # noqa: Y015
     _WhichOneofArgType__greedy_reward: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward"]  # noqa: Y015
@@ -379,6 +385,32 @@ class TrainSample(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__value_after) -> _WhichOneofReturnType__value_after | None: ...
 
 Global___TrainSample: _TypeAlias = TrainSample  # noqa: Y015
+
+@_typing.final
+class Branch(_message.Message):
+    """From one token on, up to the next branch, tokens follow a prompt of their own, and nothing that is before them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """The place of the first token; 0 in the first branch, and ascending."""
+    @_builtins.property
+    def prompt_token_ids(self) -> _tensor_pb2.Tensor: ...
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        prompt_token_ids: _tensor_pb2.Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Branch: _TypeAlias = Branch  # noqa: Y015
 
 @_typing.final
 class TrainChunk(_message.Message):
@@ -566,21 +598,27 @@ class ScoredSequence(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     @_builtins.property
     def prompt_token_ids(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor: ...
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
+        """As those of a sample; empty: all tokens follow the prompt."""
+
     def __init__(
         self,
         *,
         sequence_id: _builtins.str = ...,
         prompt_token_ids: _tensor_pb2.Tensor | None = ...,
         token_ids: _tensor_pb2.Tensor | None = ...,
+        branches: _abc.Iterable[Global___Branch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_token_ids", b"prompt_token_ids", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "prompt_token_ids", b"prompt_token_ids", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

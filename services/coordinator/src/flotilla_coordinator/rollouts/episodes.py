@@ -1,0 +1,365 @@
+"""Plays episodes: the policy's turns, and between them what an environment says, until it ends the episode.
+
+Invariants: a sample is one whole episode, or a failure with its reason that never counts as a reward. Where a generator
+is lost, the turn is generated again, and the environment does not notice. Where an environment is lost, its world is
+gone: the episode begins again under the next attempt, and nothing of the one before is trained. The turns, tokens and
+seconds of an episode are bounded, whatever its environment asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from flotilla_coordinator.data.renders import Renders
+from flotilla_coordinator.ledger.records import Branch, Episode, TokenSpan
+from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
+from flotilla_coordinator.rollouts.batch import RolloutSample
+from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeCall, EpisodeStart
+from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
+from flotilla_coordinator.rollouts.scoring import Outcome
+from flotilla_coordinator.rollouts.transcript import Transcript
+from flotilla_core import ids
+from flotilla_core.config import LARGEST_REWARD, EnvironmentConfig
+from flotilla_core.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    FailedPrecondition,
+    FlotillaError,
+    InvalidConfig,
+    Unavailable,
+)
+from flotilla_data.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class Environments(Protocol):
+    """Begins episodes of one environment."""
+
+    def begin(self, start: EpisodeStart) -> AbstractAsyncContextManager[EpisodeCall]:
+        """Begin an episode; what it holds is freed at the exit."""
+        ...
+
+
+ENVIRONMENT = "environment"
+"""The name of its verdict among those of the rewards."""
+MAX_TURNS, NO_ROOM, TIMEOUT, ERROR = "max_turns", "no_room", "timeout", "error"
+"""Endings of episodes that their environment did not end by itself."""
+
+
+class _Lost(Exception):
+    """The environment of an episode is gone, with its world."""
+
+    def __init__(self, error: FlotillaError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass
+class _Play:
+    """One attempt at an episode."""
+
+    sample_id: str
+    request: GenerationRequest
+    attempt: int
+    transcript: Transcript
+    last: RolloutSample | None = None
+    """The last turn."""
+    instance_ids: set[str] = field(default_factory=set)
+    again: bool = False
+    """True where a turn was generated more than once."""
+    policy_s: float = 0.0
+    began_at: float = field(default_factory=time.monotonic)
+
+    def sample(self, ended: Ended) -> RolloutSample:
+        """Return the whole episode, with the rewards that its environment gave or the reason why there are none."""
+        sequences = self.transcript.sequences
+        if not sequences and not ended.failure:
+            why = "there is no room for a first turn" if ended.ending == NO_ROOM else "no turn was asked for"
+            ended = replace(ended, failure=f"the policy wrote nothing: {why}")
+        played = _outcome(ended, self.transcript.turns)
+        ending = ERROR if played.total is None and ended.ending != TIMEOUT else ended.ending
+        record = [*self.transcript.record, _last_entry(ending, ended, played)]
+        starts = np.cumsum([0, *(len(one.token_ids) for one in sequences)]).tolist()
+        last = self.last
+        return RolloutSample(
+            sample_id=self.sample_id,
+            token_ids=_joined([one.token_ids for one in sequences], np.int32),
+            logprobs=_joined([one.logprobs for one in sequences], np.float32),
+            text="" if last is None else last.text,
+            spans=tuple(
+                TokenSpan(span.version, start + span.start, start + span.end)
+                for start, one in zip(starts, sequences, strict=False)
+                for span in one.spans
+            ),
+            truncated=ending in (MAX_TURNS, NO_ROOM) or (last is not None and last.truncated),
+            generator="" if last is None else last.generator,
+            attempt=max(self.attempt, int(self.again)),
+            trained=_joined([one.trained for one in sequences], np.bool_),
+            instance_ids=frozenset(self.instance_ids),
+            outcome=played if played.total is None else None,
+            played=played,
+            verdicts=played.verdicts,
+            episode=Episode(
+                ending=ending,
+                turns=self.transcript.turns,
+                turn_rewards=ended.turn_rewards,
+                messages=json.dumps(record, ensure_ascii=False, separators=(",", ":")),
+                branches=tuple(
+                    Branch(start, one.prompt_token_ids) for start, one in zip(starts, sequences, strict=False)
+                ),
+            ),
+        )
+
+
+def _joined(columns: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    joined: np.ndarray = np.concatenate([*columns, np.empty(0, dtype)])
+    return joined
+
+
+def _last_entry(ending: str, ended: Ended, played: Outcome) -> dict[str, Any]:
+    """Return the end of an episode, as its conversation shows it."""
+    entry = {"ended": ending, "rewards": ended.rewards, "turn_rewards": ended.turn_rewards}
+    return {name: value for name, value in (entry | {"failure": played.failure}).items() if value}
+
+
+class EpisodeFigures:
+    """Counts what became of episodes."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+        self._of_environment: defaultdict[str, list[float]] = defaultdict(list)
+        self._counts: Counter[str] = Counter()
+        self._seconds = np.zeros(2)
+        """Of the policy and of the environment."""
+
+    def repeated(self) -> None:
+        """Count an episode that began again."""
+        self._counts["episodes/repeated"] += 1
+
+    def ended(self, play: _Play, sample: RolloutSample, metrics: dict[str, float]) -> None:
+        """Count one whole episode."""
+        assert sample.episode is not None
+        self._counts[f"episodes/ended_{sample.episode.ending}"] += 1
+        self._counts["episodes/unparsed_turns"] += play.transcript.unparsed
+        for reason, count in play.transcript.branches.items():
+            self._counts[f"episodes/branches_{reason}"] += count
+        self._sums["turns"] += sample.episode.turns
+        seconds = time.monotonic() - play.began_at
+        self._seconds += np.array([play.policy_s, seconds - play.policy_s])
+        self._sums["episodes"] += 1
+        for name, value in metrics.items():
+            self._of_environment[name].append(value)
+
+    def take(self) -> dict[str, float]:
+        """Return the figures since the last call."""
+        sums, counts, own = self._sums, self._counts, self._of_environment
+        self._sums, self._counts, self._of_environment = Counter(), Counter(), defaultdict(list)
+        figures = {name: float(count) for name, count in counts.items()}
+        if sums["episodes"]:
+            policy_s, environment_s = (self._seconds / sums["episodes"]).tolist()
+            figures |= {
+                "episodes/turns_mean": sums["turns"] / sums["episodes"],
+                "episodes/policy_s_mean": policy_s,
+                "episodes/environment_s_mean": environment_s,
+            }
+        self._seconds = np.zeros(2)
+        return figures | {f"environment/{name}": float(np.mean(values)) for name, values in own.items()}
+
+
+class Episodes:
+    """A `Sampler` whose samples are episodes of several turns."""
+
+    def __init__(
+        self,
+        run_seed: int,
+        config: EnvironmentConfig,
+        tokenizer: Tokenizer,
+        *,
+        turns: Sampler,
+        environments: Environments,
+        lost: Callable[[tuple[str, ...], FlotillaError], None],
+    ) -> None:
+        """`turns` makes single responses; `lost` is told of episodes that begin again."""
+        self._run_seed = run_seed
+        self._config = config
+        self._tokenizer = tokenizer
+        self._turns = turns
+        self._environments = environments
+        self._lost = lost
+        self._render = Renders(tokenizer)
+        self.figures = EpisodeFigures()
+
+    async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
+        """Yield each episode as it ends; raise Exhausted where one has no attempts left."""
+        tasks = [
+            asyncio.create_task(self._whole(sample_id, request), name=f"episode {sample_id}")
+            for sample_id in request.sample_ids
+        ]
+        try:
+            for ended in asyncio.as_completed(tasks):
+                yield await ended
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _whole(self, sample_id: str, request: GenerationRequest) -> RolloutSample:
+        """Play an episode, as often as its environment is lost."""
+        cause: FlotillaError | None = None
+        for attempt in range(request.max_attempts):
+            transcript = Transcript(self._tokenizer, self._render, self._config.episode_tokens)
+            play = _Play(sample_id, request, attempt, transcript)
+            try:
+                ended = await self._in_time(play)
+            except _Lost as lost:
+                cause = lost.error
+                self.figures.repeated()
+                self._lost((sample_id,), cause)
+                continue
+            sample = play.sample(ended)
+            self.figures.ended(play, sample, ended.metrics)
+            return sample
+        raise Exhausted(
+            f"the environment of an episode was lost {request.max_attempts} times",
+            where=sample_id,
+            why=str(cause),
+            next_step="see `flotilla logs environment`",
+        )
+
+    async def _in_time(self, play: _Play) -> Ended:
+        limit_s = self._config.episode_timeout_s
+        clock = asyncio.timeout(limit_s)
+        try:
+            async with clock:
+                return await self._played(play)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            late = DeadlineExceeded(
+                f"the episode took longer than {limit_s:g} s",
+                where=play.sample_id,
+                why=f"{play.policy_s:.0f} s of it went into {play.transcript.turns} turns of the policy",
+                next_step="raise environment.episode_timeout_s, or lower environment.max_turns",
+            )
+            return _failed(TIMEOUT, late)
+
+    async def _played(self, play: _Play) -> Ended:
+        prompt = play.request.prompt
+        assert prompt is not None, "a request for episodes has its row"
+        start = EpisodeStart(
+            episode_id=play.sample_id,
+            attempt=play.attempt + 1,
+            messages=prompt.chat or [{"role": "user", "content": prompt.prompt_text}],
+            answer=prompt.answer,
+            info=prompt.info,
+            seed=ids.derive_seed(self._run_seed, ENVIRONMENT, play.request.world),
+        )
+        async with AsyncExitStack() as stack:
+            call = await _of_environment(stack.enter_async_context(self._environments.begin(start)))
+            while (asked := await _of_environment(call.asked())) is not None:
+                over = await self._turn(play, call, asked)
+                if isinstance(over, Ended):
+                    return over
+                if over is not None:
+                    return await _of_environment(call.stop(over))
+            if call.ended is None:
+                raise _Lost(Unavailable("the environment ended an episode without a word"))
+            return call.ended
+
+    async def _turn(self, play: _Play, call: EpisodeCall, asked: Asked) -> str | Ended | None:
+        """Let the policy write one turn; return why there is none, or how the episode ended without one."""
+        transcript, own = play.transcript, play.request.sampling
+        if transcript.turns >= self._config.max_turns:
+            return MAX_TURNS
+        try:
+            room = await transcript.hear(
+                asked.messages, asked.tools or None, afresh=asked.afresh, thread=asked.thread
+            )
+        except (InvalidConfig, FailedPrecondition) as refused:  # the template does not take what was said
+            return _failed(ERROR, refused)
+        if room < 1:
+            return NO_ROOM
+        most = min(own.max_response_tokens, room, asked.max_tokens or room)
+        limits = {
+            "max_response_tokens": most,
+            # A text that ends a turn may come earlier.
+            "min_response_tokens": 0 if asked.stop else min(own.min_response_tokens, most),
+            "stop": (*own.stop, *asked.stop),
+        }
+        request = replace(
+            play.request,
+            prompt_token_ids=transcript.prompt(asked.thread),
+            sample_ids=(f"{play.sample_id}/{transcript.turns}",),
+            sampling=own.model_copy(update=limits),
+            gather_s=0.0,
+            conversation=play.sample_id,
+        )
+        piece = await self._written(play, request)
+        written = transcript.wrote(piece, asked.thread, shown=request.sampling.shown)
+        tokens = len(piece.token_ids)
+        answer = call.written(
+            written.message,
+            cut=piece.truncated,
+            tokens=tokens,
+            tokens_left=max(room - tokens, 0),
+            unparsed=written.unparsed,
+        )
+        await _of_environment(answer)
+        return None
+
+    async def _written(self, play: _Play, request: GenerationRequest) -> RolloutSample:
+        """Return what the policy wrote."""
+        began = time.monotonic()
+        try:
+            async with aclosing(self._turns.samples(request)) as samples:
+                (piece,) = [sample async for sample in samples]
+        finally:
+            play.policy_s += time.monotonic() - began
+        play.last = piece
+        play.instance_ids |= piece.instance_ids
+        play.again |= piece.attempt > 0
+        return piece
+
+
+async def _of_environment(said: Awaitable[T]) -> T:
+    """Return what an environment says; raise _Lost where it is gone, which a generator's loss is not."""
+    try:
+        return await said
+    except (Unavailable, DeadlineExceeded) as error:
+        raise _Lost(error) from error
+
+
+def _failed(ending: str, why: FlotillaError) -> Ended:
+    return Ended(ending, {}, (), {}, failure=str(why))
+
+
+def _outcome(ended: Ended, turns: int) -> Outcome:
+    """Return what the rewards of an environment are worth together, or why they are worth nothing."""
+    given = dict(ended.rewards)
+    if ended.turn_rewards:
+        given["turns"] = sum(ended.turn_rewards)
+    total = sum(given.values())
+    failure = ended.failure
+    if not failure and ended.ending in (ERROR, TIMEOUT):
+        failure = f"the environment ended with {ended.ending}"
+    if not failure and len(ended.turn_rewards) not in (0, turns):
+        failure = f"the environment gave {len(ended.turn_rewards)} rewards for {turns} turns"
+    if not failure and not abs(total) <= LARGEST_REWARD:
+        failure = f"the rewards of the environment add up to {total}"
+    if not failure:
+        return Outcome(total, verdicts=(TermVerdict(ENVIRONMENT, Said.SCORED, total, given),))
+    said = Said.TIMEOUT if ended.ending == TIMEOUT else Said.ERROR
+    verdict = TermVerdict(ENVIRONMENT, said, message=failure)
+    return Outcome(
+        None, failure, timed_out=said is Said.TIMEOUT, verdicts=(verdict,), traceback=ended.traceback
+    )

@@ -1,0 +1,396 @@
+"""Episodes are played turn by turn, bounded by the run, repeated where their environment is lost, and never half."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.ledger.records import DropReason
+from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeStart
+from flotilla_coordinator.rollouts.episodes import Episodes
+from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
+from flotilla_core.config import EnvironmentConfig, SamplingConfig
+from flotilla_core.errors import Exhausted, FlotillaError, Unavailable
+from flotilla_core.tensors import from_tensor, to_tensor
+from flotilla_core.version import Version
+from flotilla_data.tokenizer import Tokenizer
+from flotilla_testing.chat_templates import CHATML, user, write_tokenizer
+
+pytestmark = pytest.mark.usefixtures("direct_calls")
+
+SLOTS = ("run/0/0/0", "run/0/0/1")
+PROMPT = Prompt(0, 0, "Hello?", np.array([1, 2], np.int32), "yes", {"level": 1}, chat=[user("Hello?")])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("model"), CHATML))
+
+
+@dataclass(eq=False)
+class Generator:
+    """Writes `says` and the end token to each prompt; it goes away before the answers that `dies` numbers."""
+
+    tokenizer: Tokenizer
+    says: str = "blue"
+    dies: set[int] = field(default_factory=set)
+    version: int = 3
+    asked: list[gen.GenerateRequest] = field(default_factory=list)
+    instance_id: str = "generator-0"
+    name: str = "generator-0"
+
+    @property
+    def stub(self) -> Generator:
+        return self
+
+    async def Generate(self, request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
+        self.asked.append(request)
+        if len(self.asked) in self.dies:
+            raise Unavailable("the generator is gone")
+        (slot,) = request.samples
+        tokens = [*self.tokenizer.encode(self.says), self.tokenizer.eos_id]
+        cut = len(tokens) > request.sampling.max_tokens
+        tokens = tokens[: request.sampling.max_tokens]
+        piece = gen.GeneratedSample(
+            sample_id=slot.sample_id,
+            token_ids=to_tensor(np.array(tokens, np.int32)),
+            logprobs=to_tensor(np.full(len(tokens), -0.5, np.float32)),
+            finish_reason=gen.FINISH_REASON_LENGTH if cut else gen.FINISH_REASON_STOP,
+        )
+        piece.version_spans.add(version=Version(0, self.version).to_proto(), start=0, end=len(tokens))
+        yield gen.GenerateResponse(samples=[piece])
+
+
+class Pool:
+    """Always hands out its one replica."""
+
+    def __init__(self, replica: Generator) -> None:
+        self.replica = replica
+        self.affinities: list[str] = []
+
+    async def acquire(self, cost: Any, *, affinity: str = "", **_options: Any) -> Generator:
+        self.affinities.append(affinity)
+        return self.replica
+
+    def release(self, replica: Generator, cost: Any) -> None:
+        pass
+
+    def heard(self, replica: Generator, waiting: int) -> None:
+        pass
+
+    def eject(self, instance_id: str, why: str) -> None:
+        pass
+
+
+Script = Sequence[Asked | Ended | Exception]
+
+
+@dataclass
+class Call:
+    """Plays a script: what the environment asks for and how it ends, or that it is lost."""
+
+    script: list[Asked | Ended | Exception]
+    start: EpisodeStart
+    ended: Ended | None = None
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    stopped: str = ""
+
+    async def asked(self) -> Asked | None:
+        await asyncio.sleep(0)
+        if self.ended is not None:
+            return None
+        said = self.script.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        if isinstance(said, Ended):
+            self.ended = said
+            return None
+        return said
+
+    async def written(self, message: dict[str, Any], **facts: Any) -> None:
+        self.answers.append({"message": message, **facts})
+
+    async def stop(self, ending: str) -> Ended:
+        self.stopped, self.ended = ending, Ended(ending, {"score": 0.25}, (), {})
+        return self.ended
+
+
+class Environments:
+    """Begins an episode by the next script; the last one is for all that follow."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self.scripts = list(scripts)
+        self.calls: list[Call] = []
+        self.open = 0
+
+    @asynccontextmanager
+    async def begin(self, start: EpisodeStart) -> AsyncIterator[Call]:
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        call = Call(list(script), start)
+        self.calls.append(call)
+        self.open += 1
+        try:
+            yield call
+        finally:
+            self.open -= 1
+
+
+def asks(*texts: str, tools: list[dict[str, Any]] | None = None, **options: Any) -> Asked:
+    return Asked([user(text) for text in texts], tools or [], **options)
+
+
+def ends(turn_rewards: tuple[float, ...] = (), moves: float = 2.0, **rewards: float) -> Ended:
+    return Ended("completed", rewards, turn_rewards, {"moves": moves})
+
+
+DONE = ends(solved=1.0)
+TWO_TURNS: Script = [asks("One?"), asks("Two?"), DONE]
+
+
+@dataclass
+class Played:
+    samples: dict[str, Any]
+    environments: Environments
+    generator: Generator
+    pool: Pool
+    episodes: Episodes
+    lost: list[tuple[str, ...]]
+
+    @property
+    def one(self) -> Any:
+        return self.samples[SLOTS[0]]
+
+
+Play = Callable[..., Any]
+
+
+@pytest.fixture
+def play(tokenizer: Tokenizer) -> Play:
+    async def played(
+        environments: Environments, slots: Sequence[str] = SLOTS[:1], says: str = "blue", **options: Any
+    ) -> Played:
+        generator = Generator(tokenizer, says, options.pop("dies", set()))
+        pool: Any = Pool(generator)
+        lost: list[tuple[str, ...]] = []
+
+        def tell(sample_ids: tuple[str, ...], _error: FlotillaError) -> None:
+            lost.append(sample_ids)
+
+        turns = Generation(
+            "run", 0, tokenizer, pool=pool, serves=lambda *_: True, wait_limit_s=1.0, lost=lambda *_: None
+        )
+        sampling = SamplingConfig(max_response_tokens=options.pop("turn_tokens", 64))
+        config = EnvironmentConfig(name="scripted", **options)
+        scripted: Any = environments
+        episodes = Episodes(0, config, tokenizer, turns=turns, environments=scripted, lost=tell)
+        request = GenerationRequest(
+            PROMPT.token_ids, tuple(slots), sampling, Version(0, 0), 5.0, 3, prompt=PROMPT, world="0/0"
+        )
+        async with aclosing(episodes.samples(request)) as samples:
+            found: dict[str, Any] = {sample.sample_id: sample async for sample in samples}
+        assert environments.open == 0
+        return Played(found, environments, generator, pool, episodes, lost)
+
+    return played
+
+
+async def test_an_episode_is_one_sample_with_its_turns_and_what_was_said_between(
+    play: Play, tokenizer: Tokenizer
+) -> None:
+    played = await play(Environments(TWO_TURNS))
+    sample = played.one
+    turn = [*tokenizer.encode("blue"), tokenizer.eos_id]
+    assert sample.token_ids[sample.trained].tolist() == turn * 2
+    assert sample.logprobs is not None and set(sample.logprobs[~sample.trained].tolist()) == {0.0}
+    assert "Two?" in tokenizer.decode(sample.token_ids[~sample.trained].tolist())
+    assert [(s.version.step, s.end - s.start) for s in sample.spans] == [(3, len(turn))] * 2
+    assert sample.text == "blue" and sample.episode is not None
+    assert (sample.episode.ending, sample.episode.turns) == ("completed", 2)
+    (only,) = sample.episode.branches
+    assert only.start == 0 and "One?" in tokenizer.decode(only.prompt_token_ids.tolist())
+    said = json.loads(sample.episode.messages)
+    assert [one.get("content") for one in said] == ["One?", "blue", "Two?", "blue", None]
+    assert said[-1] == {"ended": "completed", "rewards": {"solved": 1.0}}
+    assert sample.played is not None and sample.played.total == 1.0 and sample.outcome is None
+
+
+async def test_each_turn_sees_exactly_the_tokens_before_it_on_the_replica_that_has_them(play: Play) -> None:
+    played = await play(Environments(TWO_TURNS))
+    sample = played.one
+    first, second = (from_tensor(asked.prompt_token_ids).tolist() for asked in played.generator.asked)
+    assert first == sample.episode.branches[0].prompt_token_ids.tolist()
+    turn = int(np.flatnonzero(~sample.trained)[-1]) + 1
+    assert second == first + sample.token_ids.tolist()[:turn]
+    assert played.pool.affinities == [SLOTS[0]] * 2
+    seeds = [asked.samples[0].seed for asked in played.generator.asked]
+    assert len(set(seeds)) == 2 and not any(asked.gather.ToNanoseconds() for asked in played.generator.asked)
+
+
+async def test_the_environment_gets_the_row_and_all_of_a_group_the_same_seed(play: Play) -> None:
+    played = await play(Environments(TWO_TURNS), SLOTS)
+    starts = [call.start for call in played.environments.calls]
+    assert {start.episode_id for start in starts} == set(SLOTS) and len({start.seed for start in starts}) == 1
+    assert (starts[0].messages, starts[0].answer, starts[0].info) == (PROMPT.chat, "yes", {"level": 1})
+
+
+async def test_the_environment_is_told_what_was_written_and_what_is_left(play: Play) -> None:
+    played = await play(Environments(TWO_TURNS), episode_tokens=1000)
+    first, second = played.environments.calls[0].answers
+    assert first["message"] == {"role": "assistant", "content": "blue"} and first["unparsed"] == ""
+    assert not first["cut"] and first["tokens"] == len(played.one.token_ids[played.one.trained]) // 2
+    assert 0 < second["tokens_left"] < first["tokens_left"] < 1000
+
+
+async def test_a_generator_that_dies_costs_a_turn_and_its_environment_does_not_notice(play: Play) -> None:
+    played = await play(Environments(TWO_TURNS), dies={2})
+    assert len(played.environments.calls) == 1 and len(played.generator.asked) == 3
+    assert played.one.episode.turns == 2 and played.one.attempt == 1 and not played.lost
+
+
+async def test_an_environment_that_is_lost_costs_the_episode_which_begins_again(play: Play) -> None:
+    gone: Script = [asks("One?"), Unavailable("the environment is gone")]
+    played = await play(Environments(gone, TWO_TURNS), says="sky")
+    assert [call.start.attempt for call in played.environments.calls] == [1, 2]
+    sample = played.one
+    assert sample.attempt == 1 and sample.episode.turns == 2 and sample.played.total == 1.0
+    assert played.lost == [(SLOTS[0],)]
+    assert played.episodes.figures.take()["episodes/repeated"] == 1.0
+
+
+async def test_an_environment_that_is_always_lost_ends_the_run(play: Play) -> None:
+    with pytest.raises(Exhausted, match="lost 3 times"):
+        await play(Environments([Unavailable("it is gone")]))
+
+
+async def test_a_failed_environment_is_no_reward_and_harms_no_sibling(play: Play) -> None:
+    raised = Ended("error", {}, (), {}, "/env.py:12: division by zero", "in move")
+    played = await play(Environments([asks("One?"), raised], TWO_TURNS), SLOTS)
+    failed = next(one for one in played.samples.values() if one.played.total is None)
+    (other,) = (one for one in played.samples.values() if one is not failed)
+    assert failed.drop_reason is DropReason.ENVIRONMENT_ERROR and failed.episode.ending == "error"
+    assert failed.outcome.report == "/env.py:12: division by zero\nin move" and failed.outcome.failed
+    (verdict,) = failed.verdicts
+    assert (verdict.reward, verdict.outcome, verdict.value) == ("environment", "error", None)
+    assert "division by zero" in failed.episode.messages
+    assert other.played.total == 1.0 and other.drop_reason is None
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        ends(a=float("nan")),
+        ends(a=float("inf"), b=float("-inf")),
+        ends(a=1e308, b=1e308),
+        ends((1.0, 2.0)),
+    ],
+    ids=["nan", "inf", "overflow", "more than turns"],
+)
+async def test_rewards_that_mean_nothing_are_a_failure(play: Play, ended: Ended) -> None:
+    played = await play(Environments([asks("One?"), ended]))
+    assert played.one.drop_reason is DropReason.ENVIRONMENT_ERROR
+
+
+async def test_rewards_of_turns_and_of_the_end_are_added(play: Play) -> None:
+    ended = ends((0.25, -1.0), a=1.0, b=0.5)
+    played = await play(Environments([asks("One?"), asks("Two?"), ended]))
+    assert played.one.played.total == 0.75 and played.one.episode.turn_rewards == (0.25, -1.0)
+    assert played.one.played.verdicts[0].parts == {"a": 1.0, "b": 0.5, "turns": -0.75}
+
+
+async def test_turns_beyond_the_limit_are_refused_and_the_environment_judges_what_there_is(
+    play: Play,
+) -> None:
+    played = await play(Environments([asks(f"{i}?") for i in range(9)]), max_turns=3)
+    assert played.one.episode.turns == 3 and played.environments.calls[0].stopped == "max_turns"
+    assert played.one.episode.ending == "max_turns" and played.one.played.total == 0.25
+    assert played.one.truncated
+
+
+async def test_an_episode_without_room_ends_with_the_turns_that_it_has(play: Play) -> None:
+    played = await play(Environments([asks("One?"), asks("x" * 600), DONE]), episode_tokens=400)
+    assert played.one.episode.ending == "no_room" and played.one.episode.turns == 1
+    assert played.one.trained.all(), "no context follows the last turn"
+
+
+async def test_an_episode_without_room_for_a_first_turn_is_a_failure(play: Play) -> None:
+    played = await play(Environments([asks("x" * 600)]), episode_tokens=100)
+    assert played.one.drop_reason is DropReason.ENVIRONMENT_ERROR and len(played.one.token_ids) == 0
+    assert "no room for a first turn" in played.one.outcome.failure
+
+
+async def test_a_turn_is_as_long_as_the_run_the_room_and_the_environment_allow(play: Play) -> None:
+    script: Script = [asks("One?"), asks("Two?", max_tokens=2, stop=("\n",)), DONE]
+    played = await play(Environments(script), says="blue sky blue sky", turn_tokens=5)
+    first, second = (asked.sampling for asked in played.generator.asked)
+    assert (first.max_tokens, [*first.stop]) == (5, []) and (second.max_tokens, [*second.stop]) == (2, ["\n"])
+    assert [answer["cut"] for answer in played.environments.calls[0].answers] == [True, True]
+    assert played.one.truncated
+
+
+async def test_an_episode_that_takes_too_long_is_dropped_and_frees_its_environment(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(_self: Call) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Call, "asked", never)
+    played = await play(Environments(TWO_TURNS), episode_timeout_s=0.01)
+    assert played.one.drop_reason is DropReason.ENVIRONMENT_TIMEOUT
+    assert played.one.episode.ending == "timeout" and "longer than 0.01 s" in played.one.outcome.failure
+
+
+async def test_messages_that_the_template_refuses_fail_that_episode_alone(play: Play) -> None:
+    odd: Script = [asks("Weather?", tools=[{"type": "function", "function": {"name": "weather"}}])]
+    played = await play(Environments(odd, TWO_TURNS), SLOTS)
+    outcomes = sorted(str(one.drop_reason) for one in played.samples.values())
+    assert outcomes == ["None", "environment_error"]
+
+
+async def test_a_cancelled_group_frees_all_its_environments(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments = Environments(TWO_TURNS)
+    waiting = asyncio.Event()
+
+    async def never(_self: Call) -> None:
+        if environments.open == 2:
+            waiting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Call, "asked", never)
+    task = asyncio.create_task(play(environments, SLOTS))
+    await waiting.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert environments.open == 0
+
+
+async def test_a_rewritten_history_is_a_branch_of_the_same_sample(play: Play, tokenizer: Tokenizer) -> None:
+    played = await play(Environments([asks("One?"), asks("In short: blue.", afresh=True), DONE]))
+    sample = played.one
+    first, second = sample.episode.branches
+    assert sample.trained.all() and (first.start, second.start) == (0, len(sample.token_ids) // 2)
+    assert [(span.start, span.end) for span in sample.spans] == [
+        (0, second.start),
+        (second.start, 2 * second.start),
+    ]
+    assert "In short" in tokenizer.decode(second.prompt_token_ids.tolist())
+    assert sample.nbytes > second.prompt_token_ids.nbytes + first.prompt_token_ids.nbytes
+    assert played.episodes.figures.take()["episodes/branches_history"] == 1.0
+
+
+async def test_figures_say_how_episodes_ended_and_where_time_went(play: Play) -> None:
+    played = await play(Environments(TWO_TURNS, [asks("One?"), DONE]), SLOTS)
+    figures = played.episodes.figures.take()
+    assert figures["episodes/ended_completed"] == 2.0 and figures["episodes/turns_mean"] == 1.5
+    assert figures["environment/moves"] == 2.0 and figures["episodes/policy_s_mean"] > 0
+    assert played.episodes.figures.take() == {}

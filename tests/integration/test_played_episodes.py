@@ -1,0 +1,82 @@
+"""Episodes from the sampler to the sample, with the real environment service and its calculator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.ledger.records import TokenSpan
+from flotilla_coordinator.rollouts.batch import RolloutSample
+from flotilla_coordinator.rollouts.environments import Environments
+from flotilla_coordinator.rollouts.episodes import Episodes
+from flotilla_coordinator.rollouts.generation import GenerationRequest
+from flotilla_core.config import EnvironmentConfig, SamplingConfig
+from flotilla_core.version import Version
+from flotilla_data.tokenizer import Tokenizer
+from flotilla_testing.chat_templates import QWEN25, user, write_tokenizer
+from flotilla_testing.environment_process import environment_process
+
+CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "12 + 7 * 3"}}</tool_call>'
+PROMPT = Prompt(0, 0, "", np.array([1], np.int32), "33", {}, chat=[user("What is 12 + 7 * 3?")])
+
+
+class Policy:
+    """Calls the calculator in the first turn, and says in the second what it was told."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.prompts: list[str] = []
+
+    async def samples(self, request: GenerationRequest) -> AsyncIterator[RolloutSample]:
+        (sample_id,) = request.sample_ids
+        prompt = self.tokenizer.decode(request.prompt_token_ids.tolist(), skip_special=False)
+        self.prompts.append(prompt)
+        told = prompt.rpartition("<tool_response>\n")[2].partition("\n")[0]
+        text = f"It is {told}." if "<tool_response>" in prompt else CALL
+        # One token for each character, as no tokenizer would write it.
+        tokens = [token for sign in text for token in self.tokenizer.encode(sign)]
+        token_ids = np.array([*tokens, self.tokenizer.eos_id], np.int32)
+        logprobs = np.full(len(token_ids), -0.5, np.float32)
+        spans = (TokenSpan(Version(0, 1), 0, len(token_ids)),)
+        yield RolloutSample(sample_id, token_ids, logprobs, text, spans, generator="generator-0")
+
+
+async def test_a_policy_that_calls_the_calculator_earns_the_reward_of_its_environment(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "model", QWEN25))
+    config = EnvironmentConfig(name="calculator")
+    policy: Any = Policy(tokenizer)
+    (tmp_path / "service").mkdir()
+    async with environment_process(tmp_path / "service") as process:
+        environments = Environments.of("run", config, process.pool, 60.0)
+        episodes = Episodes(
+            0, config, tokenizer, turns=policy, environments=environments, lost=lambda *_: None
+        )
+        slots = tuple(f"run/0/0/{number}" for number in range(8))
+        sampling = SamplingConfig(max_response_tokens=256)
+        request = GenerationRequest(
+            PROMPT.token_ids, slots, sampling, Version(0, 0), 60.0, 2, prompt=PROMPT, world="0/0"
+        )
+        async with aclosing(episodes.samples(request)) as samples:
+            played = [sample async for sample in samples]
+    assert {sample.sample_id for sample in played} == set(slots)
+    for sample in played:
+        assert sample.episode is not None and sample.played is not None and sample.trained is not None
+        assert (sample.episode.ending, sample.episode.turns) == ("completed", 2), sample.outcome
+        assert sample.played.verdicts[0].parts["correct"] == 1.0 and sample.text == "It is 33."
+        written = tokenizer.decode(sample.token_ids[sample.trained].tolist())
+        assert written == CALL + "It is 33." and "<tool_response>\n33" not in written
+        assert len(sample.episode.branches) == 1
+        roles = [entry.get("role") for entry in json.loads(sample.episode.messages)]
+        assert [role for role in roles if role] == [
+            *roles[1 : len(roles) - 4],
+            "assistant",
+            "tool",
+            "assistant",
+        ]
+    assert all('"name": "calculate"' in prompt for prompt in policy.prompts)
