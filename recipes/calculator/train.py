@@ -14,29 +14,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from commands import ROOT, DemoFailed, chapter, fleet, make, say, told, train
+from commands import ROOT, DemoFailed, learn_to_act, say, told
 
 RECIPE = Path(__file__).resolve().parent.relative_to(ROOT)
-STACK = ("--stack", str(RECIPE / "stack.yaml"))
 HIGHEST_START, LOWEST_END = 0.5, 0.9
 
 
 def story(seed: int, overrides: list[str]) -> None:
     """Tell all of it; raises `DemoFailed` where it ends otherwise."""
-    chapter(1, "model and data")
-    make(ROOT / RECIPE / "make.py")
-    chapter(2, "fleet: generator, trainer, environment and coordinator on this machine")
-    with fleet(STACK):
-        chapter(3, f"warm-up by imitation, then GRPO with episodes (seed {seed})")
-        warm_up = train(STACK, [RECIPE / "sft.yaml"], f"seed={seed}")
-        start = f"initial_weights={warm_up['directory']}/model"
-        run = train(STACK, [RECIPE / "grpo.yaml"], f"seed={seed}", start, *overrides)
-    chapter(4, "what came of it")
-    judge(Path(run["directory"]))
-
-
-def judge(directory: Path) -> None:
-    """Raise unless the share of right answers rose as far as it has to."""
+    directory = learn_to_act(RECIPE, seed, overrides)
     lines = [json.loads(line) for line in (directory / "evaluations.jsonl").read_text().splitlines()]
     first, last = (line["eval/reward_mean"] for line in (lines[0], lines[-1]))
     say(f"held-out sums answered rightly: {first:.3f} to {last:.3f}")
