@@ -1,7 +1,7 @@
-"""Makes the model and the data of this recipe: sums of three numbers from 10 to 99, and a model that knows the calculator's words.
+"""Makes the data of this recipe, sums of three numbers from 10 to 99, and a model that knows the calculator's words.
 
 Invariants: a sum is in one file alone, in any order of its numbers; the same seed always writes the same bytes. In the
-file of imitation a tenth part of the rows calls the calculator and the others answer at once, all of them rightly.
+file of imitation three of ten rows call the calculator and the others answer at once, all of them rightly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ TEMPLATE = """\
 {%- if message.role == 'tool' %}{{ '<tool_response>' + message.content + '</tool_response>' }}
 {%- else %}{{ message.content }}
 {%- for call in message.tool_calls or [] %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
 {%- endfor %}
 {%- if message.role == 'assistant' %}{{ '<eos>' }}{% endif %}
 {%- endif %}
@@ -55,7 +57,9 @@ def _chat(numbers: tuple[int, ...], called: bool) -> list[dict[str, Any]]:
     chat: list[dict[str, Any]] = [{"role": "user", "content": _question(numbers)}]
     if called:
         function = {"name": "calculate", "arguments": {"expression": expression}}
-        chat.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]})
+        chat.append(
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        )
         chat.append({"role": "tool", "content": result})
     return [*chat, {"role": "assistant", "content": result}]
 

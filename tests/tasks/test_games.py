@@ -11,10 +11,29 @@ from flotilla_environment.builtin.gymnasium import Gymnasium
 from flotilla_environment.builtin.textarena import TextArena
 
 GAMES = (
-    "2048 Bandit Blackjack Countdown Crosswords Cryptarithm FifteenPuzzle FrozenLake GuessTheNumber LightsOut "
-    "LogicPuzzle Mastermind Minesweeper PegJump RushHour Secretary Set Slitherlink Sokoban Sudoku ThreeCardMonte "
-    "TowerOfHanoi"
-).split()
+    "2048",
+    "Bandit",
+    "Blackjack",
+    "Countdown",
+    "Crosswords",
+    "Cryptarithm",
+    "FifteenPuzzle",
+    "FrozenLake",
+    "GuessTheNumber",
+    "LightsOut",
+    "LogicPuzzle",
+    "Mastermind",
+    "Minesweeper",
+    "PegJump",
+    "RushHour",
+    "Secretary",
+    "Set",
+    "Slitherlink",
+    "Sokoban",
+    "Sudoku",
+    "ThreeCardMonte",
+    "TowerOfHanoi",
+)
 """Those of TextArena for one player that need no download."""
 
 
@@ -56,9 +75,7 @@ def test_a_game_of_two_players_is_refused() -> None:
 
 
 def test_a_walk_of_gymnasium_reaches_its_goal() -> None:
-    lake = Gymnasium(
-        "FrozenLake-v1", actions=["left", "down", "right", "up"], options={"is_slippery": False}
-    )
+    lake = Gymnasium("FrozenLake-v1", actions=["left", "down", "right", "up"], options={"is_slippery": False})
     assert "[S]" in str(lake.begin(Task([], seed=1)).messages)
     for move in ("down", "down", "right", "right", "down"):
         assert not lake.reply(Turn(move)).done

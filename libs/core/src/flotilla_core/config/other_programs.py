@@ -144,7 +144,7 @@ NOTES = {
     "beta": "that of algorithm.type dpo is algorithm.beta",
 }
 """The differences beside the name, by the key of the other program."""
-_TURNS = "name an environment: `environment: {name: path.py:Class, max_turns: 8}`; its class has the tools (docs/environments.md)"
+_TURNS = "name an environment in `environment`, as {name: path.py:Class, max_turns: 8}: docs/environments.md"
 NOT_OFFERED = {
     "tools": _TURNS,
     "tool_config_path": _TURNS,
