@@ -21,9 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "arith
 from make_model import make_model
 
 HERE = Path(__file__).resolve().parent
-MAPS = {"sft": 1500, "rl": 1500, "heldout": 300}
-WALKS = 3
-"""The walks of imitation on each map."""
+MAPS = {"sft": 1500, "rl": 1000, "heldout": 200}
 MOST_MOVES = 12
 SIDE, HOLES = 4, 0.2
 DRIFT = {"down": 2, "right": 2, "left": 1, "up": 1}
@@ -77,7 +75,7 @@ def make(out: Path) -> None:
     for name, own in seeds().items():
         rows = [{"prompt": f"lake {seed}", "seed": seed} for seed in own]
         if name == "sft":
-            rows = [{"messages": walk(seed, draw)} for seed in own for _ in range(WALKS)]
+            rows = [{"messages": walk(seed, draw)} for seed in own]
         lines = (json.dumps(row) + "\n" for row in rows)
         (out / "data" / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     phrases = (BEGINNING, UNREAD, *MOVES)
