@@ -151,7 +151,7 @@ test-storage: setup
 
 test-tasks:
 	@PYTHON=$(PYTHON) scripts/setup.sh .venv-tasks requirements/tasks.txt
-	@echo "==> tasks: every task of reasoning_gym is made, kept and scored"
+	@echo "==> tasks: every task of reasoning_gym is made, kept and scored, games are played"
 	@.venv-tasks/bin/pytest -q tests/tasks
 
 test-trackers:

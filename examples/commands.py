@@ -78,6 +78,21 @@ def arguments_of_recipe(description: str, stack: Path) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def learn_to_act(recipe: Path, seed: int, overrides: list[str]) -> Path:
+    """Warm a small model up by imitation and train it with episodes; returns the directory of the second run."""
+    stack = ("--stack", str(recipe / "stack.yaml"))
+    chapter(1, "model and data")
+    make(ROOT / recipe / "make.py")
+    chapter(2, "fleet: generator, trainer, environment and coordinator on this machine")
+    with fleet(stack):
+        chapter(3, f"warm-up by imitation, then GRPO with episodes (seed {seed})")
+        warm_up = train(stack, [recipe / "sft.yaml"], f"seed={seed}")
+        start = f"initial_weights={warm_up['directory']}/model"
+        run = train(stack, [recipe / "grpo.yaml"], f"seed={seed}", start, *overrides)
+    chapter(4, "what came of it")
+    return Path(run["directory"])
+
+
 def require_rise(directory: Path, rise: float) -> None:
     """Raise unless the mean reward of held-out questions rose by so much, and by three standard errors."""
     lines = [json.loads(line) for line in (directory / "evaluations.jsonl").read_text().splitlines()]

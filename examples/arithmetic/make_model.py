@@ -10,6 +10,7 @@ import argparse
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = "0123456789+-="
-VOCABULARY = (PAD, EOS, UNKNOWN, *ALPHABET)
+SPECIAL = (PAD, EOS, UNKNOWN)
 MAX_POSITIONS = 64
 # A conversation is its messages, one after the other: "12+34=" in, "46" out.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -31,42 +32,43 @@ TOKENIZER_CONFIG = {
     "pad_token": PAD,
     "eos_token": EOS,
     "unk_token": UNKNOWN,
-    "model_max_length": MAX_POSITIONS,
     "padding_side": "left",
     "clean_up_tokenization_spaces": False,
-    "chat_template": CHAT_TEMPLATE,
 }
 
 
-def build_tokenizer() -> Tokenizer:
-    """One token a character; a character outside the alphabet is `<unk>`."""
+def build_tokenizer(phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> Tokenizer:
+    """One token a character, and one for each phrase; a character outside the alphabet is `<unk>`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    ids = {token: index for index, token in enumerate((*SPECIAL, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token=UNKNOWN, fuse_unk=False))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, EOS, UNKNOWN)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return tokenizer
 
 
-def build_config(*, experts: bool = False) -> PretrainedConfig:
+def build_config(
+    vocabulary: int = len((*SPECIAL, *ALPHABET)), *, experts: bool = False, positions: int = MAX_POSITIONS
+) -> PretrainedConfig:
     """Small enough for two CPU cores, with what real models have: grouped heads, q/k norms, a tied head."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     shape = {
-        "vocab_size": len(VOCABULARY),
+        "vocab_size": vocabulary,
         "hidden_size": 128,
         "intermediate_size": 384,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": MAX_POSITIONS,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": True,
         # Smaller and training is slow to start and fragile; larger and it memorises instead of generalising.
         "initializer_range": 0.03,
-        "pad_token_id": VOCABULARY.index(PAD),
-        "eos_token_id": VOCABULARY.index(EOS),
+        "pad_token_id": SPECIAL.index(PAD),
+        "eos_token_id": SPECIAL.index(EOS),
         "bos_token_id": None,
         "dtype": "float32",
     }
@@ -77,23 +79,35 @@ def build_config(*, experts: bool = False) -> PretrainedConfig:
     return Qwen3MoeConfig(**shape, **routed, norm_topk_prob=True)
 
 
-def make_model(out: Path, *, seed: int = 0, experts: bool = False) -> None:
+def make_model(
+    out: Path,
+    *,
+    seed: int = 0,
+    experts: bool = False,
+    phrases: Sequence[str] = (),
+    alphabet: str = ALPHABET,
+    template: str = CHAT_TEMPLATE,
+    positions: int = MAX_POSITIONS,
+) -> None:
     """Write the untrained model and its tokenizer to `out`, which is there in full or not at all."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    tokenizer = build_tokenizer(phrases, alphabet)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(build_config(experts=experts))
+        config = build_config(tokenizer.get_vocab_size(), experts=experts, positions=positions)
+        model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(
-        pad_token_id=VOCABULARY.index(PAD), eos_token_id=VOCABULARY.index(EOS), bos_token_id=None
+        pad_token_id=SPECIAL.index(PAD), eos_token_id=SPECIAL.index(EOS), bos_token_id=None
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".making-") as temporary:
         folder = Path(temporary) / out.name
         model.save_pretrained(folder)
-        build_tokenizer().save(str(folder / "tokenizer.json"))
-        settings = json.dumps(TOKENIZER_CONFIG, indent=2) + "\n"
+        tokenizer.save(str(folder / "tokenizer.json"))
+        own = {"model_max_length": positions, "chat_template": template}
+        settings = json.dumps(TOKENIZER_CONFIG | own, indent=2) + "\n"
         (folder / "tokenizer_config.json").write_text(settings, encoding="utf-8")
         if out.exists():
             shutil.rmtree(out)

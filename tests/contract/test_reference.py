@@ -21,7 +21,7 @@ WRITERS = (
     "libs/core/src/flotilla_core/evaluations.py",
 )
 NAME = re.compile(r"[a-z_]+(/[a-z0-9_@:<>]+)+")
-NO_METRICS = {"examples/arithmetic"}
+NO_METRICS = {"examples/arithmetic", "evaluation/<><>"}
 COMPUTED = {
     "time/<>_s": {f"time/{role}_s" for role in (CRITIC, REFERENCE, TEACHER)},
     "eval/<>": {"eval/step"},

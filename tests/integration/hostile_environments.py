@@ -50,6 +50,8 @@ class Hostile(Environment):
         if self.kind == "begin_never_ends":
             while True:
                 pass
+        if self.kind == "tool_without_name":
+            return Begun("begin", [{"description": "who am I?"}])
         return Begun("begin")
 
     def reply(self, turn: Turn) -> Reply:

@@ -29,6 +29,7 @@ CALL_LIMIT_S = 2.0
 
 FAILS = {
     "init_raises": "RuntimeError: no",
+    "tool_without_name": "a tool without a name",
     "recurses": "RecursionError",
     "raises": "KeyError: 'level'",
     "raises_escapes": "RuntimeError: ",

@@ -85,3 +85,11 @@ def test_calls_are_written_as_json_and_a_line_of_data_is_played(flotilla: Comman
 def test_what_cannot_be_played_is_refused(flotilla: Command, arguments: tuple[str, ...], why: str) -> None:
     code, _, err = flotilla("env", "test", *arguments)
     assert code == 2 and why in err
+
+
+def test_environments_are_listed_without_a_fleet(flotilla: Command) -> None:
+    code, out, err = flotilla("env", "list")
+    assert code == 0 and "frozen_lake" in out and "no fleet is running" in err, err
+    found = json.loads(flotilla("env", "list", "--json")[1])["environments"]
+    assert {"calculator", "search"} <= {one["name"] for one in found}
+    assert not any(one["services"] for one in found)

@@ -28,13 +28,14 @@ from flotilla.environment.v1.environment_pb2_grpc import EnvironmentServiceStub
 from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
 from flotilla_cli.output import print_json, print_line, print_table, say
 from flotilla_cli.services import find_services
-from flotilla_cli.stack import load_stack
+from flotilla_cli.stack import load_stack, stack_paths
 from flotilla_core import rpc
 from flotilla_core.config.model import function_path
 from flotilla_core.errors import FailedPrecondition, Internal, InvalidRequest, Unavailable, error_of
 from flotilla_core.findings import found_of
 from flotilla_core.log_files import line_text
 from flotilla_data.rows import open_rows, parts
+from flotilla_launch.state import is_up
 
 app = typer.Typer(help="Environments that a run may name.", no_args_is_help=True)
 
@@ -50,7 +51,13 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
 
     A class in a file needs no entry here: name it in the run as path.py:Class.
     """
-    found = wait(_ask(stack, coordinator))
+    try:
+        found = wait(_ask(stack, coordinator))
+    except Unavailable:
+        if coordinator is not None or is_up(stack_paths(stack)) or not _is_installed():
+            raise
+        say("no fleet is running: these are the environments that are installed here")
+        found = [_described(info) for info in _installed()]
     if as_json:
         print_json({"environments": found})
         return
@@ -79,14 +86,31 @@ async def _ask(stack: str | None, coordinator: str | None) -> list[dict[str, Any
             call = EnvironmentServiceStub(channel).ListEnvironments
             answer = await rpc.unary(call, pb.ListEnvironmentsRequest(), timeout_s=_LIST_S)
         for info in answer.environments:
-            known = {
-                "name": info.name,
-                "description": info.description,
-                "parameters": MessageToDict(info.parameters),
-                "services": [],
-            }
-            found.setdefault(info.name, known)["services"].append(service.name)
+            found.setdefault(info.name, _described(info))["services"].append(service.name)
     return list(found.values())
+
+
+def _described(info: pb.EnvironmentInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "description": info.description,
+        "parameters": MessageToDict(info.parameters),
+        "services": [],
+    }
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec(_TRIAL.partition(".")[0]) is not None
+
+
+def _installed() -> list[pb.EnvironmentInfo]:
+    """Return the environments that an environment service of this host would have."""
+    listed = subprocess.run(
+        [sys.executable, "-m", _TRIAL, "list"], capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        raise Internal("the environments cannot be listed", why=listed.stderr[-2000:])
+    return list(Parse(listed.stdout, pb.ListEnvironmentsResponse()).environments)
 
 
 def _parameter(name: str, default: Any) -> str:
@@ -199,7 +223,7 @@ def _played(
     start: pb.EpisodeStart, isolation: str, answers: Iterator[str], said: list[dict[str, Any]], *, quiet: bool
 ) -> pb.EpisodeEnded:
     """Return the end of an episode that a process plays; `said` gets its messages."""
-    if importlib.util.find_spec(_TRIAL.partition(".")[0]) is None:
+    if not _is_installed():
         raise FailedPrecondition(
             "the environment service is not installed here", next_step="pip install flotilla-environment"
         )

@@ -3,7 +3,8 @@
 Run as `python -m flotilla_environment.trial ISOLATION`, a section of the stack as JSON. Each line of standard input is
 a `RunEpisodeRequest` as JSON, each of standard output a `RunEpisodeResponse`. It plays as the service does, in a worker
 that is killed at its limits. An error of the call is the last line, a `Finding`, with exit code REFUSED. What user code
-prints goes to standard error.
+prints goes to standard error. Run as `python -m flotilla_environment.trial list` it prints a `ListEnvironmentsResponse`
+as JSON, with the environments that are installed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from flotilla_environment.holders import Holders
 from flotilla_workers.jail.jail import find
 
 REFUSED = 3
+LIST = "list"
 
 
 async def _parts() -> AsyncIterator[pb.RunEpisodeRequest]:
@@ -50,10 +52,14 @@ async def _played(results: TextIO) -> None:
 
 
 def main() -> int:
-    """Play the episode of standard input."""
+    """Play the episode of standard input, or list the environments."""
     # What user code and its worker print must not come between.
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    if sys.argv[1] == LIST:
+        known = pb.ListEnvironmentsResponse(environments=catalog.list_environments())
+        print(MessageToJson(known, indent=None), file=results, flush=True)
+        return 0
     try:
         asyncio.run(_played(results))
     except FlotillaError as error:

@@ -202,7 +202,11 @@ def _name(method: Callable[..., Any], given: object) -> str:
 
 
 def _tools(method: Callable[..., Any], given: Sequence[Mapping[str, Any]]) -> list[str]:
-    tools = [json.dumps(tool.get("function", tool)) for tool in given]
+    functions = [tool.get("function", tool) for tool in given]
+    for function in functions:
+        if not function.get("name"):
+            raise _refused(method, f"returned a tool without a name: {repr(function)}")
+    tools = [json.dumps(function) for function in functions]
     if len(tools) > MOST_MESSAGES or sum(map(len, tools)) > MOST_BYTES // 4:
         raise _refused(
             method, f"returned tools of {sum(map(len, tools)):,} bytes, of {MOST_BYTES // 4:,} at most"

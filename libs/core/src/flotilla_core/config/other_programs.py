@@ -144,13 +144,13 @@ NOTES = {
     "beta": "that of algorithm.type dpo is algorithm.beta",
 }
 """The differences beside the name, by the key of the other program."""
-_WITHOUT_TURNS = "a response is one answer, without tools or further turns: this release has no episodes"
+_TURNS = "name an environment in `environment`, as {name: path.py:Class, max_turns: 8}: docs/environments.md"
 NOT_OFFERED = {
-    "tools": _WITHOUT_TURNS,
-    "tool_config_path": _WITHOUT_TURNS,
-    "multi_turn": _WITHOUT_TURNS,
-    "max_turns": _WITHOUT_TURNS,
-    "environment_factory": _WITHOUT_TURNS,
+    "tools": _TURNS,
+    "tool_config_path": _TURNS,
+    "multi_turn": _TURNS,
+    "max_turns": _TURNS,
+    "environment_factory": _TURNS,
     "judge": "name a judge in judges of stack.yaml, and in rewards of run.yaml as {judge: NAME}",
 }
 """The reasons why this release has no such key, by the key of the other program; a loop of the user's own may do it."""

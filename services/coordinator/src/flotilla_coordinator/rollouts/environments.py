@@ -23,6 +23,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from flotilla.common.v1.chat_pb2 import Message, ToolCall
 from flotilla.environment.v1 import environment_pb2 as pb
+from flotilla_coordinator.rollouts.tool_calls import DEEPEST, is_deeper
 from flotilla_core import rpc
 from flotilla_core.config import EnvironmentConfig
 from flotilla_core.config.model import file_of_function
@@ -263,14 +264,33 @@ async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest | None]) -> AsyncIte
 
 
 def _asked(asked: pb.TurnAsked) -> Asked:
+    """Return what is asked for; raise ValueError where it is nothing that a template could write."""
+    if not asked.thread.isprintable() or len(asked.thread) > LONGEST_NAME:
+        raise ValueError(
+            f"the name of a thread is longer than {LONGEST_NAME} characters, or cannot be printed"
+        )
     return Asked(
         messages=[_chat_message(message) for message in asked.messages],
-        tools=[{"type": "function", "function": json.loads(tool.function)} for tool in asked.tools],
+        tools=[{"type": "function", "function": _tool(tool.function)} for tool in asked.tools],
         thread=asked.thread,
         afresh=asked.afresh,
         max_tokens=asked.max_tokens,
         stop=tuple(asked.stop),
     )
+
+
+def _tool(text: str) -> dict[str, Any]:
+    tool = _object(text)
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise ValueError("a tool has no name")
+    return tool
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict) or is_deeper(value, DEEPEST):
+        raise ValueError(f"{text[:80]!r} is no JSON object of at most {DEEPEST} levels")
+    return value
 
 
 def _ended(ended: pb.EpisodeEnded) -> Ended:
@@ -306,7 +326,7 @@ def _chat_message(message: Message) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments or "{}")},
+                "function": {"name": call.name, "arguments": _object(call.arguments or "{}")},
             }
             for call in message.tool_calls
         ]

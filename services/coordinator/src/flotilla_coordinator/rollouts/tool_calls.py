@@ -150,11 +150,12 @@ def _call(value: Any) -> dict[str, Any]:
         raise _Unreadable("a call names no tool")
     if not isinstance(arguments, dict):
         raise _Unreadable(f"the arguments of {name[:100]!r} are not an object")
-    if _is_deeper(arguments, DEEPEST):
+    if is_deeper(arguments, DEEPEST):
         raise _Unreadable(f"a call has more than {DEEPEST} levels")
     return {"name": name, "arguments": arguments}
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
+def is_deeper(value: Any, levels: int) -> bool:
+    """Return whether a value has more than so many levels of lists and objects."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts if isinstance(part, dict | list))
+    return levels == 0 or any(is_deeper(part, levels - 1) for part in parts if isinstance(part, dict | list))

@@ -6,6 +6,7 @@ from flotilla_environment.builtin.calculator import Calculator
 from flotilla_environment.builtin.frozen_lake import FrozenLake
 from flotilla_environment.builtin.gymnasium import Gymnasium
 from flotilla_environment.builtin.search import Search
+from flotilla_environment.builtin.textarena import TextArena
 from flotilla_environment.environment import Begun, Environment, Reply, Task, Turn
 
 
@@ -53,4 +54,5 @@ BUILTIN: dict[str, type[Environment]] = {
     "frozen_lake": FrozenLake,
     "gymnasium": Gymnasium,
     "search": Search,
+    "textarena": TextArena,
 }

@@ -1,6 +1,6 @@
 """Environments of Gymnasium that show themselves as text, such as those of `toy_text`.
 
-Gymnasium is the user's: `pip install gymnasium` beside the service.
+Gymnasium is the user's: `pip install 'flotilla[gymnasium]'` beside the service.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Gymnasium(Environment):
             gymnasium = import_module("gymnasium")
         except ImportError as error:
             raise ModuleNotFoundError(
-                "Gymnasium is not here: pip install gymnasium beside the service"
+                "Gymnasium is not here: pip install 'flotilla[gymnasium]' beside the service"
             ) from error
         self._game = gymnasium.make(id, render_mode="ansi", **(options or {}))
         self._actions = actions or [str(number) for number in range(int(self._game.action_space.n))]
