@@ -51,7 +51,7 @@ def forges_a_verdict_on_all_that_is_open(**_):
     return None
 
 def floods(**_):
-    for _ in range(128):
+    for _ in range(16):
         sys.stdout.write("x" * (1 << 20))
     return 0.5
 
@@ -62,7 +62,7 @@ def floods_for_ever(**_):
 def makes_many_files(**_):
     folder = os.environ["HOME"]
     try:
-        for number in range(50_000):
+        for number in range(4_000):
             open(os.path.join(folder, str(number)), "w").close()
     except OSError:
         pass
@@ -153,7 +153,7 @@ def folder() -> Iterator[Path]:
     scope="module", loop_scope="module", params=[Level.NAMESPACES, Level.LANDLOCK], ids=str
 )
 async def workers(request: pytest.FixtureRequest) -> AsyncIterator[Workers]:
-    bounds = Bounds(memory_bytes=1 << 30, processes=48, tmp_bytes=32 << 20)
+    bounds = Bounds(memory_bytes=1 << 28, processes=48, tmp_bytes=32 << 20)
     tried = [one for one in candidates(Jail(Level.NONE, bounds=bounds)) if one.level is request.param]
     found = next((one for one in tried if not why_not(one)), None)
     if found is None:

@@ -265,7 +265,7 @@ except OSError as error:
     "many small files": """
 made = 0
 try:
-    for made in range(50_000):
+    for made in range(4_000):
         open(f"small-{made}", "w").close()
 except OSError as error:
     print("held:", error)

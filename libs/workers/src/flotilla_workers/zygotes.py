@@ -183,7 +183,12 @@ class Zygotes:
         self._kept[key] = kept or Zygote(jail, loader, functions)
         while len(self._kept) > MOST_ZYGOTES:
             await self._end(self._kept.pop(next(iter(self._kept))))
-        worker = self._kept[key].worker(slots)
+        try:
+            worker = self._kept[key].worker(slots)
+        except ConnectionError as error:
+            raise Unavailable(
+                "a worker did not start", why="its zygote ended a moment ago", next_step="Try again."
+            ) from error
         await worker.begin()
         return worker
 

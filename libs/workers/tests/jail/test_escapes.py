@@ -35,7 +35,7 @@ from flotilla_workers.jail.level import Level
 from flotilla_workers.zygotes import Zygotes, fork_here
 
 SECRET = f"secret-{secrets.token_hex(8)}"
-BOUNDS = Bounds(memory_bytes=1 << 30, processes=48, tmp_bytes=32 << 20)
+BOUNDS = Bounds(memory_bytes=1 << 28, processes=48, tmp_bytes=32 << 20)
 IPC_CREAT = 0o1000
 LIMIT_S = 60.0
 FORKED = f"{jail_attacks.__name__}:forked"
@@ -246,7 +246,7 @@ def test_the_host_is_well_after_all_attacks(run: Run, jail: Jail, host: dict[str
 def test_a_flood_of_output_reaches_the_log_within_its_bound_and_says_what_is_missing(
     run: Run, jail: Jail, host: dict[str, Any]
 ) -> None:
-    flood = "for _ in range(64):\n    sys.stdout.write('x' * (1 << 20))\nsys.stdout.flush()\nprint('OVER')"
+    flood = "for _ in range(16):\n    sys.stdout.write('x' * (1 << 20))\nsys.stdout.flush()\nprint('OVER')"
     told = run(jail, flood, host)
     assert keeper.MOST_PRINTED_BYTES <= len(told) < 4 * keeper.MOST_PRINTED_BYTES
     assert "bytes that a worker printed are left out]" in told
