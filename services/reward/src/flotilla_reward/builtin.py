@@ -371,17 +371,15 @@ def _as_meant(
     expected: Sequence[Any], response: Sequence[Any]
 ) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
     """Give both as one is written: an inequality as an interval, and a lonely i as the imaginary unit."""
-    from sympy import And, Expr, I, Set
-    from sympy.core.relational import Relational
+    from sympy import And, Expr, I, Rel, Set
 
     if not expected or not response:
         return
     right, told = expected[0], response[0]
-    if isinstance(right, Set) and isinstance(told, Relational | And) and len(told.free_symbols) == 1:
+    if isinstance(right, Set) and isinstance(told, Rel | And) and len(told.free_symbols) == 1:
         atoms = told.args if isinstance(told, And) else (told,)
         if all(
-            isinstance(atom, Relational)
-            and any(a.is_Symbol and b.is_number for a, b in permutations(atom.args))
+            isinstance(atom, Rel) and any(a.is_Symbol and b.is_number for a, b in permutations(atom.args))
             for atom in atoms
         ):
             yield [right], [told.as_set()]

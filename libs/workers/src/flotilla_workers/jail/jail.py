@@ -189,7 +189,7 @@ class Cell:
             if self.level:
                 bounds = self._jail.bounds
                 self._group = groups.make(bounds.memory_bytes, bounds.processes)
-            folder = self._folder and self._folder.path
+            folder = None if self._folder is None else self._folder.path
             with self._jail.start(
                 command, functions=self._functions, slot=self._slot, folder=folder
             ) as start:
