@@ -359,9 +359,12 @@ def _kept(name: str, value: ast.expr) -> ast.NamedExpr:
 
 def _brief(value: Any) -> str:
     """Return a value as Python writes it; an object of the program, which would be asked how, is only named."""
+    peer = Peer()
     try:
-        written = "an object" if _refers(Peer().pack(value)) else repr(value)
-    except Exception:  # noqa: BLE001 - the value is of anybody
+        packed = peer.pack(value)
+        # A copy of plain types: no code of anybody's writes it.
+        written = "an object" if _refers(packed) else repr(peer.unpack(packed))
+    except (ValueError, TypeError, RecursionError):  # too deep, too long, or no key of a copy
         return "an object"
     return written if len(written) <= LONGEST_LINE else f"{written[:LONGEST_LINE]}..."
 
