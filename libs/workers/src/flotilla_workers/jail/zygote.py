@@ -56,7 +56,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Order(NamedTuple):
-    """What a service says of one worker."""
+    """The order of a service for one worker."""
 
     user: int | None
     """The user of the jail; None where that is the zygote's own, in a user namespace."""
@@ -67,7 +67,7 @@ class Order(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What the jails of a zygote see beside what it sees."""
+    """The things that jails of a zygote see beside those that it sees."""
 
     host: str
     closed: list[str]
@@ -80,7 +80,7 @@ class Sight(NamedTuple):
 
 
 class Zygote:
-    """What all workers of one zygote have in common."""
+    """The loader, the filter and the orders of the workers of one zygote."""
 
     def __init__(self, load: worker.Loader, control: socket.socket, sight: Sight) -> None:
         self._load, self._control, self._sight = load, control, sight
