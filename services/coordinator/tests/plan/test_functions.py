@@ -12,7 +12,7 @@ import pytest
 from flotilla_coordinator.plan import functions
 from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.functions import file_errors, loading_problems, trusted_warnings
-from flotilla_core.config import EvaluationConfig, IsolationConfig, RunConfig
+from flotilla_core.config import EnvironmentConfig, EvaluationConfig, IsolationConfig, RunConfig
 from flotilla_workers.jail.jail import find
 
 REWARD = "def score(prompt, response, answer, info, scale=1.0):\n    return scale\n"
@@ -111,6 +111,29 @@ def test_advantages_and_losses_of_the_users_are_checked_before_the_run(
     advantage, loss = all_errors(run([{"reward": "exact"}], advantage=mine, loss=mine))
     assert advantage.startswith("algorithm.advantage.type: ") and told in advantage
     assert loss.startswith("algorithm.loss.type: ") and told in loss
+
+
+def test_an_environment_that_does_not_load_is_an_error_before_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "guess.py"
+    file.write_text(
+        "from flotilla_environment import Environment\n"
+        "class Guess(Environment):\n    def __init__(self, *, largest=10): ...\n"
+    )
+
+    def errors(name: str, **parameters: Any) -> list[str]:
+        environment = {"name": name, "parameters": parameters}
+        return all_errors(
+            run([{"reward": "exact"}]).model_copy(update={"environment": EnvironmentConfig(**environment)})
+        )
+
+    assert errors(f"{file}:Guess", largest=3) == []
+    (unknown,), (gone,), (mistyped,) = (
+        errors(f"{file}:Guess", larges=3),
+        errors(f"{file}:Gues"),
+        errors("calculato"),
+    )
+    assert unknown.startswith("environment.name: ") and "unexpected keyword argument 'larges'" in unknown
+    assert "defines no function Gues" in gone and "did you mean calculator?" in mistyped
 
 
 def test_functions_that_work_are_no_problem_and_never_run_here(tmp_path: Path) -> None:

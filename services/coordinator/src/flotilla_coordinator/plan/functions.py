@@ -1,4 +1,4 @@
-"""Checks that the functions which a run names exist, and that they take the parameters that the run gives them.
+"""Checks that the functions and the environment of a run exist, and take the parameters that the run gives them.
 
 Invariants: no code of a user runs in this process: files are parsed here, and imported by a short-lived process of the
 service that will run them, in the jail where that has one. Where that process does not answer in time, the plan warns
@@ -38,6 +38,7 @@ from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, find, shown_for
 LONGEST_CHECK_S = 12.0
 """The time for all functions of one service together; most of it is the start of Python."""
 REWARD_CHECK = "flotilla_reward.catalog:problem"
+ENVIRONMENT_CHECK = "flotilla_environment.catalog:problem"
 TRAINER_CHECK = "flotilla_trainer.wire.user_functions:problem"
 HEAVY = ("torch", "transformers", "vllm")
 """Imports that take too long for a plan: such files are only parsed, and their other imports are looked up."""
@@ -45,13 +46,14 @@ HEAVY = ("torch", "transformers", "vllm")
 
 @dataclass(frozen=True)
 class Function:
-    """A function that a configuration names: a reward, an advantage or a loss."""
+    """What a configuration names: a reward, an advantage, a loss, or the class of an environment."""
 
     key: str
     name: str
     parameters: dict[str, Any]
     is_reward: bool
     trusted: bool = False
+    is_environment: bool = False
 
     @property
     def file(self) -> Path | None:
@@ -82,6 +84,10 @@ def functions_of(config: RunConfig) -> list[Function]:
             chosen = getattr(config.algorithm, section)
             if isinstance(chosen, UserFunction):
                 found.append(Function(f"algorithm.{section}.type", chosen.type, chosen.parameters, False))
+    if (own := config.environment) is not None:
+        found.append(
+            Function("environment.name", own.name, own.parameters, False, own.trusted, is_environment=True)
+        )
     return found
 
 
@@ -94,8 +100,9 @@ def trusted_warnings(config: RunConfig) -> Entries:
     """Warn of each function that runs outside of the jail."""
     for function in functions_of(config):
         if function.trusted:
+            service = "environment" if function.is_environment else "reward"
             yield warning(
-                f"{function.key}: {function.name} is trusted, so it runs OUTSIDE OF THE JAIL, as the reward service "
+                f"{function.key}: {function.name} is trusted, so it runs OUTSIDE OF THE JAIL, as the {service} service "
                 "itself: with its files, its network and its variables"
             )
 
@@ -123,12 +130,16 @@ def judge_errors(config: RunConfig, stack: StackConfig) -> Entries:
             yield refusal(f"the judge of reward {term.shown} cannot be measured: {error}")
 
 
-def loading_problems(config: RunConfig, isolation: IsolationConfig) -> Entries:
+def loading_problems(
+    config: RunConfig, isolation: IsolationConfig, of_environments: IsolationConfig | None = None
+) -> Entries:
     """Load each function as its service does, where its file has no errors, and return what is wrong."""
     whole = [function for function in functions_of(config) if not _file_error(function)]
     rewards = [function for function in whole if function.is_reward]
-    heavy = [function for function in whole if not function.is_reward and _imports_heavy(function)]
-    others = [function for function in whole if not function.is_reward and function not in heavy]
+    environments = [function for function in whole if function.is_environment]
+    of_trainer = [function for function in whole if not function.is_reward and not function.is_environment]
+    heavy = [function for function in of_trainer if _imports_heavy(function)]
+    others = [function for function in of_trainer if function not in heavy]
     for function in heavy:
         yield from _missing_imports(function)
     jailed = [function for function in rewards if function.file and not function.trusted]
@@ -136,6 +147,7 @@ def loading_problems(config: RunConfig, isolation: IsolationConfig) -> Entries:
     for module, name, functions in (
         (REWARD_CHECK, "reward", jailed),
         (REWARD_CHECK, "reward", free),
+        (ENVIRONMENT_CHECK, "environment", environments),
         (TRAINER_CHECK, "name", others),
     ):
         if not functions or importlib.util.find_spec(module.partition(".")[0]) is None:
@@ -146,6 +158,8 @@ def loading_problems(config: RunConfig, isolation: IsolationConfig) -> Entries:
         jail, files = NO_JAIL, [function.file for function in functions if function.file]
         if functions is jailed:
             jail = jail_of(isolation)
+        elif functions is environments and not functions[0].trusted and functions[0].file:
+            jail = jail_of(of_environments or isolation)
         stamps = tuple(_stamp(function) for function in functions)
         answer = jail.refusal or _ask(module, asked, stamps, jail, tuple({*map(shown_for, files)}))
         if isinstance(answer, str):

@@ -49,7 +49,9 @@ def plan_run(config: RunConfig, stack: StackConfig) -> run_pb2.Plan:
     Chapter.of(checks.settings_chapter(config, stack)).write(plan)
     # A service that was started elsewhere may have other packages installed than this process.
     if not stack.reward.attach and stack.trainer.attach is None:
-        Chapter.of(functions.loading_problems(config, stack.reward.isolation)).write(plan)
+        Chapter.of(
+            functions.loading_problems(config, stack.reward.isolation, stack.environment.isolation)
+        ).write(plan)
     try:
         folder = model_folder(stack.model)
         model, tokenizer = ModelFacts.read(folder), Tokenizer.load(folder)
