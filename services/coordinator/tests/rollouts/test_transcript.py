@@ -257,7 +257,8 @@ def _turn(player: Player) -> dict[str, Any]:
         sampled = chance.choices(ordinary, k=chance.randint(1, 12))
         return player.write([*sampled, player.end])
     return player.say(
-        thought + chance.choice([_plain, _text])(chance),
+        # A policy samples at least one token.
+        thought + (chance.choice([_plain, _text])(chance) or "a"),
         truncated=chance.random() < 0.2,
         split=chance.random() < 0.5,
     )
