@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         StopConfig,
         TrainingSet,
     )
-    from flotilla_core.config.episodes import EnvironmentConfig
     from flotilla_core.config.rewards import (
         LARGEST_REWARD,
         AgreementConfig,
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from flotilla_core.config.run import (
         DIRECT,
         LIVE_KEYS,
+        EnvironmentConfig,
         HostedTrackerConfig,
         MlflowConfig,
         RunConfig,
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
         bucket_size_mib,
     )
 
-_OF_RUNS = ("training", "rewards", "episodes", "data", "algorithm", "run")
+_OF_RUNS = ("training", "rewards", "data", "algorithm", "run")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,13 +3,14 @@
 Names carry units. No value needs to divide another: accumulation, packing and data-parallel shares are derived.
 
 Invariants: no key, token or password is part of a configuration, for it is saved with the run and shown. Those of
-trackers come from the environment of the coordinator, or from a file that the configuration only names.
+trackers come from the environment of the coordinator, or from a file that the configuration only names. What an episode
+may take is bounded by the run, whatever its environment asks for.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -22,8 +23,14 @@ from flotilla_core.config.data import (
     RolloutConfig,
     StopConfig,
 )
-from flotilla_core.config.episodes import EnvironmentConfig
-from flotilla_core.config.model import ConfigModel, FolderOrUrl, kind_of
+from flotilla_core.config.model import (
+    ConfigModel,
+    FolderOrUrl,
+    Parameters,
+    function_path,
+    kind_of,
+    possible_function,
+)
 from flotilla_core.config.rewards import RewardMode, RewardTermConfig, can_combine
 from flotilla_core.config.training import (
     MOST_SAMPLE_BYTES,
@@ -159,6 +166,31 @@ def named_trackers(value: Any) -> Any:
         if kind is not None and kinds.count(kind) > 1:
             raise ValueError(f"{kind} is named twice: a run shows itself once in each tracker")
     return sections
+
+
+class EnvironmentConfig(ConfigModel):
+    """The environment that answers the policy; each sample is an episode of several turns."""
+
+    name: Annotated[str, AfterValidator(possible_function)] = Field(min_length=1)
+    """Built-in name, entry point, or path.py:Class."""
+    parameters: Parameters = Field(default_factory=dict)
+    """Passed to the environment by keyword."""
+    max_turns: int = Field(default=8, ge=1, le=10_000)
+    """Limit of the turns of an episode; then the environment gives its rewards for what there is. A turn has at most
+    `rollout.sampling.max_response_tokens`."""
+    episode_tokens: int = Field(default=4096, ge=2, le=10_000_000)
+    """Limit of the tokens of one history: prompt, turns, and what the environment says between them. Where no room is
+    left, the environment gives its rewards for what there is."""
+    episode_timeout_s: float = Field(default=600.0, gt=0, le=604_800)
+    """Time limit of an episode; one that takes longer has no reward and is not trained."""
+    call_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
+    """Time limit of one answer of the environment; one that takes longer has failed."""
+    trusted: bool = False
+    """Run an environment of yours outside of the jail, as the environment service itself: with its files, its network
+    and its variables."""
+
+    def with_paths_from(self, directory: Path) -> Self:
+        return self.model_copy(update={"name": function_path(self.name, directory)})
 
 
 class RunConfig(ConfigModel):
