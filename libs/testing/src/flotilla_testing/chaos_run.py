@@ -119,7 +119,7 @@ def chaos_fleet(model: Path, directory: Path, engine: Engine = SIM) -> Iterator[
 class ChaosRun:
     """One run under observation."""
 
-    def __init__(self, stack: Stack, arithmetic: Path, folder: Path, *, episodes: bool = False) -> None:
+        """Watch a run; with `episodes` its samples have several turns, and their environment marks `folder` when it works."""
         """With `episodes` its samples have several turns, and their environment marks in `folder` when it works."""
         self.stack = stack
         self.engine = ENGINES[load(StackConfig, [stack.file]).generator.engine]
