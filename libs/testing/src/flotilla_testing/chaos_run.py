@@ -119,8 +119,8 @@ def chaos_fleet(model: Path, directory: Path, engine: Engine = SIM) -> Iterator[
 class ChaosRun:
     """One run under observation."""
 
-        """Watch a run; with `episodes` its samples have several turns, and their environment marks `folder` when it works."""
-        """With `episodes` its samples have several turns, and their environment marks in `folder` when it works."""
+    def __init__(self, stack: Stack, arithmetic: Path, folder: Path, *, episodes: bool = False) -> None:
+        """Watch a run; samples have several turns with `episodes`, whose environment marks `folder` as it works."""
         self.stack = stack
         self.engine = ENGINES[load(StackConfig, [stack.file]).generator.engine]
         self.marker = folder / "environment-works"
