@@ -47,9 +47,9 @@ if TYPE_CHECKING:
         StopConfig,
         TrainingSet,
     )
-    from flotilla_core.config.episodes import EnvironmentConfig
     from flotilla_core.config.rewards import (
         LARGEST_REWARD,
+        EnvironmentConfig,
         RewardMode,
         RewardModelChoice,
         RewardTermConfig,
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
         bucket_size_mib,
     )
 
-_OF_RUNS = ("training", "rewards", "episodes", "data", "algorithm", "run")
+_OF_RUNS = ("training", "rewards", "data", "algorithm", "run")
 
 
 def __getattr__(name: str) -> Any:

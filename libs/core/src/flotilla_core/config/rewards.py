@@ -1,7 +1,8 @@
-"""The rewards of a run: its terms, by whom each is given, and how they make one number.
+"""The rewards of a run: its terms, by whom each is given, and how they make one number; and its environment.
 
 Invariants: a term has one name, in the configuration, on the wire and in what is recorded. It has the keys of who gives
-it, and of nobody else: a function, a reward model, or a judge.
+it, and of nobody else: a function, a reward model, or a judge. What an episode may take is bounded by the run,
+whatever its environment asks for.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from flotilla_core.config.judges import (
     LONGEST_RUBRIC,
@@ -22,7 +23,7 @@ from flotilla_core.config.judges import (
     rubric_text,
     what_is_wrong,
 )
-from flotilla_core.config.model import ConfigModel, GangName, Parameters, function_path
+from flotilla_core.config.model import ConfigModel, GangName, Parameters, function_path, possible_function
 
 LARGEST_REWARD = 1e38
 """Largest absolute value: sums and squares of such rewards stay finite. The trainer's contract has the same bound."""
@@ -175,3 +176,28 @@ def can_combine(
         problem = "every weight is 0: rewards with a weight alone count"
     if problem:
         raise ValueError(f"reward_mode{of} is {mode}, and {problem}")
+
+
+class EnvironmentConfig(ConfigModel):
+    """The environment that answers the policy; each sample is an episode of several turns."""
+
+    name: Annotated[str, AfterValidator(possible_function)] = Field(min_length=1)
+    """Built-in name, entry point, or path.py:Class."""
+    parameters: Parameters = Field(default_factory=dict)
+    """Passed to the environment by keyword."""
+    max_turns: int = Field(default=8, ge=1, le=10_000)
+    """Limit of the turns of an episode; then the environment gives its rewards for what there is. A turn has at most
+    `rollout.sampling.max_response_tokens`."""
+    episode_tokens: int = Field(default=4096, ge=2, le=10_000_000)
+    """Limit of the tokens of one history: prompt, turns, and what the environment says between them. Where no room is
+    left, the environment gives its rewards for what there is."""
+    episode_timeout_s: float = Field(default=600.0, gt=0, le=604_800)
+    """Time limit of an episode; one that takes longer has no reward and is not trained."""
+    call_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
+    """Time limit of one answer of the environment; one that takes longer has failed."""
+    trusted: bool = False
+    """Run an environment of yours outside of the jail, as the environment service itself: with its files, its network
+    and its variables."""
+
+    def with_paths_from(self, directory: Path) -> Self:
+        return self.model_copy(update={"name": function_path(self.name, directory)})

@@ -22,9 +22,8 @@ from flotilla_core.config.data import (
     RolloutConfig,
     StopConfig,
 )
-from flotilla_core.config.episodes import EnvironmentConfig
 from flotilla_core.config.model import ConfigModel, FolderOrUrl, kind_of
-from flotilla_core.config.rewards import RewardMode, RewardTermConfig, can_combine
+from flotilla_core.config.rewards import EnvironmentConfig, RewardMode, RewardTermConfig, can_combine
 from flotilla_core.config.training import (
     MOST_SAMPLE_BYTES,
     BatchingConfig,
