@@ -120,7 +120,7 @@ class ChaosRun:
     """One run under observation."""
 
     def __init__(self, stack: Stack, arithmetic: Path, folder: Path, *, episodes: bool = False) -> None:
-        """Watch a run; samples have several turns with `episodes`, whose environment marks `folder` as it works."""
+        """Start it. With `episodes` its samples have several turns, and their environment marks when it works."""
         self.stack = stack
         self.engine = ENGINES[load(StackConfig, [stack.file]).generator.engine]
         self.marker = folder / "environment-works"

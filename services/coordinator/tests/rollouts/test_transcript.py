@@ -182,6 +182,8 @@ def _meaning(said: str) -> object:
             except ValueError:
                 continue
             calls = value if isinstance(value, list) else [value]
+            if not all(isinstance(call, dict) for call in calls):
+                continue
             bare = [{key: part for key, part in call.items() if key != "id"} for call in calls]
             return "".join(before.split()), bare
     return "".join(said.split())

@@ -281,7 +281,7 @@ class Evaluator:
             priority=EVALUATION,
             instance_id=on,
             prompt=prompt,
-            world=f"evaluation/{of}{prompt.index}",
+            world="/".join(("evaluation", f"{of}{prompt.index}")),
         )
         async with gate, aclosing(self._sampler.samples(request)) as samples:
             ended = {sample.sample_id: sample async for sample in samples}
