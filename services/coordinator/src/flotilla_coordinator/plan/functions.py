@@ -45,8 +45,8 @@ HEAVY = ("torch", "transformers", "vllm")
 
 
 @dataclass(frozen=True)
+class Function:
     """A reward, an advantage, a loss, or the class of an environment, as a configuration names it."""
-    """What a configuration names: a reward, an advantage, a loss, or the class of an environment."""
 
     key: str
     name: str
