@@ -26,14 +26,14 @@ def problems(problem: str, asked: str, limit_s: float, cell: Cell) -> tuple[str,
             start.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
             env=start.environment | {"PYTHONDONTWRITEBYTECODE": "1"},
             pass_fds=start.descriptors,
         )
     try:
-        out, _ = child.communicate(asked, timeout=limit_s)
+        out, said = child.communicate(asked, timeout=limit_s)
     except subprocess.TimeoutExpired:
         return f"their import took longer than {limit_s:.0f} s"
     finally:
@@ -48,15 +48,19 @@ def problems(problem: str, asked: str, limit_s: float, cell: Cell) -> tuple[str,
         return tuple(json.loads(out))
     if child.returncode in (-signal.SIGKILL, -signal.SIGTERM):
         return "the process that imported them was killed"
+    if said:  # By Python, before any of them was imported.
+        return f"the process that imports them does not start: {said.strip().splitlines()[-1]:.300}"
     how = f"its import, or that of another one here, ends the process (code {child.returncode})"
     return (how,) * len(json.loads(asked))
 
 
 def main() -> None:
     gc.set_threshold(50_000)  # Nothing of an import is garbage.
-    # What user code prints must not come between.
+    # What user code prints must not come between, and is nobody's.
     results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     started_as = os.getpid()
     problem = pkgutil.resolve_name(sys.argv[1])
     found = [problem(**one) for one in json.load(sys.stdin)]

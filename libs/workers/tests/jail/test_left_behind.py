@@ -66,6 +66,36 @@ async def test_a_jail_whose_command_cannot_start_leaves_nothing(
     assert not left(temporary, os.getpid())
 
 
+def test_what_a_check_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "__name__", "no_such_module")
+    told = check.problems("nobody:loads", "[]", 20.0, Cell(NO_JAIL))
+    assert isinstance(told, str) and told.startswith("the process that imports them does not start: "), told
+    assert "no_such_module" in told
+
+
+def test_packages_that_a_variable_names_are_found_in_a_jail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "named_by_a_variable.py").write_text("FOUND = 'found'\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["relative", str(packages)]))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
+    cell = Cell(Jail(Level.LANDLOCK))
+    with cell.start([sys.executable, "-c", "import named_by_a_variable as one; print(one.FOUND)"]) as start:
+        assert start.environment["PYTHONPATH"] == str(packages)
+        told = subprocess.run(
+            start.command,
+            check=False,
+            env=start.environment,
+            pass_fds=start.descriptors,
+            capture_output=True,
+            text=True,
+        )
+    cell.close()
+    assert told.stdout == "found\n", told.stderr
+
+
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_folder_is_left_alone_while_its_owner_holds_it_whatever_the_table_of_processes_says(
     temporary: Path, holds: bool

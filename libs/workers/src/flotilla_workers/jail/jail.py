@@ -194,7 +194,10 @@ class Jail:
 
     def _variables(self) -> dict[str, str]:
         ours = {name: os.environ[name] for name in self.environment if name in os.environ}
-        return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | ours
+        # A jail shows the folders of packages of this process; those that a variable names are found by it alone.
+        named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(path)]
+        packages = {"PYTHONPATH": os.pathsep.join(named)} if named else {}
+        return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | packages | ours
 
     def _limits(self) -> list[str]:
         bounds = self.bounds
