@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from flotilla.common.v1 import registration_pb2 as reg
 
+EPISODES = "episodes"
+"""The name in `Registration.capacity` by which a trainer says that it reads samples of several sequences."""
+
 
 @dataclass(frozen=True)
 class Kind:

@@ -18,6 +18,7 @@ from flotilla_core import rpc, telemetry
 from flotilla_core.errors import FlotillaError
 from flotilla_core.findings import failed, passed, warned
 from flotilla_core.gangs import model_of
+from flotilla_core.kinds import EPISODES
 from flotilla_core.logger import get_logger
 from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.roles import role_of_process
@@ -98,6 +99,7 @@ class TrainerService:
         )
         registration.capacity["parameters"] = facts["parameters"]
         registration.capacity["max_sequence_tokens"] = facts["max_sequence_tokens"]
+        registration.capacity[EPISODES] = 1
 
     async def check(self) -> list[Finding]:
         """Check that the ranks are ready, and their layers compiled where they should be."""

@@ -2,8 +2,9 @@
 
 Invariants: a sample is one whole episode, or a failure with its reason that never counts as a reward. Where a generator
 is lost, the turn is generated again, and the environment does not notice. Where an environment is lost, its world is
-gone: the episode begins again under the next attempt, and nothing of the one before is trained. The turns, tokens and
-seconds of an episode are bounded, whatever its environment asks for.
+gone: the episode begins again under the next attempt, and nothing of the one before is trained. The turns and tokens of
+an episode and the seconds of its environment are bounded, whatever it asks for. Waits for a free environment and for
+turns of the policy are not in these seconds: they say nothing about an episode, and grow with staleness.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Environments(Protocol):
 
 ENVIRONMENT = "environment"
 """The name of its verdict among those of the rewards."""
+COMPLETED = "completed"
 MAX_TURNS, NO_ROOM, TIMEOUT, ERROR = "max_turns", "no_room", "timeout", "error"
 """Endings of episodes that their environment did not end by itself."""
 
@@ -72,6 +74,10 @@ class _Play:
     request: GenerationRequest
     attempt: int
     transcript: Transcript
+    left_s: float
+    """The time that the environment has left."""
+    clock: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
+    """Runs while the environment is waited for."""
     last: RolloutSample | None = None
     """The last turn."""
     instance_ids: set[str] = field(default_factory=set)
@@ -79,6 +85,18 @@ class _Play:
     """True where a turn was generated more than once."""
     policy_s: float = 0.0
     began_at: float = field(default_factory=time.monotonic)
+
+    async def of_environment(self, said: Awaitable[T]) -> T:
+        """Return what the environment says, within its time."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self.clock.reschedule(began + self.left_s)
+        try:
+            return await _of_environment(said)
+        finally:
+            self.left_s -= loop.time() - began
+            if not self.clock.expired():
+                self.clock.reschedule(None)
 
     def sample(self, ended: Ended) -> RolloutSample:
         """Return the whole episode, with the rewards that its environment gave or the reason why there are none."""
@@ -218,7 +236,7 @@ class Episodes:
         cause: FlotillaError | None = None
         for attempt in range(request.max_attempts):
             transcript = Transcript(self._tokenizer, self._render, self._config.episode_tokens)
-            play = _Play(sample_id, request, attempt, transcript)
+            play = _Play(sample_id, request, attempt, transcript, self._config.episode_timeout_s)
             try:
                 ended = await self._in_time(play)
             except _Lost as lost:
@@ -238,17 +256,16 @@ class Episodes:
 
     async def _in_time(self, play: _Play) -> Ended:
         limit_s = self._config.episode_timeout_s
-        clock = asyncio.timeout(limit_s)
         try:
-            async with clock:
+            async with play.clock:
                 return await self._played(play)
         except TimeoutError:
-            if not clock.expired():
+            if not play.clock.expired():
                 raise
             late = DeadlineExceeded(
-                f"the episode took longer than {limit_s:g} s",
+                f"the environment took longer than {limit_s:g} s over one episode",
                 where=play.sample_id,
-                why=f"{play.policy_s:.0f} s of it went into {play.transcript.turns} turns of the policy",
+                why=f"it answered {play.transcript.turns} turns of the policy, whose own time does not count",
                 next_step="raise environment.episode_timeout_s, or lower environment.max_turns",
             )
             return _failed(TIMEOUT, late)
@@ -266,12 +283,12 @@ class Episodes:
         )
         async with AsyncExitStack() as stack:
             call = await _of_environment(stack.enter_async_context(self._environments.begin(start)))
-            while (asked := await _of_environment(call.asked())) is not None:
+            while (asked := await play.of_environment(call.asked())) is not None:
                 over = await self._turn(play, call, asked)
                 if isinstance(over, Ended):
                     return over
                 if over is not None:
-                    return await _of_environment(call.stop(over))
+                    return await play.of_environment(call.stop(over))
             if call.ended is None:
                 raise _Lost(Unavailable("the environment ended an episode without a word"))
             return call.ended
@@ -314,7 +331,7 @@ class Episodes:
             tokens_left=max(room - tokens, 0),
             unparsed=written.unparsed,
         )
-        await _of_environment(answer)
+        await play.of_environment(answer)
         return None
 
     async def _written(self, play: _Play, request: GenerationRequest) -> RolloutSample:
@@ -350,7 +367,7 @@ def _outcome(ended: Ended, turns: int) -> Outcome:
         given["turns"] = sum(ended.turn_rewards)
     total = sum(given.values())
     failure = ended.failure
-    if not failure and ended.ending in (ERROR, TIMEOUT):
+    if not failure and ended.ending not in (COMPLETED, MAX_TURNS, NO_ROOM):
         failure = f"the environment ended with {ended.ending}"
     if not failure and len(ended.turn_rewards) not in (0, turns):
         failure = f"the environment gave {len(ended.turn_rewards)} rewards for {turns} turns"

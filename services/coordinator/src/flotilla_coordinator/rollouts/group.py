@@ -321,8 +321,6 @@ class GroupRollout:
             if sample.drop_reason or too_few:
                 reason = sample.drop_reason or DropReason.GROUP_TOO_SMALL
                 dropped.setdefault(reason, []).append(sample.sample_id)
-        if failed := [one for one in scored if one.drop_reason and one.episode]:
-            await self._ledger.group_generated(failed)  # so that its conversation can be looked at
         for reason, lost in dropped.items():
             judged = [sample for sample in scored if sample.sample_id in lost]
             await self._ledger.dropped(self._run_id, lost, reason, judged)

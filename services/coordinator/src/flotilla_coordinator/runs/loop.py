@@ -12,6 +12,7 @@ The collaborators hold the infrastructure, so that this module reads like the al
 
 from __future__ import annotations
 
+from flotilla_coordinator.rollouts.batch import Batch
 from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.runs.resume import StartPoint, restore
 from flotilla_core import telemetry
@@ -51,6 +52,13 @@ async def _step(run: RunContext) -> None:
         await _train_one_step(run, run.steps_done)
 
 
+async def _score(run: RunContext, batch: Batch) -> None:
+    """Have critic, reference and teachers score a batch before it is trained."""
+    for name, judge in run.learners.judges.items():
+        with run.phase(name):
+            await judge(batch)
+
+
 async def _train_one_step(run: RunContext, step: int) -> None:
     """Train one batch into a new policy version, and let the generators serve it.
 
@@ -60,11 +68,12 @@ async def _train_one_step(run: RunContext, step: int) -> None:
     run.source.admit(step, version)
     with run.phase("rollout"):
         batch = await run.sync.keep_serving(run.source.batch(step, version))
+    if not run.learners.on_shared_gpus:
+        await _score(run, batch)
     await run.wait_for_canary()
     async with run.generators_asleep():
-        for name, judge in run.learners.judges.items():
-            with run.phase(name):
-                await judge(batch)
+        if run.learners.on_shared_gpus:
+            await _score(run, batch)
         with run.phase("train"):
             updates = await run.learners.train(batch)
 

@@ -45,8 +45,9 @@ from flotilla_coordinator.trainers.spec import (
 from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
 from flotilla_core.config import CriticConfig, PolicyConfig, RunConfig, StackConfig
 from flotilla_core.config.model import is_url
-from flotilla_core.errors import FlotillaError, Unavailable
-from flotilla_core.gangs import gang_of, model_of
+from flotilla_core.errors import FlotillaError, Mismatch, Unavailable
+from flotilla_core.gangs import gang_of, model_of, roles_on_shared_gpus
+from flotilla_core.kinds import EPISODES
 from flotilla_core.roles import (
     CRITIC,
     POLICY,
@@ -55,6 +56,7 @@ from flotilla_core.roles import (
     TEACHER,
     kind_of_role,
     name_of_role,
+    process_name,
 )
 from flotilla_core.tasks import all_settled, gather_or_cancel
 from flotilla_core.transfer import Files, files_of_functions, shared_folder
@@ -108,6 +110,7 @@ class Learners:
         frozen: Sequence[ScoringSession | RewardModelSession] = (),
         judges: Mapping[str, Judge] | None = None,
         in_turns: bool = False,
+        on_shared_gpus: bool = False,
     ) -> None:
         self.policy = policy
         self.critic = critic
@@ -116,6 +119,8 @@ class Learners:
         self._frozen = frozen
         self._critic_steps = critic_steps
         self._in_turns = in_turns
+        self.on_shared_gpus = on_shared_gpus
+        """True where some of them have the GPUs of the trainer, on which generators may have to make room."""
 
     @property
     def reward_models(self) -> dict[str, RewardModelSession]:
@@ -253,15 +258,16 @@ class SessionFactory:
     async def learners(self, config: RunConfig, tokenizer: Tokenizer, directory: Path) -> Learners:
         """Prepare the policy, the critic where the run has one, and the models that only score."""
         config = await self._with_copies(config)
-        gang = await self._gang(POLICY, tokenizer)
+        gang = await self._gang(POLICY, tokenizer, episodes=config.environment is not None)
         dumps, place = directory / "dumps", shared_folder(directory)
         spec = with_references(session_spec(config, dumps), self._files.offer, place)
         policy = PolicyTrainer(self._run_id, spec, gang, self._ledger.run_ids, self._lineage)
         frozen = [await self._frozen(role, config, tokenizer, place) for role in frozen_roles_of(config)]
         judges = _judges(config, frozen)
+        shared = bool(roles_on_shared_gpus(self._stack))
         critic = critic_of(config)
         if critic is None:
-            return Learners(policy, frozen=frozen, judges=judges)
+            return Learners(policy, frozen=frozen, judges=judges, on_shared_gpus=shared)
         if critic_needs_start(config):
             temperature = config.rollout.sampling.temperature
             judges[REFERENCE] = partial(policy.score_by_start, temperature=temperature)
@@ -274,6 +280,7 @@ class SessionFactory:
             frozen=frozen,
             judges=judges,
             in_turns=self._stack.critic.shares_gpus,
+            on_shared_gpus=shared,
         )
 
     async def _with_copies(self, config: RunConfig) -> RunConfig:
@@ -324,9 +331,16 @@ class SessionFactory:
             self._run_id, spec, gang, self._ledger.run_ids, self._lineage, temperature, top_k
         )
 
-    async def _gang(self, role: str, tokenizer: Tokenizer) -> Gang:
+    async def _gang(self, role: str, tokenizer: Tokenizer, *, episodes: bool = False) -> Gang:
         section = gang_of(self._stack, role)
         replica = await self._fleet.gang(role, self._stack.ready_timeout_s)
+        if episodes and not replica.registration.capacity.get(EPISODES):
+            raise Mismatch(
+                f"{replica.name} is of a release that does not read episodes",
+                where="environment",
+                why="it would train their tokens after other prompts than those that the policy saw",
+                next_step=f"replace it by one of this release: flotilla upgrade {process_name(role)}",
+            )
         if kind_of_role(role) != REWARD_MODEL:
             require_same_tokenizer(replica, tokenizer, model_of(self._stack, role))
         longest_s = self._stack.longest_command_s(section)
