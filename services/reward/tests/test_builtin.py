@@ -128,6 +128,8 @@ def test_math_reads_no_list_that_is_far_longer_than_the_answer(wraps: str) -> No
 def test_math_reads_lists_as_long_as_the_answer_and_prose_with_many_commas() -> None:
     items = ", ".join(map(str, range(80)))
     assert score("math", rf"\boxed{{\{{{items}\}}}}", rf"\{{{items}\}}") == 1
+    assert score("math", rf"It is \boxed{{7}}. Why: {', '.join(['as said'] * 90)}.", "7") == 1
+    assert score("math", rf"She pays $5, {', '.join(['then waits'] * 90)}, then $6: \boxed{{11}}", "11") == 1
     assert score("math", f"well, {'so, ' * 500} it is $4$", "4") == 1
 
 

@@ -111,9 +111,8 @@ def _obey(asked: dict[str, Any], out: int, err: int, line: int) -> NoReturn:
     except SystemExit as ended:
         code = ended.code or 0
     finally:
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                thread.join()
+        # What Python does at its end: pools of threads are told to end, and then waited for.
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

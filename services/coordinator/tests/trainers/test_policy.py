@@ -105,9 +105,9 @@ def policy(trainer: Trainer, *ended: str, lineage: int = 0) -> PolicyTrainer:
     return PolicyTrainer("run", session_spec(CONFIG, Path("dumps")), gang, ended_runs, lineage)
 
 
-def batch() -> Batch:
-    tokens = np.arange(3, dtype=np.int32)
-    sample = RolloutSample("run/0/0/0", tokens, np.zeros(3, dtype=np.float32), "text")
+def batch(tokens_of_response: int = 3) -> Batch:
+    tokens = np.arange(tokens_of_response, dtype=np.int32)
+    sample = RolloutSample("run/0/0/0", tokens, np.zeros(tokens.size, dtype=np.float32), "text")
     return Batch(0, [RolloutGroup("run/0/0", "prompt", tokens, [sample])], {})
 
 
@@ -233,7 +233,7 @@ async def test_a_batch_whose_own_tokens_round_as_much_is_trained_after_a_second_
     trainer = Rounding16(0.02)
     client = limits_of_bfloat16(trainer)
     await client.open()
-    await client.train(batch())
+    await client.train(batch(256))
     assert trainer.limits == [0.016, pytest.approx(2 * 2**0.5 * 0.02, rel=1e-3)]
     assert list(trainer.updates) == ["run/0.1"]
 
@@ -243,7 +243,7 @@ async def test_a_batch_that_rounding_does_not_explain_is_refused_for_good() -> N
     client = limits_of_bfloat16(trainer)
     await client.open()
     with pytest.raises(Mismatch, match="differ between generator and trainer"):
-        await client.train(batch())
+        await client.train(batch(256))
     assert trainer.scored == 2 and trainer.limits == [0.016] and not trainer.updates
 
 
@@ -253,7 +253,16 @@ async def test_a_limit_that_the_run_sets_is_not_looked_at_twice() -> None:
     client.measured = None
     await client.open()
     with pytest.raises(Mismatch, match="differ between generator and trainer"):
-        await client.train(batch())
+        await client.train(batch(256))
+    assert not trainer.scored
+
+
+async def test_few_tokens_say_nothing_about_rounding() -> None:
+    trainer = Rounding16(0.02)
+    client = limits_of_bfloat16(trainer)
+    await client.open()
+    with pytest.raises(Mismatch, match="differ between generator and trainer"):
+        await client.train(batch(255))
     assert not trainer.scored
 
 

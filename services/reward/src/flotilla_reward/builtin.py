@@ -31,6 +31,7 @@ TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 # What marks an expression within prose.
 MARKED = re.compile(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 WORD = re.compile(r"[^\W\d_]{2}")
+COMMAND = re.compile(r"\\[A-Za-z]+")
 BOX = r"\boxed{"
 PERCENT = re.compile(r"(?<!\\)%")
 POWER_OF_TEN = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(?!\w|\.[0-9])")
@@ -400,9 +401,24 @@ def _as_meant(
 def _refuse_long_lists(response: str, answer: str) -> None:
     """Refuse an expression with many items: to compare numbers that collide takes the square of their count."""
     most = MOST_ITEMS + 2 * answer.count(",")
-    for marked in (*MARKED.findall(response), response[max(0, response.rfind(BOX)) :] * (BOX in response)):
+    # Prose between two prices in dollars is no expression.
+    found = [one for one in MARKED.findall(response) if not WORD.search(COMMAND.sub("", one))]
+    for marked in (*found, _last_box(response)):
         if (items := marked.count(",")) > most:
             raise Unreadable(f"it lists {items} items, and the answer {answer.count(',') + 1}")
+
+
+def _last_box(response: str) -> str:
+    """Return what is in the last box, up to its own closing brace; empty where there is none."""
+    first = response.rfind(BOX) + len(BOX)
+    if first < len(BOX):
+        return ""
+    depth = 1
+    for place in range(first, len(response)):
+        depth += {"{": 1, "}": -1}.get(response[place], 0)
+        if not depth:
+            return response[first:place]
+    return response[first:]
 
 
 def _last_whole(response: str) -> str | None:

@@ -66,8 +66,8 @@ class PolicyTrainer(LearningSession):
         try:
             return await super().train(batch)
         except Mismatch:
-            before = self.agreement.fail_at
-            if before is None or self.measured is None:
+            before, tokens = self.agreement.fail_at, sum(sample.token_ids.size for sample in batch.samples)
+            if before is None or self.measured is None or tokens < DECIDING_TOKENS:
                 raise
             self.measured(await self._rounding_of(batch))
             if self.agreement.fail_at is None or self.agreement.fail_at <= before:
