@@ -9,6 +9,7 @@ may take is bounded by the run, whatever its environment asks for.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -53,6 +54,8 @@ LIVE_KEYS = (
     "checkpoint.keep",
 )
 """The settings that an active run can take from its next step on."""
+SEARCH = "search"
+"""The built-in environment that reads a file of the user's, `corpus`."""
 SECRETS = frozenset({"api_key", "key", "token", "password", "hf_token", "username"})
 """Names under which other programs take secrets."""
 
@@ -190,7 +193,10 @@ class EnvironmentConfig(ConfigModel):
     and its variables."""
 
     def with_paths_from(self, directory: Path) -> Self:
-        return self.model_copy(update={"name": function_path(self.name, directory)})
+        given, corpus = self.parameters, self.parameters.get("corpus")
+        if self.name == SEARCH and isinstance(corpus, str):
+            given = given | {"corpus": str(directory / os.path.expanduser(corpus))}
+        return self.model_copy(update={"name": function_path(self.name, directory), "parameters": given})
 
 
 class RunConfig(ConfigModel):
