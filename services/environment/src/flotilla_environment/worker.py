@@ -101,7 +101,7 @@ class Episodes:
         if question["do"] == "stop" and reply.reward is not None:
             raise _refused(method, "gives the reward of a turn, and a stop is none: give it in rewards")
         done = bool(reply.done) or question["do"] == "stop"
-        said = {
+        said: dict[str, Any] = {
             "messages": _messages(method, reply.messages),
             "tools": [] if done else self._tools[episode],
             "afresh": bool(reply.afresh),

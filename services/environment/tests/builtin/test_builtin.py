@@ -17,6 +17,7 @@ from flotilla_environment.builtin.calculator import Calculator, calculate
 from flotilla_environment.builtin.frozen_lake import MOVES, FrozenLake, drawn_map
 from flotilla_environment.builtin.gymnasium import Gymnasium
 from flotilla_environment.builtin.search import Search
+from flotilla_workers.functions import Refusal
 
 SEEDS = range(200)
 
@@ -172,14 +173,15 @@ def test_a_search_finds_the_passage_by_its_rare_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("corpus", "why"),
     [
-        ('{"text": "a"}\n\n{"text": ', "line 3 is no JSON: Expecting value"),
+        ('{"text": "a"}\n\n{"text": ', "line 3 is no JSON: Expecting value at column 10"),
+        ("[" * 200_000, "line 1 is no JSON: "),
         ('{"text": "a"}\n["b"]', "line 2 is no object with a text"),
         ('{"title": "a", "text": null}', "line 1 is no object with a text"),
         ("\n", "it has no text"),
         ("\udcff", "can't decode byte 0xff"),
         (None, "No such file"),
     ],
-    ids=["broken", "list", "no text", "empty", "no UTF-8", "gone"],
+    ids=["broken", "deep", "list", "no text", "empty", "no UTF-8", "gone"],
 )
 def test_a_corpus_that_cannot_be_read_is_an_error_before_the_first_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str | None, why: str
@@ -188,7 +190,7 @@ def test_a_corpus_that_cannot_be_read_is_an_error_before_the_first_turn(
     if corpus is not None:
         Path("corpus.jsonl").write_bytes(corpus.encode(errors="surrogateescape"))
     environment = Search("corpus.jsonl")
-    with pytest.raises(RuntimeError) as failed:
+    with pytest.raises(Refusal) as failed:
         environment.begin(Task([]))
     assert str(failed.value).startswith(f"corpus {tmp_path / 'corpus.jsonl'} cannot be read: ")
     assert why in str(failed.value)

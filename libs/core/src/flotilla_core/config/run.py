@@ -177,7 +177,7 @@ class EnvironmentConfig(ConfigModel):
     name: Annotated[str, AfterValidator(possible_function)] = Field(min_length=1)
     """Built-in name, entry point, or path.py:Class."""
     parameters: Parameters = Field(default_factory=dict)
-    """Passed to the environment by keyword."""
+    """Passed to the environment by keyword. A relative `corpus` of `search` starts at the folder of the command."""
     max_turns: int = Field(default=8, ge=1, le=10_000)
     """Limit of the turns of an episode; then the environment gives its rewards for what there is. A turn has at most
     `rollout.sampling.max_response_tokens`."""

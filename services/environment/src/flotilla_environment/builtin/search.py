@@ -17,6 +17,7 @@ from typing import Any
 
 from flotilla_environment.environment import Begun, Task
 from flotilla_environment.tools import ToolEnvironment
+from flotilla_workers.functions import Refusal
 
 WORD = re.compile(r"\w+")
 K1, B = 1.5, 0.75
@@ -67,7 +68,9 @@ def read(corpus: Path) -> list[str]:
 def _passage(line: str, number: int) -> str:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} is no JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # A number too long, or lists too deep.
         raise ValueError(f"line {number} is no JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise ValueError(f"line {number} is no object with a text")
@@ -90,7 +93,7 @@ class Search(ToolEnvironment):
         try:
             self._index = _index(self._corpus, self._corpus.stat().st_mtime_ns)
         except (OSError, ValueError) as error:
-            raise RuntimeError(f"corpus {self._corpus} cannot be read: {error}") from None
+            raise Refusal(f"corpus {self._corpus} cannot be read: {error}") from None
         return super().begin(task)
 
     def tools(self) -> list[Callable[..., Any]]:
