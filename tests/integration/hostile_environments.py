@@ -27,7 +27,7 @@ class Calm(Environment):
         time.sleep(self.slow_s)
         self.turns.append(turn.content)
         if turn.content == "end":
-            return Reply(done=True, reward=1.0, rewards={"turns": float(len(self.turns))})
+            return Reply(done=True, reward=1.0, rewards={"said": float(len(self.turns))})
         return Reply(f"{self.seed}: {' '.join(self.turns)}", reward=0.5)
 
 

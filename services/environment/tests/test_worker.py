@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import sys
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from flotilla_environment import Begun, Environment, Reply, Task, Turn
 from flotilla_environment.catalog import list_environments, problem
-from flotilla_environment.worker import Episodes
+from flotilla_environment.worker import MOST_BYTES, Episodes
+from flotilla_workers.frames import MOST_ANSWER_BYTES, SECRET_BYTES, encode
+from flotilla_workers.functions import Refusal
 
 TASK = {"messages": [], "answer": "", "info": {}, "seed": 7, "attempt": 1}
 
@@ -100,6 +103,64 @@ def test_what_a_method_returns_wrongly_is_told_with_its_line() -> None:
     line = inspect.getsourcelines(Wrong.begin)[1]
     with pytest.raises(Exception, match=rf"{__file__}:{line} in begin: returned Reply.* expected a Begun"):
         Episodes(Wrong, {}).answer(begin())
+
+
+CALLS = [{"id": "i" * 200, "name": "\U0001f600" * 200, "arguments": "{}"}] * 999
+
+
+class Says(Environment):
+    """Says what a test wants, as a reply to a turn or to a stop."""
+
+    def __init__(self, *, what: Reply) -> None:
+        self._what = what
+
+    def begin(self, task: Task) -> Begun:
+        return Begun("begin")
+
+    def reply(self, turn: Turn) -> Reply:
+        return self._what
+
+    def stop(self, ending: str) -> Reply:
+        return self._what
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (Reply("on", rewards={"a": 1.0, "b": 0.0}), "gives rewards and is not done: a, b would be lost"),
+        (Reply("on", metrics={"a": 1.0}), "gives metrics and is not done: a would be lost"),
+        (Reply(done=True, rewards={"turns": 1.0}), "names a reward turns, which is the sum of the rewards"),
+        (Reply([{"role": "assistant", "tool_calls": CALLS}]), "says 2,6.* bytes as JSON, of 983,040 at most"),
+        (Reply("\U0001f600" * 90_000), "says 1,080,.* bytes as JSON"),
+    ],
+    ids=["rewards", "metrics", "turns", "names of calls", "text beyond 16 bits"],
+)
+def test_a_reply_that_would_lose_something_is_refused(what: Reply, why: str) -> None:
+    episodes = Episodes(Says, {"what": what})
+    episodes.answer(begin())
+    with pytest.raises(Refusal, match=f"{__file__}:\\d+ in reply: {why}"):
+        episodes.answer(reply())
+
+
+def test_the_longest_reply_fits_into_the_answer_of_a_worker() -> None:
+    empty = len(json.dumps(_said(Reply("x")))) - 1
+    said = _said(Reply("x" * (MOST_BYTES - empty)))
+    assert len(encode(b"s" * SECRET_BYTES, {"value": said})) <= MOST_ANSWER_BYTES
+    with pytest.raises(Refusal, match="says 983,041 bytes"):
+        _said(Reply("x" * (MOST_BYTES - empty + 1)))
+
+
+def _said(what: Reply) -> dict[str, Any]:
+    episodes = Episodes(Says, {"what": what})
+    episodes.answer(begin())
+    return episodes.answer(reply())
+
+
+def test_a_stop_has_no_reward_of_a_turn() -> None:
+    episodes = Episodes(Says, {"what": Reply(done=True, reward=1.0)})
+    episodes.answer(begin())
+    with pytest.raises(Refusal, match="in stop: gives the reward of a turn, and a stop is none"):
+        episodes.answer({"do": "stop", "episode": 0, "ending": "max_turns"})
 
 
 def test_a_plan_says_why_an_environment_does_not_load() -> None:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_core.config import RunConfig, StackConfig, dump_yaml, json_schema, load, load_text
+from flotilla_core.config import (
+    EnvironmentConfig,
+    RunConfig,
+    StackConfig,
+    dump_yaml,
+    json_schema,
+    load,
+    load_text,
+)
 from flotilla_core.config.loading import _all_paths
 from flotilla_core.config.other_programs import NOTES, OURS
 from flotilla_core.errors import InvalidConfig
@@ -173,6 +181,24 @@ def test_relative_paths_start_at_the_current_directory(
     resolved = load_text(RunConfig, text, resolve_paths=True)
     assert resolved.data.train == tmp_path / "train.jsonl"
     assert resolved.rewards[0].reward == f"{tmp_path}/rewards/mine.py:score"
+
+
+@pytest.mark.parametrize(
+    ("name", "corpus", "resolved"),
+    [
+        ("search", "corpus.txt", "/there/corpus.txt"),
+        ("search", "/c.txt", "/c.txt"),
+        ("search", "~/c.txt", "/home/me/c.txt"),
+        ("search", 3, 3),
+        ("/mine.py:Search", "corpus.txt", "corpus.txt"),
+    ],
+)
+def test_the_corpus_of_a_search_is_a_path_and_parameters_of_others_are_not(
+    name: str, corpus: object, resolved: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = EnvironmentConfig(name=name, parameters={"corpus": corpus, "hits": 2})
+    assert config.with_paths_from(Path("/there")).parameters == {"corpus": resolved, "hits": 2}
 
 
 def test_model_is_a_path_where_the_folder_exists_else_a_name(

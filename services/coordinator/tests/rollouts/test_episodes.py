@@ -291,8 +291,9 @@ async def test_a_failed_environment_is_no_reward_and_harms_no_sibling(play: Play
         ends(a=float("inf"), b=float("-inf")),
         ends(a=1e308, b=1e308),
         ends((1.0, 2.0)),
+        ends((1.0,), turns=1.0),
     ],
-    ids=["nan", "inf", "overflow", "more than turns"],
+    ids=["nan", "inf", "overflow", "more than turns", "name of the sum of turns"],
 )
 async def test_rewards_that_mean_nothing_are_a_failure(play: Play, ended: Ended) -> None:
     played = await play(Environments([asks("One?"), ended]))

@@ -75,11 +75,11 @@ class Reply:
     done: bool = False
     """True where the episode has ended."""
     reward: float | None = None
-    """Reward of this turn."""
+    """Reward of this turn; what all turns have together is added to `rewards`, under the name `turns`."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of the episode by name, where it is done."""
+    """Rewards of the episode by name, only where it is done."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers of the episode by name, where it is done."""
+    """Further numbers of the episode by name, only where it is done."""
     afresh: bool = False
     """True where `messages` replace the whole history, as after a summary."""
 

@@ -21,11 +21,13 @@ from flotilla_environment.environment import Begun, Call, Environment, Reply, Ta
 from flotilla_workers.functions import Refusal, Target, user_function
 
 MOST_BYTES = 960 * 1024
-"""The length of what one reply says, as JSON; a worker's answer has at most 1 MiB."""
+"""The length of all that one reply says, as JSON; a worker's answer has at most 1 MiB."""
 MOST_MESSAGES = 1_000
 MOST_NUMBERS = 100
 """Rewards, and metrics, of one episode."""
 LONGEST_NAME = 200
+SUM_OF_TURNS = "turns"
+"""The name under which the coordinator keeps the sum of the rewards of turns."""
 NOTHING: dict[str, Any] = {
     "messages": [],
     "tools": [],
@@ -96,14 +98,11 @@ class Episodes:
                 method, reply = environment.reply, self._call(environment.reply, _turn(question["turn"]))
             if not isinstance(reply, Reply):
                 raise _refused(method, f"returned {repr(reply)}, expected a Reply")
-        messages = _messages(method, reply.messages)
+        if question["do"] == "stop" and reply.reward is not None:
+            raise _refused(method, "gives the reward of a turn, and a stop is none: give it in rewards")
         done = bool(reply.done) or question["do"] == "stop"
-        if not messages and not done:
-            raise _refused(
-                method, "returned no messages and is not done: the policy has nothing to answer to"
-            )
-        return {
-            "messages": messages,
+        said: dict[str, Any] = {
+            "messages": _messages(method, reply.messages),
             "tools": [] if done else self._tools[episode],
             "afresh": bool(reply.afresh),
             "done": done,
@@ -111,6 +110,16 @@ class Episodes:
             "rewards": _numbers(method, "rewards", reply.rewards),
             "metrics": _numbers(method, "metrics", reply.metrics),
         }
+        if SUM_OF_TURNS in said["rewards"]:
+            raise _refused(
+                method,
+                f"names a reward {SUM_OF_TURNS}, which is the sum of the rewards of turns: give it another name",
+            )
+        if not done:
+            _may_go_on(method, said)
+        if (length := len(json.dumps(said))) > MOST_BYTES:
+            raise _refused(method, f"says {length:,} bytes as JSON, of {MOST_BYTES:,} at most")
+        return said
 
     def _call(self, method: Callable[..., Any], argument: object) -> Any:
         returned = method(argument)
@@ -147,25 +156,25 @@ def _refused(method: Callable[..., Any], text: str) -> Refusal:
     return Refusal(where + text)
 
 
+def _may_go_on(method: Callable[..., Any], said: dict[str, Any]) -> None:
+    """Refuse what nobody would read of an episode that goes on, and one that has nothing to go on with."""
+    for what in ("rewards", "metrics"):
+        if said[what]:
+            names = ", ".join(said[what])
+            raise _refused(
+                method, f"gives {what} and is not done: {names} would be lost; give them at the end"
+            )
+    if not said["messages"]:
+        raise _refused(method, "returned no messages and is not done: the policy has nothing to answer to")
+
+
 def _messages(method: Callable[..., Any], given: object) -> list[dict[str, Any]]:
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, Sequence) or len(messages) > MOST_MESSAGES:
         raise _refused(
             method, f"returned {repr(given)} as messages, expected a list of at most {MOST_MESSAGES}"
         )
-    plain = [_message(method, message) for message in messages]
-    characters = sum(map(_characters, plain))
-    # JSON has at most six bytes for a character.
-    if characters > MOST_BYTES or (characters > MOST_BYTES // 6 and len(json.dumps(plain)) > MOST_BYTES):
-        raise _refused(
-            method,
-            f"returned messages of {characters:,} characters; as JSON they may have {MOST_BYTES:,} bytes",
-        )
-    return plain
-
-
-def _characters(message: dict[str, Any]) -> int:
-    return len(message["content"]) + sum(len(call["arguments"]) for call in message.get("tool_calls", ()))
+    return [_message(method, message) for message in messages]
 
 
 def _message(method: Callable[..., Any], given: object) -> dict[str, Any]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +15,9 @@ from flotilla_environment import Begun, Call, Environment, Reply, Task, Turn
 from flotilla_environment.builtin import Dialogue
 from flotilla_environment.builtin.calculator import Calculator, calculate
 from flotilla_environment.builtin.frozen_lake import MOVES, FrozenLake, drawn_map
+from flotilla_environment.builtin.gymnasium import Gymnasium
 from flotilla_environment.builtin.search import Search
+from flotilla_workers.functions import Refusal
 
 SEEDS = range(200)
 
@@ -164,12 +170,74 @@ def test_a_search_finds_the_passage_by_its_rare_words(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("corpus", "why"),
+    [
+        ('{"text": "a"}\n\n{"text": ', "line 3 is no JSON: Expecting value at column 10"),
+        ("[" * 200_000, "line 1 is no JSON: "),
+        ('{"text": "a"}\n["b"]', "line 2 is no object with a text"),
+        ('{"title": "a", "text": null}', "line 1 is no object with a text"),
+        ("\n", "it has no text"),
+        ("\udcff", "can't decode byte 0xff"),
+        (None, "No such file"),
+    ],
+    ids=["broken", "deep", "list", "no text", "empty", "no UTF-8", "gone"],
+)
+def test_a_corpus_that_cannot_be_read_is_an_error_before_the_first_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str | None, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if corpus is not None:
+        Path("corpus.jsonl").write_bytes(corpus.encode(errors="surrogateescape"))
+    environment = Search("corpus.jsonl")
+    with pytest.raises(Refusal) as failed:
+        environment.begin(Task([]))
+    assert str(failed.value).startswith(f"corpus {tmp_path / 'corpus.jsonl'} cannot be read: ")
+    assert why in str(failed.value)
+
+
+def test_a_line_of_a_corpus_ends_where_the_file_says(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "one\u2028two"}\r\n{"text": "three"}\n', newline="")
+    environment = Search(str(corpus))
+    environment.begin(Task([]))
+    assert environment.search("two") == "[1] one\u2028two"
+
+
+@dataclass
+class Walk:
+    """A game of Gymnasium that gives a reward of 0.5 for each of three steps."""
+
+    steps: int = 0
+    action_space = SimpleNamespace(n=2)
+
+    def reset(self, seed: int) -> None:
+        self.steps = 0
+
+    def render(self) -> str:
+        return f"at {self.steps}"
+
+    def step(self, action: int) -> tuple[None, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return None, 0.5, self.steps == 3, False, {}
+
+
+def test_the_rewards_of_a_game_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(make=lambda *_, **__: Walk()))
+    for turns, returned in ((["1"] * 3, 1.5), (["1", "x"], 0.5)):
+        game = Gymnasium("Walk-v0")
+        game.begin(Task([]))
+        replies = [game.reply(Turn(turn)) for turn in turns]
+        end = replies[-1] if replies[-1].done else game.stop("max_turns")
+        assert end.rewards == {"return": returned} and {reply.reward for reply in (*replies, end)} == {None}
+
+
 def test_a_dialogue_asks_all_questions_and_needs_an_answer_to_each() -> None:
     environment = Dialogue()
     info = {"questions": ["a?", "b?", "c?"], "answers": ["A", "B", "C"]}
     assert environment.begin(Task([], info=info)) == Begun([{"role": "user", "content": "a?"}])
-    assert environment.reply(Turn("it is a")) == Reply("b?", reward=1.0)
-    assert environment.reply(Turn("no")) == Reply("c?", reward=0.0)
-    assert environment.reply(Turn("C")) == Reply(done=True, reward=1.0, rewards={"correct": 2 / 3})
+    assert environment.reply(Turn("it is a")) == Reply("b?")
+    assert environment.reply(Turn("no")) == Reply("c?")
+    assert environment.reply(Turn("C")) == Reply(done=True, rewards={"correct": 2 / 3})
     with pytest.raises(ValueError, match="3 questions and 2 answers"):
         Dialogue().begin(Task([], info=info | {"answers": ["A", "B"]}))

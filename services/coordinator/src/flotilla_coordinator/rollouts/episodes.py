@@ -53,6 +53,8 @@ class Environments(Protocol):
 
 ENVIRONMENT = "environment"
 """The name of its verdict among those of the rewards."""
+SUM_OF_TURNS = "turns"
+"""The part of that verdict that is the sum of the rewards of turns."""
 COMPLETED = "completed"
 MAX_TURNS, NO_ROOM, TIMEOUT, ERROR = "max_turns", "no_room", "timeout", "error"
 """Endings of episodes that their environment did not end by itself."""
@@ -364,9 +366,11 @@ def _outcome(ended: Ended, turns: int) -> Outcome:
     """Return what the rewards of an environment are worth together, or why they are worth nothing."""
     given = dict(ended.rewards)
     if ended.turn_rewards:
-        given["turns"] = sum(ended.turn_rewards)
+        given[SUM_OF_TURNS] = sum(ended.turn_rewards)
     total = sum(given.values())
     failure = ended.failure
+    if not failure and SUM_OF_TURNS in ended.rewards:
+        failure = f"the environment names a reward {SUM_OF_TURNS}, which is the sum of the rewards of turns"
     if not failure and ended.ending not in (COMPLETED, MAX_TURNS, NO_ROOM):
         failure = f"the environment ended with {ended.ending}"
     if not failure and len(ended.turn_rewards) not in (0, turns):

@@ -13,14 +13,14 @@ from flotilla_environment.environment import Begun, Environment, Reply, Task, Tu
 class Dialogue(Environment):
     """Asks the questions of the column `questions`, with the right answers in `answers`, after the prompt.
 
-    Reward `correct` is the share of answers that hold the right one; each turn has its own, 1 or 0.
+    Reward `correct` is the share of questions whose answer holds the right one.
     """
 
     def __init__(self, *, ignore_case: bool = True) -> None:
         self._ignore_case = ignore_case
         self._questions: list[str] = []
         self._answers: list[str] = []
-        self._right: list[float] = []
+        self._right: list[bool] = []
 
     def begin(self, task: Task) -> Begun:
         self._questions = [str(question) for question in task.info.get("questions", [])]
@@ -35,17 +35,16 @@ class Dialogue(Environment):
         said, right = turn.content, self._answers[len(self._right)]
         if self._ignore_case:
             said, right = said.casefold(), right.casefold()
-        reward = float(right in said)
-        self._right.append(reward)
+        self._right.append(right in said)
         if len(self._right) == len(self._questions):
-            return Reply(done=True, reward=reward, rewards=self._rewards())
-        return Reply(self._questions[len(self._right)], reward=reward)
+            return self._ended()
+        return Reply(self._questions[len(self._right)])
 
     def stop(self, ending: str) -> Reply:
-        return Reply(done=True, rewards=self._rewards())
+        return self._ended()
 
-    def _rewards(self) -> dict[str, float]:
-        return {"correct": sum(self._right) / len(self._questions)}
+    def _ended(self) -> Reply:
+        return Reply(done=True, rewards={"correct": sum(self._right) / len(self._questions)})
 
 
 BUILTIN: dict[str, type[Environment]] = {

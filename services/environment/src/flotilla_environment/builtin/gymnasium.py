@@ -51,20 +51,16 @@ class Gymnasium(Environment):
         names = [name.casefold() for name in self._actions]
         _, reward, terminated, truncated, _ = self._game.step(names.index(found[-1].casefold()))
         self._sum, self._steps = self._sum + float(reward), self._steps + 1
-        if terminated or truncated:
-            return Reply(
-                done=True, reward=float(reward), rewards=self._rewards(), metrics={"steps": self._steps}
-            )
-        return Reply(self._shown(), reward=float(reward))
+        return self._ended() if terminated or truncated else Reply(self._shown())
 
     def stop(self, ending: str) -> Reply:
-        return Reply(done=True, rewards=self._rewards(), metrics={"steps": self._steps})
+        return self._ended()
 
     def close(self) -> None:
         self._game.close()
 
-    def _rewards(self) -> dict[str, float]:
-        return {"return": self._sum}
+    def _ended(self) -> Reply:
+        return Reply(done=True, rewards={"return": self._sum}, metrics={"steps": self._steps})
 
     def _shown(self) -> str:
         return TERMINAL.sub("", HIGHLIGHTED.sub(r"[\1]", str(self._game.render()))).strip()

@@ -1,6 +1,7 @@
 """An environment with a search over a corpus on the disk of the service, by BM25.
 
-Invariant: the corpus is read once in a worker, for all its episodes, and again where the file has changed.
+Invariants: the corpus is read once in a worker, for all its episodes, and again where the file has changed. It is read
+before the first turn, so what is wrong with it is an error of the environment and never told to the policy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flotilla_environment.environment import Begun, Task
 from flotilla_environment.tools import ToolEnvironment
+from flotilla_workers.functions import Refusal
 
 WORD = re.compile(r"\w+")
 K1, B = 1.5, 0.75
@@ -54,11 +57,24 @@ def read(corpus: Path) -> list[str]:
     if corpus.suffix != ".jsonl":
         passages = [part.strip() for part in re.split(r"\n\s*\n", text)]
     else:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        passages = ["\n".join(filter(None, (row.get("title"), row["text"]))) for row in rows]
+        # A text in JSON may hold other ends of lines.
+        lines = enumerate(text.split("\n"), 1)
+        passages = [_passage(line, number) for number, line in lines if line.strip()]
     if not any(passages):
-        raise ValueError(f"{corpus} has no text")
+        raise ValueError("it has no text")
     return [passage for passage in passages if passage]
+
+
+def _passage(line: str, number: int) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} is no JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # A number too long, or lists too deep.
+        raise ValueError(f"line {number} is no JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise ValueError(f"line {number} is no object with a text")
+    return f"{row['title']}\n{row['text']}" if row.get("title") else str(row["text"])
 
 
 @cache
@@ -71,15 +87,21 @@ class Search(ToolEnvironment):
 
     def __init__(self, corpus: str, *, hits: int = 3) -> None:
         super().__init__()
-        self._corpus, self._hits = Path(corpus), hits
+        self._corpus, self._hits = Path(corpus).absolute(), hits
+
+    def begin(self, task: Task) -> Begun:
+        try:
+            self._index = _index(self._corpus, self._corpus.stat().st_mtime_ns)
+        except (OSError, ValueError) as error:
+            raise Refusal(f"corpus {self._corpus} cannot be read: {error}") from None
+        return super().begin(task)
 
     def tools(self) -> list[Callable[..., Any]]:
         return [self.search]
 
     def search(self, query: str) -> str:
         """Search the corpus, and return the passages that fit the query best."""
-        index = _index(self._corpus, self._corpus.stat().st_mtime_ns)
-        found = [passage[:LONGEST_HIT] for passage in index.best(query, self._hits)]
+        found = [passage[:LONGEST_HIT] for passage in self._index.best(query, self._hits)]
         return (
             "\n\n".join(f"[{number}] {passage}" for number, passage in enumerate(found, 1)) or "nothing found"
         )
