@@ -257,7 +257,7 @@ def refuse_failing_rewards(
             f"{len(failures)} samples of step {step} could not be scored ({rate:.0%})",
             where=f"run {run_id}, rewards",
             why=_first(failures).report,
-            next_step="fix the reward; errors and timeouts are never scores "
+            next_step="fix the reward, or the environment of episodes; errors and timeouts are never scores "
             "(limit: rollout.max_reward_failure_rate)",
         )
 
