@@ -97,17 +97,25 @@ class Zygote:
             said, descriptors, _, _ = socket.recv_fds(self._control, MOST_ORDER_BYTES, MOST_DESCRIPTORS)
             if not said:
                 break
-            # The next child alone is the first process of a new table.
-            _checked(_libc.unshare(NEW_PROCESSES), "new table of processes")
-            if os.fork() == 0:
-                with keeper.Alone():
-                    self._keep(Order(**json.loads(said)), *descriptors)
-            _checked(_libc.setns(self._ours, NEW_PROCESSES), "own table of processes")
+            try:
+                self._fork(said, descriptors)
+            except OSError as error:
+                # Who asked sees that its channel closes, and the jails that are there go on.
+                with suppress(OSError):
+                    sys.stderr.write(f"a zygote forked no worker: {error}\n")
             for descriptor in descriptors:
                 os.close(descriptor)
         with suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
+
+    def _fork(self, said: bytes, descriptors: Sequence[int]) -> None:
+        # Back from the table of the child before, so that the next child alone is the first process of a new one.
+        _checked(_libc.setns(self._ours, NEW_PROCESSES), "own table of processes")
+        _checked(_libc.unshare(NEW_PROCESSES), "new table of processes")
+        if os.fork() == 0:
+            with keeper.Alone():
+                self._keep(Order(**json.loads(said)), *descriptors)
 
     def _keep(self, order: Order, channel: int, told: int, *groups: int) -> None:
         os.close(self._control.detach())
