@@ -127,8 +127,9 @@ class Zygote:
         """Return a worker, and have others made for those who ask next."""
         self._asked += 1
         given = self.reserve.popleft() if self.reserve else self._fork(next(slots))
-        while self._asked > 1 and len(self.reserve) < RESERVE:
-            self.reserve.append(self._fork(next(slots)))
+        with suppress(OSError):  # Who asks next is told, where it needs another one.
+            while self._asked > 1 and len(self.reserve) < RESERVE:
+                self.reserve.append(self._fork(next(slots)))
         return given
 
     def _fork(self, slot: int) -> WorkerProcess:
@@ -185,10 +186,9 @@ class Zygotes:
             await self._end(self._kept.pop(next(iter(self._kept))))
         try:
             worker = self._kept[key].worker(slots)
-        except ConnectionError as error:
-            raise Unavailable(
-                "a worker did not start", why="its zygote ended a moment ago", next_step="Try again."
-            ) from error
+        except OSError as error:
+            why = f"its zygote took no order: {error.strerror or error}"
+            raise Unavailable("a worker did not start", why=why, next_step="Try again.") from error
         await worker.begin()
         return worker
 
