@@ -65,7 +65,9 @@ class ForkedKeeper:
 
     def signal(self, number: signal.Signals) -> None:
         self._hear()
-        if self._process >= 0:
+        if self._process < 0 and number == signal.SIGKILL and self.returncode is None:
+            self._close()  # Its zygote took no order yet; where it ever does, the worker finds no channel and ends.
+        elif self._process >= 0:
             with suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self._process, number)
 
@@ -199,6 +201,8 @@ class Zygotes:
                 await worker.begin()
                 await self._end_former()
             except Unavailable:
+                if worker.in_vain and time.monotonic() >= latest:
+                    self._give_up(kept)
                 # One of the reserve may have died; the first one of a zygote says that none will do.
                 if not left or kept.is_new or time.monotonic() >= latest:
                     raise
@@ -229,6 +233,12 @@ class Zygotes:
         finally:
             while len(self._kept) > MOST_ZYGOTES:
                 self._former.append(self._kept.pop(next(iter(self._kept))))
+
+    def _give_up(self, stands: Zygote) -> None:
+        """End a zygote that takes no orders, and the jails in it."""
+        _kill(stands.process)
+        for key in [key for key, kept in self._kept.items() if kept is stands]:
+            self._former.append(self._kept.pop(key))
 
     async def _end_former(self) -> None:
         while self._former:
@@ -272,8 +282,8 @@ async def fork_here(jail: Jail) -> bool:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End the first process in the jail of a zygote, and so all that is in it."""
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        with suppress(ProcessLookupError):
+    with suppress(OSError):
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
 
 

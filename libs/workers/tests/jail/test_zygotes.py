@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from flotilla_core.config import IsolationConfig
+from flotilla_core.errors import Unavailable
 from flotilla_core.subprocess_group import AdoptedProcess
+from flotilla_workers import process
 from flotilla_workers.functions import Target
 from flotilla_workers.jail import groups
 from flotilla_workers.jail.jail import Jail, find
@@ -145,6 +147,30 @@ async def test_all_who_ask_at_once_after_a_zygote_died_share_the_next_one(
     assert zygote is not former and not former.reserve
     for worker in (*first, *workers):
         await worker.kill()
+
+
+async def test_a_zygote_that_takes_no_orders_costs_one_worker_and_is_replaced(
+    zygotes: Zygotes, jail: Jail, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await started(zygotes, jail, file)
+    (former,) = zygotes._kept.values()
+    (inside,) = _children(former.process.pid)
+    stands = next(iter(_children(inside)), inside)
+    os.kill(stands, signal.SIGSTOP)
+    with monkeypatch.context() as shorter:
+        shorter.setattr(process, "START_LIMIT_S", 0.1)
+        shorter.setattr(process, "EXIT_LIMIT_S", 0.1)
+        shorter.setattr("flotilla_workers.zygotes.START_LIMIT_S", 0.1)
+        with pytest.raises(Unavailable):
+            await started(zygotes, jail, file)
+    await first.kill()
+    again = await started(zygotes, jail, file)
+    assert await answer(again, file, "found", "") == [False, 2, 2]
+    await again.kill()
+
+
+def _children(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 async def test_zygotes_and_workers_end_with_a_service_that_is_killed(jail: Jail, file: Path) -> None:
