@@ -26,7 +26,7 @@ from pathlib import Path
 
 from flotilla_core.errors import Unavailable
 from flotilla_workers.jail import zygote
-from flotilla_workers.jail.groups import Groups
+from flotilla_workers.jail.groups import Groups, make
 from flotilla_workers.jail.jail import Cell, Jail, user_of
 from flotilla_workers.process import EXIT_LIMIT_S, START_LIMIT_S, WorkerProcess, log_of_service
 
@@ -267,7 +267,12 @@ class Zygotes:
 
 
 async def fork_here(jail: Jail) -> bool:
-    """Return whether workers can be forked into jails on this host."""
+    """Return whether workers can be forked into jails on this host.
+
+    Where all are the same user, a group of each bounds its processes: the kernel counts those of a user together.
+    """
+    if user_of(0) is None and not _makes_groups(jail):
+        return False
     zygotes = Zygotes()
     try:
         for _ in range(2):  # The first one leaves the zygote as it is.
@@ -278,6 +283,13 @@ async def fork_here(jail: Jail) -> bool:
     finally:
         await zygotes.stop()
     return True
+
+
+def _makes_groups(jail: Jail) -> bool:
+    group = make(jail.bounds.memory_bytes, jail.bounds.processes)
+    if group is not None:
+        group.close()
+    return group is not None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -130,7 +130,7 @@ class Zygote:
         ended = os.pidfd_open(os.getpid())
         socket.send_fds(tells, [b'{"began": true}'], [ended])
         os.close(ended)
-        status = keeper.keep(channel, lambda: self._work(order, channel))
+        status = keeper.keep(channel, lambda: self._work(order, channel, in_group=bool(groups)))
         tells.send(json.dumps({"ended": status}).encode())
 
     def _enter(self, order: Order) -> None:
@@ -152,12 +152,14 @@ class Zygote:
             _close("/dev/null", path)
         _mount("tmpfs", "/proc/1", "tmpfs", NO_SETUID | NO_DEVICES | READ_ONLY, "mode=0755")
 
-    def _work(self, order: Order, channel: int) -> None:
+    def _work(self, order: Order, channel: int, *, in_group: bool) -> None:
         """Give up every right, and be the worker."""
         os.closerange(3, channel)
         os.closerange(channel + 1, MOST_OPEN)
+        # In a user namespace of ours the kernel counts those of all jails together, so there the group bounds them.
+        if order.user is not None or not in_group:
+            resource.setrlimit(resource.RLIMIT_NPROC, (order.processes, order.processes))
         for what, most in (
-            (resource.RLIMIT_NPROC, order.processes),
             (resource.RLIMIT_DATA, order.memory_bytes),
             (resource.RLIMIT_FSIZE, order.tmp_bytes),
             (resource.RLIMIT_CORE, 0),
