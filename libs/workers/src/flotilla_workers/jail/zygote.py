@@ -154,6 +154,9 @@ class Zygote:
 
     def _work(self, order: Order, channel: int, *, in_group: bool) -> None:
         """Give up every right, and be the worker."""
+        # A file of its own: all who share an open one can change its state for the others.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
         os.closerange(3, channel)
         os.closerange(channel + 1, MOST_OPEN)
         # In a user namespace of ours the kernel counts those of all jails together, so there the group bounds them.
