@@ -124,10 +124,12 @@ class _Queue(Generic[AnswerT]):
         return taken
 
     def fail_with(self, serving: asyncio.Task[None]) -> None:
-        """Tell those who wait of an error of a place."""
+        """Tell of an error of a place: the one who waits longest, or all where no other place serves them."""
         error = None if serving.cancelled() else serving.exception()
         while error is not None and self.drop_gone():
             self.waiting.popleft().outcome.set_exception(error)
+            if self.places:
+                return
 
 
 class WorkerPool(Generic[AnswerT]):
