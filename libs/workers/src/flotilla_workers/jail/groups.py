@@ -71,13 +71,12 @@ class Groups:
 
     def take(self) -> Group | None:
         for one in [*self._idle]:
-            try:
+            left = math.inf  # Where somebody removed it.
+            with suppress(OSError):
                 # Of a process that has ended the kernel may say so a moment later.
                 if one.processes:
                     continue
                 left = one.memory_bytes
-            except OSError:  # Somebody removed it.
-                left = math.inf
             self._idle.remove(one)
             if left <= MOST_LEFT_BYTES:
                 return one
