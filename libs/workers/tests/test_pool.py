@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from flotilla_core.config import IsolationConfig
+from flotilla_core.errors import Unavailable
 from flotilla_core.subprocess_group import AdoptedProcess
 from flotilla_testing.reward_process import exists
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import NO_JAIL, find
-from flotilla_workers.pool import WorkerPool
+from flotilla_workers.pool import WorkerPool, _Asked, _Queue
 
 LOADER = "flotilla_workers.functions:user_function"
 FUNCTIONS = """
@@ -85,6 +86,24 @@ async def test_workers_and_what_runs_in_them_end_with_the_pool(
     assert outcome.message == "the worker was ended by SIGKILL while it answered"
 
 
+@pytest.mark.parametrize(("places", "told"), [(1, [True, False]), (0, [True, True])])
+async def test_a_place_that_fails_costs_one_question_where_another_one_serves(
+    places: int, told: list[bool]
+) -> None:
+    queue: _Queue[Any] = _Queue(Target("builtin", "any"))
+    queue.places = places
+    queue.waiting.extend(_Asked(None, asyncio.get_running_loop().create_future()) for _ in told)
+    waiting = [*queue.waiting]
+    serving = asyncio.create_task(_fails())
+    await asyncio.wait([serving])
+    queue.fail_with(serving)
+    assert [one.outcome.done() and bool(one.outcome.exception()) for one in waiting] == told
+
+
+async def _fails() -> None:
+    raise Unavailable("a worker did not start", why="of the test", next_step="None.")
+
+
 @pytest.mark.parametrize("preload", [None, ()], ids=["worker", "process of an answer"])
 async def test_a_death_by_a_signal_without_a_name_is_an_answer_like_other_deaths(
     target: Callable[[str], Target], tmp_path: Path, preload: tuple[str, ...] | None
@@ -108,7 +127,7 @@ async def test_a_death_by_a_signal_without_a_name_is_an_answer_like_other_deaths
 async def test_workers_end_with_a_service_that_is_killed() -> None:
     script = (
         "import asyncio\n"
-        "from flotilla_workers.pool import WorkerPool\n"
+        "from flotilla_workers.pool import WorkerPool, _Asked, _Queue\n"
         "async def main():\n"
         f"    pool = WorkerPool(1, {LOADER!r}, print)\n"
         "    await pool.start()\n"

@@ -124,10 +124,12 @@ class _Queue(Generic[AnswerT]):
         return taken
 
     def fail_with(self, serving: asyncio.Task[None]) -> None:
-        """Tell those who wait of an error of a place."""
+        """Tell of an error of a place: the one who waits longest, or all where no other place serves them."""
         error = None if serving.cancelled() else serving.exception()
         while error is not None and self.drop_gone():
             self.waiting.popleft().outcome.set_exception(error)
+            if self.places:
+                return
 
 
 class WorkerPool(Generic[AnswerT]):
@@ -214,11 +216,14 @@ class WorkerPool(Generic[AnswerT]):
         return None
 
     async def ask(
-        self, target: Target, question: Any, limit_s: float, run_id: str = ""
+        self, target: Target, question: Any, limit_s: float, run_id: str = "", *, alone: bool = False
     ) -> tuple[AnswerT | Failure | Timeout, float]:
-        """Return the outcome of a question, a JSON value, and the seconds that it took, waiting and loading aside."""
+        """Return the outcome of a question, a JSON value, and the seconds that it took, waiting and loading aside.
+
+        `alone` says that code of ours is not asked together with other questions: it starts programs of others.
+        """
         owner = Owner.of(target, run_id)
-        if owner == BUILT_IN:
+        if owner == BUILT_IN and not alone:
             return await self._ask_with_others(target, question, limit_s, run_id)
         async with self._share.place(run_id, lambda place: place.suits(owner)) as place:
             worker = await self._loaded(place, owner, target)

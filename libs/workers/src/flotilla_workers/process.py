@@ -167,6 +167,11 @@ class WorkerProcess:
             self._identity = ProcessIdentity.of(self.pid)
 
     @property
+    def in_vain(self) -> bool:
+        """Whether no keeper was ever there: who was to fork it did not."""
+        return self._keeper.pid == 0
+
+    @property
     def alive(self) -> bool:
         return self._keeper.returncode is None and self._said() is not None
 
@@ -245,7 +250,7 @@ class WorkerProcess:
                 secret is secrets[-1],
             )
             take(outcome, now() - began)
-            if self._keeper.returncode is not None:
+            if self._keeper.returncode is not None or self._channel.fileno() < 0:
                 return
             asked = b""
 
@@ -324,7 +329,7 @@ class WorkerProcess:
                 code = await self._keeper.wait()
         except TimeoutError:
             self._keeper.signal(signal.SIGKILL)
-            code = await self._keeper.wait()
+            code = await self._ended_at_last()
         finally:
             self._channel.close()
             self._end_group()
@@ -334,6 +339,13 @@ class WorkerProcess:
                 # Its folder may have a million files.
                 await asyncio.to_thread(self._cell.close)
         return f"was ended by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
+
+    async def _ended_at_last(self) -> int:
+        # A process that the kernel holds is left behind.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_LIMIT_S):
+                return await self._keeper.wait()
+        return -signal.SIGKILL
 
     def _failure(self, said: dict[str, Any]) -> Failure:
         message, traceback = _text(said.get("failed")), _text(said.get("traceback", ""))

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -25,9 +26,9 @@ from pathlib import Path
 
 from flotilla_core.errors import Unavailable
 from flotilla_workers.jail import zygote
-from flotilla_workers.jail.groups import Groups
+from flotilla_workers.jail.groups import Groups, make
 from flotilla_workers.jail.jail import Cell, Jail, user_of
-from flotilla_workers.process import EXIT_LIMIT_S, WorkerProcess, log_of_service
+from flotilla_workers.process import EXIT_LIMIT_S, START_LIMIT_S, WorkerProcess, log_of_service
 
 MOST_ZYGOTES = 4
 """Zygotes that are kept; the one that was asked longest ago ends for another one, once its workers have."""
@@ -64,7 +65,9 @@ class ForkedKeeper:
 
     def signal(self, number: signal.Signals) -> None:
         self._hear()
-        if self._process >= 0:
+        if self._process < 0 and number == signal.SIGKILL and self.returncode is None:
+            self._close()  # Its zygote took no order yet; where it ever does, the worker finds no channel and ends.
+        elif self._process >= 0:
             with suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self._process, number)
 
@@ -121,14 +124,27 @@ class Zygote:
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        """Whether it takes orders: it says nothing, and its end of the channel closes with it."""
+        try:
+            self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return self.process.poll() is None
+        except OSError:
+            pass
+        return False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nobody has asked it before the one who asks now."""
+        return self._asked == 1
 
     def worker(self, slots: Iterator[int]) -> WorkerProcess:
         """Return a worker, and have others made for those who ask next."""
         self._asked += 1
         given = self.reserve.popleft() if self.reserve else self._fork(next(slots))
-        while self._asked > 1 and len(self.reserve) < RESERVE:
-            self.reserve.append(self._fork(next(slots)))
+        with suppress(OSError):  # Who asks next is told, where it needs another one.
+            while self._asked > 1 and len(self.reserve) < RESERVE:
+                self.reserve.append(self._fork(next(slots)))
         return given
 
     def _fork(self, slot: int) -> WorkerProcess:
@@ -167,7 +183,10 @@ class Zygotes:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, Zygote] = {}
+        self._former: list[Zygote] = []
+        """Those that give no further worker, and are to be ended."""
         self._ending: list[subprocess.Popen[bytes]] = []
+        self._stopped = False
 
     async def worker(
         self, jail: Jail, loader: str, functions: Sequence[Path], slots: Iterator[int]
@@ -175,31 +194,69 @@ class Zygotes:
         """Return a worker that has begun, in a jail; where none can be forked, it is started."""
         if not jail.forks:
             return await WorkerProcess.start(loader, Cell(jail, functions, next(slots)))
+        latest = time.monotonic() + START_LIMIT_S
+        for left in reversed(range(RESERVE + 1)):
+            kept, worker = self._take(jail, loader, functions, slots)
+            try:
+                await worker.begin()
+                await self._end_former()
+            except Unavailable:
+                if worker.in_vain and time.monotonic() >= latest:
+                    self._give_up(kept)
+                # One of the reserve may have died; the first one of a zygote says that none will do.
+                if not left or kept.is_new or time.monotonic() >= latest:
+                    raise
+            except BaseException:
+                await worker.kill()
+                raise
+            else:
+                return worker
+        raise AssertionError("the last one was given or raised")
+
+    def _take(
+        self, jail: Jail, loader: str, functions: Sequence[Path], slots: Iterator[int]
+    ) -> tuple[Zygote, WorkerProcess]:
+        """Return a worker and its zygote, without a wait: others ask meanwhile."""
+        if self._stopped:
+            raise Unavailable("a worker did not start", why="its service ends", next_step="Start it again.")
         key = jail, loader, (*functions,), jail.state_of_shown(functions)
         kept = self._kept.pop(key, None)
         if kept is not None and not kept.alive:
-            await self._end(kept)
+            self._former.append(kept)
             kept = None
-        self._kept[key] = kept or Zygote(jail, loader, functions)
-        while len(self._kept) > MOST_ZYGOTES:
-            await self._end(self._kept.pop(next(iter(self._kept))))
         try:
-            worker = self._kept[key].worker(slots)
-        except ConnectionError as error:
-            raise Unavailable(
-                "a worker did not start", why="its zygote ended a moment ago", next_step="Try again."
-            ) from error
-        await worker.begin()
-        return worker
+            kept = self._kept[key] = kept or Zygote(jail, loader, functions)
+            return kept, kept.worker(slots)
+        except OSError as error:
+            why = f"its zygote took no order: {error.strerror or error}"
+            raise Unavailable("a worker did not start", why=why, next_step="Try again.") from error
+        finally:
+            while len(self._kept) > MOST_ZYGOTES:
+                self._former.append(self._kept.pop(next(iter(self._kept))))
 
-    async def _end(self, one: Zygote) -> None:
-        self._ending = [process for process in (*self._ending, one.process) if process.poll() is None]
-        await one.end()
+    def _give_up(self, stands: Zygote) -> None:
+        """End a zygote that takes no orders, and the jails in it."""
+        _kill(stands.process)
+        for key in [key for key, kept in self._kept.items() if kept is stands]:
+            self._former.append(self._kept.pop(key))
+
+    async def _end_former(self) -> None:
+        while self._former:
+            one = self._former.pop()
+            self._ending = [process for process in self._ending if process.poll() is None]
+            self._ending.append(one.process)
+            try:
+                await one.end()
+            except BaseException:
+                self._former.append(one)
+                raise
 
     async def stop(self) -> None:
-        """End every zygote; whoever has a worker of one has ended it."""
-        while self._kept:
-            await self._end(self._kept.popitem()[1])
+        """End every zygote, and give no further worker; whoever has one has ended it."""
+        self._stopped = True
+        self._former += self._kept.values()
+        self._kept.clear()
+        await self._end_former()
         for process in self._ending:
             try:
                 await asyncio.to_thread(process.wait, EXIT_LIMIT_S)
@@ -210,7 +267,12 @@ class Zygotes:
 
 
 async def fork_here(jail: Jail) -> bool:
-    """Return whether workers can be forked into jails on this host."""
+    """Return whether workers can be forked into jails on this host.
+
+    Where all are the same user, a group of each bounds its processes: the kernel counts those of a user together.
+    """
+    if user_of(0) is None and not _makes_groups(jail):
+        return False
     zygotes = Zygotes()
     try:
         for _ in range(2):  # The first one leaves the zygote as it is.
@@ -223,10 +285,17 @@ async def fork_here(jail: Jail) -> bool:
     return True
 
 
+def _makes_groups(jail: Jail) -> bool:
+    group = make(jail.bounds.memory_bytes, jail.bounds.processes)
+    if group is not None:
+        group.close()
+    return group is not None
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End the first process in the jail of a zygote, and so all that is in it."""
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        with suppress(ProcessLookupError):
+    with suppress(OSError):
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
 
 

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 
 from flotilla_core.config import IsolationConfig
+from flotilla_core.errors import Unavailable
 from flotilla_core.subprocess_group import AdoptedProcess
+from flotilla_workers import process
 from flotilla_workers.functions import Target
 from flotilla_workers.jail import groups
 from flotilla_workers.jail.jail import Jail, find
 from flotilla_workers.jail.level import Level
 from flotilla_workers.process import WorkerProcess
-from flotilla_workers.zygotes import RESERVE, Zygotes, fork_here
+from flotilla_workers.zygotes import RESERVE, ForkedKeeper, Zygotes, _readable, fork_here
 
 LIMIT_S = 20.0
 LOADER = "flotilla_workers.functions:user_function"
@@ -116,6 +118,59 @@ async def test_workers_end_with_a_zygote_that_is_killed_and_another_one_takes_it
     again = await started(zygotes, jail, file)
     assert await answer(again, file, "found", "") == [False, 2, 2]
     await again.kill()
+
+
+async def test_a_worker_that_died_in_reserve_is_nobodys(zygotes: Zygotes, jail: Jail, file: Path) -> None:
+    workers = [await started(zygotes, jail, file) for _ in range(2)]
+    (zygote,) = zygotes._kept.values()
+    async with asyncio.timeout(LIMIT_S):
+        for waits in zygote.reserve:
+            assert isinstance(waits._keeper, ForkedKeeper)
+            await _readable(waits._keeper._told.fileno())
+            waits._keeper.signal(signal.SIGKILL)
+            await waits._keeper.wait()
+    workers.append(await started(zygotes, jail, file))
+    assert await answer(workers[-1], file, "found", "") == [False, 2, 2]
+    for worker in workers:
+        await worker.kill()
+
+
+async def test_all_who_ask_at_once_after_a_zygote_died_share_the_next_one(
+    zygotes: Zygotes, jail: Jail, file: Path
+) -> None:
+    first = [await started(zygotes, jail, file) for _ in range(2)]
+    (former,) = zygotes._kept.values()
+    former.process.kill()
+    former.process.wait()
+    workers = await asyncio.gather(*(started(zygotes, jail, file) for _ in range(3)))
+    (zygote,) = zygotes._kept.values()
+    assert zygote is not former and not former.reserve
+    for worker in (*first, *workers):
+        await worker.kill()
+
+
+async def test_a_zygote_that_takes_no_orders_costs_one_worker_and_is_replaced(
+    zygotes: Zygotes, jail: Jail, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await started(zygotes, jail, file)
+    (former,) = zygotes._kept.values()
+    (inside,) = _children(former.process.pid)
+    stands = next(iter(_children(inside)), inside)
+    os.kill(stands, signal.SIGSTOP)
+    with monkeypatch.context() as shorter:
+        shorter.setattr(process, "START_LIMIT_S", 0.1)
+        shorter.setattr(process, "EXIT_LIMIT_S", 0.1)
+        shorter.setattr("flotilla_workers.zygotes.START_LIMIT_S", 0.1)
+        with pytest.raises(Unavailable):
+            await started(zygotes, jail, file)
+    await first.kill()
+    again = await started(zygotes, jail, file)
+    assert await answer(again, file, "found", "") == [False, 2, 2]
+    await again.kill()
+
+
+def _children(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 async def test_zygotes_and_workers_end_with_a_service_that_is_killed(jail: Jail, file: Path) -> None:

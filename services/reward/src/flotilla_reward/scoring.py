@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -290,11 +291,12 @@ class _Scoring:
         assert term.target is not None
         question = self._question(term, items, self._facts[place])
         limit_s = term.timeout_s * len(items) + (STARTS_S if term.runs_code else 0)
-        said, elapsed_s = await self._pool.ask(term.target, question, limit_s, self._run.run_id)
+        ask = partial(self._pool.ask, term.target, question, limit_s, self._run.run_id, alone=term.runs_code)
+        said, elapsed_s = await ask()
         blamed = term.blames_response and len(items) == 1
         if blamed and _is_death(said) and not self._pool.stopping:
             # Whatever ended the worker did so by chance, if the response does not end another one.
-            said, more_s = await self._pool.ask(term.target, question, limit_s, self._run.run_id)
+            said, more_s = await ask()
             elapsed_s += more_s
         if blamed and not self._pool.stopping:
             said = _blamed(term, said)

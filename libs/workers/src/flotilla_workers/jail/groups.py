@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ OWN = Path("/proc/self/cgroup")
 PREFIX = "flotilla-jail"
 REMOVAL_LIMIT_S = 2.0
 """The time that the kernel has to let go of processes that have ended."""
+USAGE = ("memory.current", "memory.usage_in_bytes")
+MOST_LEFT_BYTES = 4 << 20
+"""The memory that the kernel may still count to a group that the next jail has."""
 
 _numbers = itertools.count()
 
@@ -41,6 +45,12 @@ class Group:
         """Whether any is left in the group."""
         return any(Path(entry).read_text() for entry in self.entries)
 
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that the kernel counts to the group: of files that were read, also once no process is left."""
+        files = [folder / name for folder in self.folders for name in USAGE]
+        return sum(int(file.read_text()) for file in files if file.exists())
+
     def close(self) -> None:
         """End what is left in the group, and remove it."""
         for folder in self.folders:
@@ -60,12 +70,18 @@ class Groups:
         self._keeps = True
 
     def take(self) -> Group | None:
-        # Of a process that has ended the kernel may say so a moment later.
-        free = next((one for one in self._idle if not one.processes), None)
-        if free is None:
-            return make(*self._size)
-        self._idle.remove(free)
-        return free
+        for one in [*self._idle]:
+            left = math.inf  # Where somebody removed it.
+            with suppress(OSError):
+                # Of a process that has ended the kernel may say so a moment later.
+                if one.processes:
+                    continue
+                left = one.memory_bytes
+            self._idle.remove(one)
+            if left <= MOST_LEFT_BYTES:
+                return one
+            one.close()
+        return make(*self._size)
 
     def give_back(self, group: Group) -> None:
         if self._keeps:

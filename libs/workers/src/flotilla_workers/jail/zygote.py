@@ -97,17 +97,25 @@ class Zygote:
             said, descriptors, _, _ = socket.recv_fds(self._control, MOST_ORDER_BYTES, MOST_DESCRIPTORS)
             if not said:
                 break
-            # The next child alone is the first process of a new table.
-            _checked(_libc.unshare(NEW_PROCESSES), "new table of processes")
-            if os.fork() == 0:
-                with keeper.Alone():
-                    self._keep(Order(**json.loads(said)), *descriptors)
-            _checked(_libc.setns(self._ours, NEW_PROCESSES), "own table of processes")
+            try:
+                self._fork(said, descriptors)
+            except OSError as error:
+                # Who asked sees that its channel closes, and the jails that are there go on.
+                with suppress(OSError):
+                    sys.stderr.write(f"a zygote forked no worker: {error}\n")
             for descriptor in descriptors:
                 os.close(descriptor)
         with suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
+
+    def _fork(self, said: bytes, descriptors: Sequence[int]) -> None:
+        # Back from the table of the child before, so that the next child alone is the first process of a new one.
+        _checked(_libc.setns(self._ours, NEW_PROCESSES), "own table of processes")
+        _checked(_libc.unshare(NEW_PROCESSES), "new table of processes")
+        if os.fork() == 0:
+            with keeper.Alone():
+                self._keep(Order(**json.loads(said)), *descriptors)
 
     def _keep(self, order: Order, channel: int, told: int, *groups: int) -> None:
         os.close(self._control.detach())
@@ -122,7 +130,7 @@ class Zygote:
         ended = os.pidfd_open(os.getpid())
         socket.send_fds(tells, [b'{"began": true}'], [ended])
         os.close(ended)
-        status = keeper.keep(channel, lambda: self._work(order, channel))
+        status = keeper.keep(channel, lambda: self._work(order, channel, in_group=bool(groups)))
         tells.send(json.dumps({"ended": status}).encode())
 
     def _enter(self, order: Order) -> None:
@@ -144,12 +152,17 @@ class Zygote:
             _close("/dev/null", path)
         _mount("tmpfs", "/proc/1", "tmpfs", NO_SETUID | NO_DEVICES | READ_ONLY, "mode=0755")
 
-    def _work(self, order: Order, channel: int) -> None:
+    def _work(self, order: Order, channel: int, *, in_group: bool) -> None:
         """Give up every right, and be the worker."""
+        # A file of its own: all who share an open one can change its state for the others.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
         os.closerange(3, channel)
         os.closerange(channel + 1, MOST_OPEN)
+        # In a user namespace of ours the kernel counts those of all jails together, so there the group bounds them.
+        if order.user is not None or not in_group:
+            resource.setrlimit(resource.RLIMIT_NPROC, (order.processes, order.processes))
         for what, most in (
-            (resource.RLIMIT_NPROC, order.processes),
             (resource.RLIMIT_DATA, order.memory_bytes),
             (resource.RLIMIT_FSIZE, order.tmp_bytes),
             (resource.RLIMIT_CORE, 0),
