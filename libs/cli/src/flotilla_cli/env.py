@@ -26,7 +26,7 @@ from flotilla.common.v1.registration_pb2 import SERVICE_KIND_ENVIRONMENT
 from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla.environment.v1.environment_pb2_grpc import EnvironmentServiceStub
 from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
-from flotilla_cli.output import print_json, print_line, print_table, say
+from flotilla_cli.output import asked_line, print_json, print_line, print_table, say
 from flotilla_cli.services import find_services
 from flotilla_cli.stack import load_stack, stack_paths
 from flotilla_core import rpc
@@ -209,14 +209,9 @@ def _fill(start: pb.EpisodeStart, values: dict[str, Any]) -> None:
 
 
 def _by_hand() -> Iterator[str]:
-    while True:
-        sys.stderr.write("> ")
-        sys.stderr.flush()
-        line = sys.stdin.readline()
-        if not line:
-            say("")
-            return
+    while line := asked_line():
         yield line.rstrip("\n")
+    say("")
 
 
 def _played(

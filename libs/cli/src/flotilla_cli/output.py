@@ -45,6 +45,13 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
+def asked_line() -> str:
+    """Return the line that somebody types after a prompt sign; empty at the end of the input."""
+    sys.stderr.write("> ")
+    sys.stderr.flush()
+    return sys.stdin.readline()
+
+
 def print_error(error: FlotillaError, *, as_json: bool) -> None:
     """Print an error with its place, its cause and the next step."""
     parts = {"where": error.where, "why": error.why, "next": error.next_step}
