@@ -206,7 +206,7 @@ class Zygotes:
                 # One of the reserve may have died; the first one of a zygote says that none will do.
                 if not left or kept.is_new or time.monotonic() >= latest:
                     raise
-            except BaseException:
+            except (asyncio.CancelledError, OSError):
                 await worker.kill()
                 raise
             else:
@@ -242,14 +242,12 @@ class Zygotes:
 
     async def _end_former(self) -> None:
         while self._former:
-            one = self._former.pop()
+            one = self._former[-1]
             self._ending = [process for process in self._ending if process.poll() is None]
             self._ending.append(one.process)
-            try:
-                await one.end()
-            except BaseException:
-                self._former.append(one)
-                raise
+            await one.end()
+            # Others may have ended it too, or added some. Where the wait is cancelled, the next one ends it.
+            self._former = [other for other in self._former if other is not one]
 
     async def stop(self) -> None:
         """End every zygote, and give no further worker; whoever has one has ended it."""

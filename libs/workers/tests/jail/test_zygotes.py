@@ -149,14 +149,36 @@ async def test_all_who_ask_at_once_after_a_zygote_died_share_the_next_one(
         await worker.kill()
 
 
+async def test_a_zygote_that_may_not_fork_for_a_while_keeps_its_jails(
+    zygotes: Zygotes, jail: Jail, file: Path
+) -> None:
+    full = groups.make(1 << 30, 1)
+    if full is None:
+        pytest.skip("this host lets us make no groups")
+    first = await started(zygotes, jail, file)
+    (zygote,) = zygotes._kept.values()
+    forks = str(_parent(first.pid))
+    for entry in full.entries:
+        Path(entry).write_text(forks)
+    try:
+        with pytest.raises(Unavailable):
+            await started(zygotes, jail, file)
+    finally:
+        for folder in full.folders:
+            (folder.parent / "cgroup.procs").write_text(forks)
+        full.close()
+    assert await answer(first, file, "found", "") == [False, 2, 2]
+    again = await started(zygotes, jail, file)
+    assert [*zygotes._kept.values()] == [zygote]
+    for worker in (first, again):
+        await worker.kill()
+
+
 async def test_a_zygote_that_takes_no_orders_costs_one_worker_and_is_replaced(
     zygotes: Zygotes, jail: Jail, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await started(zygotes, jail, file)
-    (former,) = zygotes._kept.values()
-    (inside,) = _children(former.process.pid)
-    stands = next(iter(_children(inside)), inside)
-    os.kill(stands, signal.SIGSTOP)
+    os.kill(_parent(first.pid), signal.SIGSTOP)
     with monkeypatch.context() as shorter:
         shorter.setattr(process, "START_LIMIT_S", 0.1)
         shorter.setattr(process, "EXIT_LIMIT_S", 0.1)
@@ -169,8 +191,8 @@ async def test_a_zygote_that_takes_no_orders_costs_one_worker_and_is_replaced(
     await again.kill()
 
 
-def _children(pid: int) -> list[int]:
-    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 async def test_zygotes_and_workers_end_with_a_service_that_is_killed(jail: Jail, file: Path) -> None:
