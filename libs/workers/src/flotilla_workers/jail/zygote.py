@@ -146,7 +146,7 @@ class Zygote:
             _mount("tmpfs", folder, "tmpfs", NO_SETUID | NO_DEVICES, f"mode=01777,size={size}")
         for path, place in places:
             _show(path, place)
-        for path in filter(lambda path: os.access(path, os.W_OK), WRITTEN_BY_ROOT):
+        for path in filter(os.path.exists, WRITTEN_BY_ROOT):
             _close(path, path)
         for path in self._sight.closed:
             _close("/dev/null", path)
