@@ -88,7 +88,9 @@ class Loop:
             config=CONFIG,
             stack=StackConfig(),
             control=RunControl(CONFIG),
-            learners=SimpleNamespace(policy=policy, judges={}, open=self._open, train=self._train),  # type: ignore[arg-type]
+            learners=SimpleNamespace(  # type: ignore[arg-type]
+                policy=policy, judges={}, on_shared_gpus=False, open=self._open, train=self._train
+            ),
             source=SimpleNamespace(samples_from_policy=True, admit=self._admit, batch=self._batch),  # type: ignore[arg-type]
             sync=self.sync,
             evaluator=None,
