@@ -99,7 +99,7 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} has no reply(turn)")
 
     def stop(self, ending: str) -> Reply:
-        """Return the rewards of an episode that gets no further turn: `max_turns`, `no_room` or `timeout`."""
+        """Return the rewards of an episode that gets no further turn: `max_turns` or `no_room`."""
         return Reply(done=True)
 
     def close(self) -> None:
