@@ -160,7 +160,7 @@ class EpisodeCall:
         self._say(pb.RunEpisodeRequest(written=written))
 
     async def stop(self, ending: str) -> Ended:
-        """End an episode that gets no further turn, for `max_turns`, `no_room` or `timeout`; return its end."""
+        """End an episode that gets no further turn, for `max_turns` or `no_room`; return its end."""
         number = pb.Ending.Value(f"ENDING_{ending.upper()}")
         self._say(pb.RunEpisodeRequest(stop=pb.EpisodeStop(ending=number)))
         while self.ended is None:
