@@ -65,6 +65,7 @@ RANKS = "flotilla.trainer.v1.RankService"
 STORES = "flotilla.weights.v1.StoreService"
 UNKNOWN_FENCE = rpc.Fence("ledger", 1000, "run", 1)
 AT_ONCE = 16
+CONNECTED_WITHIN_S = 20.0
 REFUSED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
@@ -103,6 +104,8 @@ async def reads(address: str, services: tuple[str, ...], reader: Credential, run
     """Make every call that a holder of the role `read` may make, about `run` where it names one; which were served."""
     served: set[str] = set()
     async with rpc.connect(address, credential=reader) as channel:
+        # A busy machine may lose a handshake, which is no refusal: gRPC begins another one.
+        await asyncio.wait_for(channel.channel_ready(), CONNECTED_WITHIN_S)
         for method in (one for name in services for one in SERVICES[name] if ROLES[one.path] == "read"):
             names_a_run = "run_id" in method.request.DESCRIPTOR.fields_by_name
             request = method.request(**({"run_id": run} if names_a_run else {}))

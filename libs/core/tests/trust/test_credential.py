@@ -7,8 +7,10 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -120,19 +122,24 @@ def test_a_named_pipe_or_an_empty_folder_in_place_of_a_credential_is_refused_at_
         Credential.of_stack(mine(tmp_path / "empty"), tmp_path).read()
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Make a folder that every user enters; each start of pytest closes the one with `tmp_path` to others."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-trust-") as name:
+        Path(name).chmod(0o711)
+        yield Path(name)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize(("mode", "refused"), [(0o440, ""), (0o640, ""), (0o444, "0444"), (0o460, "0460")])
 @pytest.mark.parametrize("shape", ["file", "folder"])
 def test_a_secret_that_root_mounts_is_read_by_its_group_alone(
-    tmp_path: Path, mode: int, refused: str, shape: str
+    open_folder: Path, mode: int, refused: str, shape: str
 ) -> None:
     """Kubernetes mounts a Secret as files of root's behind two links, and `fsGroup` as their group."""
-    for folder in (tmp_path, *tmp_path.parents):
-        if not folder.stat().st_mode & 0o001:
-            folder.chmod(0o711)
-    made = credential(tmp_path / "made")
+    made = credential(open_folder / "made")
     parts = dict(zip(FOLDER, made.read(), strict=True))
-    mount = tmp_path / "mount"
+    mount = open_folder / "mount"
     version = mount / "..2026_11_25"
     version.mkdir(parents=True)
     (mount / "..data").symlink_to(version.name)

@@ -21,7 +21,7 @@ import grpc
 import psutil
 import yaml
 
-from flotilla.common.v1.registration_pb2 import ServiceKind
+from flotilla.common.v1.registration_pb2 import INSTANCE_STATE_READY, ServiceKind
 from flotilla.coordinator.v1 import run_pb2
 from flotilla_client import SyncClient, connect
 from flotilla_core import rpc
@@ -82,6 +82,7 @@ class Stack:
         )
         assert outcome.out.strip(), f"run start printed nothing (exit {outcome.code}):\n{outcome.err}"
         finished: dict[str, Any] = outcome.json
+        assert "state" in finished, f"the run did not start: {finished}"
         return finished
 
     def client(self) -> SyncClient:
@@ -100,10 +101,12 @@ class Stack:
         wait_until("the end of the run", lambda: self.state(run) == "stopped", limit_s)
 
     def holders(self, kind: ServiceKind.ValueType) -> dict[str, str]:
-        """Return the run that has each service of a kind; empty where none has it."""
+        """Return the run that has each ready service of a kind; empty where none has it."""
         with self.client() as client:
-            services = client.list_services()
-        return {one.registration.name: one.run_id for one in services if one.registration.kind == kind}
+            services = [(one.registration, one.run_id) for one in client.list_services()]
+        return {
+            one.name: run for one, run in services if one.kind == kind and one.state == INSTANCE_STATE_READY
+        }
 
     def answers(self) -> bool:
         """Return whether there is a coordinator that takes calls."""
