@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 import time
 from pathlib import Path
 
@@ -7,6 +9,9 @@ import pytest
 
 from flotilla_reward.builtin import CannotScore, Math, Sample, Unverifiable
 from flotilla_reward.table import BUILTIN
+
+GSM8K = "FLOTILLA_BENCH_GSM8K"
+"""The variable with the path of a file of GSM8K."""
 
 
 def score(name: str, response: str, answer: str = "", **parameters: object) -> float:
@@ -113,6 +118,44 @@ def test_math_judges_a_table_of_answers_and_responses() -> None:
         for expected, answer, response in pairs
         if judge.score(Sample("", response, answer, {})) != float(expected)
     ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("He answered 8 of 9.\n#### 8", "8", 1),
+        ("It rounds down to 33%.\n#### 33", "33", 1),
+        ("The answer is 8.\n#### 9", "8", 0),
+        ("#### 8\nNo, the answer is 9.", "8", 0),
+        ("#### 8 #### 9\n", "9", 1),
+        (r"So \boxed{8}." + "\n#### 9", "8", 1),
+        ("The answer is 8.\n#### ", "8", 1),
+        (r"Its answer: $x$" + "\n#### \\frac{1}{2}", "1/2", 1),
+    ],
+)
+def test_math_takes_what_the_last_line_states_as_the_answer(
+    response: str, answer: str, expected: float
+) -> None:
+    assert score("math", response, answer) == expected
+
+
+@pytest.mark.skipif(GSM8K not in os.environ, reason=f"{GSM8K} names no file of GSM8K")
+def test_math_takes_every_answer_of_gsm8k_and_none_with_another_digit() -> None:
+    """The response is the worked solution; its answer then has a digit that is one more, each digit in turn."""
+    judge, wrong, tried = Math(), [], 0
+    for row in Path(os.environ[GSM8K]).read_text().splitlines():
+        solution, _, answer = json.loads(row)["answer"].rpartition("\n#### ")
+        changed = [
+            answer[:place] + str((int(digit) + 1) % 10) + answer[place + 1 :]
+            for place, digit in enumerate(answer)
+            if digit.isdigit()
+        ]
+        for expected, stated in [(1.0, answer), *((0.0, one) for one in changed)]:
+            tried += 1
+            if judge.score(Sample("", f"{solution}\n#### {stated}", answer, {})) != expected:
+                wrong.append((answer, stated))
+    assert tried > 2_000
     assert wrong == []
 
 

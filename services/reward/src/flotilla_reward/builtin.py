@@ -48,6 +48,8 @@ MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix)\}.*?\\end\{\1\}", re.DOTALL)
 # unless the text says "answer", or has a box.
 LAST_WHOLE = re.compile(r"[^\s\d.+\-*\xd7/^()\xf7]\s+([1-9][0-9]{0,299})\s*\Z")
 LONGEST_END = 400
+STATED = re.compile(r"####[^\n#]*\S[^\n#]*\s*\Z")
+"""The mark of an answer on the last line of a response, and what follows it."""
 
 WHOLE = re.compile(r"[0-9]{1,300}", re.ASCII)
 """Digits that sympy reads as one whole number; Python refuses to convert very long ones."""
@@ -271,15 +273,15 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 class Math(BuiltinReward):
     r"""Mathematical equality, by math-verify.
 
-    1 when the final expression of the response (best in `\boxed{}`) equals the answer; else 0, also for a response that
-    breaks the checker or keeps it busy until the limit.
+    1 when the final expression of the response (best in `\boxed{}`, or behind `####` on the last line) equals the
+    answer; else 0, also for a response that breaks the checker or keeps it busy until the limit.
     """
 
     # Simplification may never end.
     bounded: ClassVar[bool] = False
     blames_response: ClassVar[bool] = True
     judges_by: ClassVar[tuple[str, ...]] = ("math-verify", "sympy")
-    rules: ClassVar[int] = 3
+    rules: ClassVar[int] = 4
 
     significant_digits: int = Field(
         default=15, ge=1, le=50, description="Precision of comparisons that have to be done numerically."
@@ -305,13 +307,13 @@ class Math(BuiltinReward):
             raise CannotScore(f"the answer {answer!r:.200} cannot be read: {error!r:.200}") from error
         if not expected:
             raise CannotScore(f"the answer {answer!r:.200} is not an expression that can be read")
-        right = _whole(expected)
-        if right is not None and (told := _last_whole(sample.response)) is not None:
+        right, response = _whole(expected), _stated(sample.response)
+        if right is not None and (told := _last_whole(response)) is not None:
             return Judged(float(int(told) == right), extracted=answer if int(told) == right else told)
         try:
             told = None
-            _refuse_long_lists(sample.response, answer)
-            for text in _readings(sample.response):
+            _refuse_long_lists(response, answer)
+            for text in _readings(response):
                 read = _expressions(text)
                 if self._equal(expected, read):
                     # Expressions that are equal and look different are one answer.
@@ -419,6 +421,12 @@ def _last_box(response: str) -> str:
         if not depth:
             return response[first:place]
     return response[first:]
+
+
+def _stated(response: str) -> str:
+    """Return what the last line states as the answer, as GSM8K writes it, or else the whole response."""
+    found = None if BOX in response else STATED.search(response, max(0, len(response) - LONGEST_END))
+    return found[0] if found else response
 
 
 def _last_whole(response: str) -> str | None:
