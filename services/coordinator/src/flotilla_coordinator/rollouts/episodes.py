@@ -226,8 +226,12 @@ class Episodes:
         environments: Environments,
         lost: Callable[[tuple[str, ...], FlotillaError], None],
         log: TurnLog | None = None,
+        went_on: Callable[[], None] = lambda: None,
     ) -> None:
-        """`turns` makes single responses; `lost` is told of episodes that are played again; `log` records turns."""
+        """`turns` makes single responses; `lost` is told of episodes that are played again; `log` records turns.
+
+        `went_on` is told of an episode that went on after its turns so far.
+        """
         self._run_seed = run_seed
         self._config = config
         self._tokenizer = tokenizer
@@ -235,6 +239,7 @@ class Episodes:
         self._environments = environments
         self._lost = lost
         self._log = log
+        self._went_on = went_on
         self._render = Renders(tokenizer)
         self.figures = EpisodeFigures()
 
@@ -273,6 +278,7 @@ class Episodes:
                 continue
             if play.to_repeat:
                 self.figures.resumed(play.to_repeat)
+                self._went_on()
             sample = play.sample(ended)
             self.figures.ended(play, sample, ended.metrics)
             return sample

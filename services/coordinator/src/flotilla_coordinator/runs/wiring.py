@@ -255,10 +255,21 @@ class RunWiring:
 
     def _tell_lost(self, sample_ids: tuple[str, ...], error: FlotillaError) -> None:
         # Hundreds of groups lose the same replica at once; samples/retried counts them all.
-        now = time.monotonic()
-        if now - self._told.get(str(error), -NOTICE_EVERY_S) >= NOTICE_EVERY_S:
-            self._told[str(error)] = now
+        if self._is_news(str(error)):
             self._status.notice(error.finding("samples are issued again", SEVERITY_WARNING))
+
+    def _tell_went_on(self) -> None:
+        text = "episodes went on after the turns that they had; episodes/resumed counts them"
+        if self._is_news(text):
+            self._status.notice(info(text))
+
+    def _is_news(self, text: str) -> bool:
+        """Return whether nobody was told of this lately."""
+        now = time.monotonic()
+        if now - self._told.get(text, -NOTICE_EVERY_S) < NOTICE_EVERY_S:
+            return False
+        self._told[text] = now
+        return True
 
     def _sampler(self, generation: Generation, tokenizer: Tokenizer, sync: WeightSync) -> Sampler:
         """Return what makes samples: single responses, or episodes where the run has an environment."""
@@ -275,6 +286,7 @@ class RunWiring:
             environments=environments,
             lost=self._tell_lost,
             log=TurnLog(self._ledger, sync.is_verified, _void_by(sync)),
+            went_on=self._tell_went_on,
         )
 
     def _generation(self, sync: WeightSync, tokenizer: Tokenizer) -> Generation:
