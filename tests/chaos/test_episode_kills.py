@@ -1,8 +1,8 @@
 """Whatever takes part in an episode is killed in the middle of it, in every phase: no episode is lost or trained twice.
 
-A generator's death repeats the turn, an environment's the episode, and its worker's is played again behind the call.
-The coordinator's death ends the calls of all episodes under way: the next one begins these again, and goes on with
-those that are recorded.
+A generator's death repeats the turn. After the death of an environment, of its worker, or of the coordinator, the turns
+that there are are played again, and the episode goes on. The turns that a dead coordinator recorded are those that are
+trained.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from accounts import assert_accounted_for
 
@@ -87,6 +90,7 @@ async def _killed(
 ) -> None:
     """Kill one after the other, each in a fleet that is whole again; then the run ends by itself."""
     run.wait_for_steps(2, 0, "at the start")
+    kept = 0
     for victim, phase in kills:
         run.wait_until("a fleet that can lose one", lambda: _is_whole(run))
         generator = draw.choice(run.serving())
@@ -95,22 +99,58 @@ async def _killed(
         await _in_phase(run, phase, generator)
         steps, at = run.lines, time.time()
         process.send_signal(signal.SIGKILL)
+        left: dict[str, bytes] = {}
         if victim is Victim.COORDINATOR:
             pid = process.pid
+            process.wait(LIMIT_S)
+            left = _turns_under_way(run)
             run.wait_until("a new coordinator", lambda pid=pid: is_new(run.stack, pid))  # type: ignore[misc]
         run.wait_for_steps(2, steps, f"after the death of {victim}")
+        took_s = time.time() - at
         verdict = assert_accounted_for(run.stack, run.run_id)
-        line = f"{victim:20}{phase:10}{time.time() - at:6.1f} s"
-        _print(capsys, f"{line}  lost {verdict.lost}, trained twice {verdict.trained_twice}")
+        kept += _kept(run, left)
+        line = f"{victim:20}{phase:10}{took_s:6.1f} s  lost {verdict.lost}, trained twice {verdict.trained_twice}"
+        _print(capsys, f"{line}, {len(left)} episodes with recorded turns" if left else line)
+    assert kept, "no coordinator died with recorded turns"
     ended = run.ends_by_itself()
     assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
     steps_of = run.stack.metrics(run.started)
-    repeated = sum(step.get("episodes/repeated", 0.0) for step in steps_of)
-    assert repeated or not any(victim is Victim.ENVIRONMENT for victim, _ in kills), "a death is counted"
+    repeated, resumed = (
+        sum(step.get(f"episodes/{name}", 0.0) for step in steps_of) for name in ("repeated", "resumed")
+    )
+    assert resumed, "what goes on is counted"
     _print(
         capsys,
-        f"{len(kills)} kills, {repeated:.0f} episodes repeated: {assert_accounted_for(run.stack, run.run_id)}",
+        f"{len(kills)} kills, {repeated:.0f} episodes anew, {resumed:.0f} went on, {kept} with recorded turns trained: "
+        f"{assert_accounted_for(run.stack, run.run_id)}",
     )
+
+
+def _turns_under_way(run: ChaosRun) -> dict[str, bytes]:
+    """Return the tokens that the ledger has of each episode that has not ended."""
+    rows = _ask(
+        run,
+        "SELECT s.sample_id, t.token_ids FROM turns t JOIN samples s ON s.key = t.sample "
+        "JOIN runs r ON r.key = s.run WHERE r.run_id = ? ORDER BY t.sample, t.number",
+    )
+    found: dict[str, bytes] = {}
+    for sample_id, token_ids in rows:
+        found[sample_id] = found.get(sample_id, b"") + token_ids
+    return found
+
+
+def _kept(run: ChaosRun, left: dict[str, bytes]) -> int:
+    """Return how many of these episodes were trained by now, each with the tokens that were left."""
+    rows = _ask(
+        run,
+        "SELECT s.sample_id, p.token_ids, p.trained FROM payloads p JOIN samples s ON s.key = p.sample "
+        "JOIN runs r ON r.key = s.run WHERE r.run_id = ? AND s.update_key IS NOT NULL",
+    )
+    trained = {sample_id: (tokens, marks) for sample_id, tokens, marks in rows if sample_id in left}
+    for sample_id, (tokens, marks) in trained.items():
+        written = np.frombuffer(tokens, "<i4")[np.frombuffer(marks, "?")].tobytes()
+        assert written.startswith(left[sample_id]), f"{sample_id} was trained with other turns"
+    return len(trained)
 
 
 def _is_whole(run: ChaosRun) -> bool:
@@ -133,15 +173,18 @@ async def _in_phase(run: ChaosRun, phase: Phase, generator: str) -> None:
 
 
 def _scored(run: ChaosRun) -> bool:
-    ledger = sqlite3.connect(f"file:{run.stack.directory / 'ledger.sqlite'}?mode=ro", uri=True)
-    try:
-        (count,) = ledger.execute(
-            "SELECT count(*) FROM samples s JOIN runs r ON r.key = s.run WHERE r.run_id = ? AND s.state = ?",
-            (run.run_id, SampleState.SCORED),
-        ).fetchone()
-    finally:
-        ledger.close()
+    question = (
+        "SELECT count(*) FROM samples s JOIN runs r ON r.key = s.run WHERE r.run_id = ? AND s.state = ?"
+    )
+    ((count,),) = _ask(run, question, SampleState.SCORED)
     return bool(count)
+
+
+def _ask(run: ChaosRun, question: str, *values: int) -> list[Any]:
+    with closing(
+        sqlite3.connect(f"file:{run.stack.directory / 'ledger.sqlite'}?mode=ro", uri=True)
+    ) as ledger:
+        return ledger.execute(question, (run.run_id, *values)).fetchall()
 
 
 def _print(capsys: pytest.CaptureFixture[str], line: str) -> None:

@@ -70,6 +70,7 @@ def test_rewritten_histories_threads_and_failures_are_told(capsys: pytest.Captur
         capsys,
         {"branch": "history", "kept": 2, "thread": "searcher"},
         {"role": "user", "content": "In short.", "thread": "searcher"},
+        {"resumed": 2},
         {"ended": "error", "failure": "/env.py:3: division by zero"},
         branches=2,
     )
@@ -78,6 +79,7 @@ def test_rewritten_histories_threads_and_failures_are_told(capsys: pytest.Captur
         "--- the history of searcher goes on otherwise (history); 2 messages stay",
         "--- user of searcher",
         "In short.",
+        "--- a service was lost: the 2 turns so far were played again",
         "--- ended error: /env.py:3: division by zero",
     ]
 

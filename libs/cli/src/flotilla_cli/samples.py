@@ -446,6 +446,8 @@ def _entry_lines(entry: dict[str, Any], turn_rewards: list[float]) -> list[str]:
     of = f" of {entry['thread']}" if entry.get("thread") else ""
     if "branch" in entry:
         return [f"--- the history{of} goes on otherwise ({entry['branch']}); {entry['kept']} messages stay"]
+    if "resumed" in entry:
+        return [f"--- a service was lost: the {entry['resumed']} turns so far were played again"]
     if "tools" in entry:
         return [f"--- tools{of}: {', '.join(entry['tools'])}"]
     if "ended" in entry:

@@ -37,6 +37,7 @@ RELEASED = {
         "9ff2ec2f2db77e97",
         "87f1d88590a4d27a",
         "5b30a486666780e4",
+        "5d3c066f6b8b19b9",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }

@@ -145,7 +145,8 @@ class Environments:
 
 
 def asks(*texts: str, tools: list[dict[str, Any]] | None = None, **options: Any) -> Asked:
-    return Asked([user(text) for text in texts], tools or [], **options)
+    digest = repr((texts, tools, options)).encode()
+    return Asked([user(text) for text in texts], tools or [], digest=digest, **options)
 
 
 def ends(turn_rewards: tuple[float, ...] = (), moves: float = 2.0, **rewards: float) -> Ended:
@@ -256,13 +257,36 @@ async def test_a_generator_that_dies_costs_a_turn_and_its_environment_does_not_n
     assert played.one.episode.turns == 2 and played.one.attempt == 1 and not played.lost
 
 
-async def test_an_environment_that_is_lost_costs_the_episode_which_begins_again(play: Play) -> None:
-    gone: Script = [asks("One?"), Unavailable("the environment is gone")]
-    played = await play(Environments(gone, TWO_TURNS), says="sky")
-    assert [call.start.attempt for call in played.environments.calls] == [1, 2]
+GONE = Unavailable("the environment is gone")
+
+
+async def test_an_environment_that_is_lost_is_told_the_same_turns_again_and_goes_on(play: Play) -> None:
+    played = await play(Environments([asks("One?"), GONE], TWO_TURNS), says="sky")
+    assert [call.start.attempt for call in played.environments.calls] == [1, 1]
+    assert len(played.generator.asked) == 2, "what was sampled is not sampled again"
+    told = [call.answers[0] for call in played.environments.calls]
+    assert told[0] == told[1]
     sample = played.one
-    assert sample.attempt == 1 and sample.episode.turns == 2 and sample.played.total == 1.0
+    assert sample.attempt == 0 and sample.episode.turns == 2 and sample.played.total == 1.0
+    assert {"resumed": 1} in json.loads(sample.episode.messages)
     assert played.lost == [(SLOTS[0],)]
+    figures = played.episodes.figures.take()
+    assert figures["episodes/resumed"] == figures["episodes/resumed_turns"] == 1.0
+    assert "episodes/repeated" not in figures
+
+
+@pytest.mark.parametrize("again", [[asks("Uno?"), asks("Two?"), DONE], [DONE]], ids=["another", "the end"])
+async def test_an_environment_that_says_something_else_begins_anew(play: Play, again: Script) -> None:
+    played = await play(Environments([asks("One?"), GONE], again, TWO_TURNS), says="sky")
+    assert [call.start.attempt for call in played.environments.calls] == [1, 1, 2]
+    assert played.one.attempt == 1 and played.one.episode.turns == 2 and len(played.generator.asked) == 3
+    figures = played.episodes.figures.take()
+    assert figures["episodes/repeated"] == 1.0 and "episodes/resumed" not in figures
+
+
+async def test_an_environment_that_is_lost_before_any_turn_begins_anew(play: Play) -> None:
+    played = await play(Environments([GONE], TWO_TURNS))
+    assert [call.start.attempt for call in played.environments.calls] == [1, 2]
     assert played.episodes.figures.take()["episodes/repeated"] == 1.0
 
 

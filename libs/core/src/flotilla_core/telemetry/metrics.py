@@ -79,7 +79,17 @@ METRICS = (
         "episodes",
         "Episodes by their ending: completed, max_turns, no_room, timeout, error.",
     ),
-    Metric("episodes/repeated", "episodes", "Episodes that began again because their environment was lost."),
+    Metric(
+        "episodes/repeated",
+        "episodes",
+        "Episodes that began anew: what was lost with a service could not be played again.",
+    ),
+    Metric(
+        "episodes/resumed",
+        "episodes",
+        "Episodes that went on after the loss of a service: their environment said the same again to the turns so far.",
+    ),
+    Metric("episodes/resumed_turns", "turns", "Turns of these that were played again, with their tokens."),
     Metric("episodes/unparsed_turns", "turns", "Turns with a call of a tool that could not be read."),
     Metric(
         "episodes/branches_<reason>",

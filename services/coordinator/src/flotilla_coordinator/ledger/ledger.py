@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +24,7 @@ from flotilla_coordinator.ledger import (
     sample_queries,
     schema,
     transitions,
+    turns,
     updates,
 )
 from flotilla_coordinator.ledger.records import (
@@ -36,6 +38,7 @@ from flotilla_coordinator.ledger.records import (
     RunState,
     SampleRecord,
     SampleState,
+    TurnRecord,
     VoidedUpdate,
 )
 from flotilla_coordinator.ledger.writer import Owner, WriterThread, renew_ownership
@@ -58,6 +61,8 @@ class Ledger:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="ledger-reader")
         self._read_db = schema.connect_read_only(path)
         self._is_full = asyncio.Event()
+        self._turns: deque[TurnRecord] = deque()
+        self._turns_are_handed_in = False
 
     @classmethod
     def open(cls, path: Path, owner: Owner | None = None) -> Ledger:
@@ -114,6 +119,26 @@ class Ledger:
     async def group_issued(self, group: GroupIssue) -> Recorded:
         """Admit the samples of a group, before any generator is asked for them."""
         return await self._writer.submit_step(transitions.issue, group)
+
+    def turn_written(self, turn: TurnRecord) -> None:
+        """Record a turn of an episode that goes on, before anything that is submitted later; wait for nothing.
+
+        Without it the turn is written again. Turns share an operation, whose own cost is that of several of them.
+        """
+        self._turns.append(turn)
+        if self._turns_are_handed_in:
+            return
+        self._turns_are_handed_in = True
+        taken: list[TurnRecord] = []
+
+        def record(db: sqlite3.Connection) -> None:
+            # A turn that comes from now on is in the next operation, or in this one, whichever is first.
+            self._turns_are_handed_in = False
+            while self._turns:
+                taken.append(self._turns.popleft())
+            turns.store(db, taken)
+
+        self._writer.hand_in(record).add_done_callback(_ignored)
 
     async def group_generated(self, samples: Sequence[FinishedSample]) -> Recorded:
         """Record finished responses whose scores come later."""
@@ -381,14 +406,14 @@ class Ledger:
         if written.done():
             written.result()
         else:
-            written.add_done_callback(_told_by_full)
+            written.add_done_callback(_ignored)
 
     async def _read(self, query: Callable[[sqlite3.Connection], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._reader, query, self._read_db)
 
 
-def _told_by_full(written: asyncio.Future[None]) -> None:
-    """Ignore a later refusal: the caller has already learned that the disk is full."""
+def _ignored(written: asyncio.Future[None]) -> None:
+    """Ignore a refusal of which the caller knows already, or that costs it nothing that was promised."""
     if not written.cancelled():
         written.exception()
 

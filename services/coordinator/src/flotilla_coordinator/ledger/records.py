@@ -225,6 +225,27 @@ class FinishedSample:
 
 
 @dataclass(frozen=True)
+class TurnRecord:
+    """A turn of an episode that has not ended."""
+
+    sample_id: str
+    number: int
+    """The turns before it."""
+    beginning: int
+    """A number of its own for each beginning of the episode."""
+    attempt: int
+    """As its sample counts them."""
+    asked: bytes
+    """The digest of what the environment asked with."""
+    token_ids: Int32Array
+    logprobs: Float32Array
+    spans: tuple[TokenSpan, ...]
+    text: str
+    truncated: bool
+    generator: str
+
+
+@dataclass(frozen=True)
 class Recorded:
     """The result of a delivery."""
 
@@ -273,6 +294,8 @@ class SampleRecord:
     trained: BoolArray | None = None
     verdicts: tuple[TermVerdict, ...] = ()
     episode: Episode | None = None
+    turns: tuple[TurnRecord, ...] = ()
+    """The turns so far of an episode that has not ended."""
 
 
 @dataclass(frozen=True)

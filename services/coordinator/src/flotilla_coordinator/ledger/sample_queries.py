@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from flotilla_coordinator.ledger import episodes, verdicts
+from flotilla_coordinator.ledger import episodes, turns, verdicts
 from flotilla_coordinator.ledger.records import (
     AdmittedGroup,
     GroupOutcome,
     SampleRecord,
     SampleState,
-    TokenSpan,
 )
-from flotilla_core.version import Version
 
 
 def admitted_groups(db: sqlite3.Connection, run_id: str, first_step: int) -> list[AdmittedGroup]:
@@ -76,12 +74,16 @@ def samples(
     found = [_sample_record(row) for row in rows]
     # Every episode has marks of what is trained. A ledger that no coordinator of this release opened has no episodes.
     of_episodes = [one.position for one in found if one.trained is not None]
-    known = episodes.load(db, of_episodes) if of_episodes and _has_episodes(db) else {}
-    return [replace(one, episode=known[one.position]) if one.position in known else one for one in found]
+    known = episodes.load(db, of_episodes) if of_episodes and _has(db, "episodes") else {}
+    under_way = {one.position: one.sample_id for one in found if one.state is SampleState.ISSUED}
+    so_far = turns.load(db, under_way) if under_way and _has(db, "turns") else {}
+    return [
+        replace(one, episode=known.get(one.position), turns=so_far.get(one.position, ())) for one in found
+    ]
 
 
-def _has_episodes(db: sqlite3.Connection) -> bool:
-    return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'episodes'").fetchone() is not None
+def _has(db: sqlite3.Connection, table: str) -> bool:
+    return db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone() is not None
 
 
 def _verdicts(db: sqlite3.Connection) -> str:
@@ -111,7 +113,7 @@ def _sample_record(row: tuple[object, ...]) -> SampleRecord:
         text="" if text is None else str(text),
         token_ids=_array(token_ids, "<i4"),
         logprobs=_array(logprobs, "<f4"),
-        spans=_spans(spans),
+        spans=turns.spans_of(spans),
         reward_terms=tuple(np.frombuffer(terms, "<f8").tolist()) if isinstance(terms, bytes) else (),
         greedy_reward=None if greedy is None else float(str(greedy)),
         trained=_array(trained, "?"),
@@ -121,10 +123,3 @@ def _sample_record(row: tuple[object, ...]) -> SampleRecord:
 
 def _array(data: object, dtype: str) -> np.ndarray | None:
     return np.frombuffer(data, dtype=dtype) if isinstance(data, bytes) else None
-
-
-def _spans(data: object) -> tuple[TokenSpan, ...]:
-    if not isinstance(data, bytes):
-        return ()
-    rows = np.frombuffer(data, dtype="<i8").reshape(-1, 4).tolist()
-    return tuple(TokenSpan(Version(lineage, step), start, end) for lineage, step, start, end in rows)

@@ -193,6 +193,26 @@ CREATE TRIGGER episodes_go_with_payloads AFTER DELETE ON payloads
 BEGIN DELETE FROM episodes WHERE sample = OLD.sample; END;
 """
 
+# The turns of episodes that are under way, which a coordinator that comes back plays again.
+_TURNS = """
+CREATE TABLE turns (
+    sample INTEGER NOT NULL REFERENCES samples (key),
+    number INTEGER NOT NULL,
+    beginning INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    asked BLOB NOT NULL,
+    token_ids BLOB NOT NULL,
+    logprobs BLOB NOT NULL,
+    spans BLOB NOT NULL,
+    text TEXT NOT NULL,
+    truncated INTEGER NOT NULL,
+    generator TEXT NOT NULL,
+    PRIMARY KEY (sample, number)
+) WITHOUT ROWID;
+CREATE TRIGGER turns_go_with_their_end AFTER UPDATE OF state ON samples WHEN OLD.state = 1 AND NEW.state != 1
+BEGIN DELETE FROM turns WHERE sample = OLD.key; END;
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _BEGINNINGS,
@@ -207,6 +227,7 @@ MIGRATIONS: tuple[str, ...] = (
     _LAST_METRICS,
     _VERDICTS,
     _EPISODES,
+    _TURNS,
 )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flotilla_coordinator.ledger import episodes, rows, verdicts
+from flotilla_coordinator.ledger import episodes, rows, turns, verdicts
 from flotilla_coordinator.ledger.records import (
     START,
     DropReason,
@@ -29,7 +29,6 @@ from flotilla_coordinator.ledger.records import (
     GroupIssue,
     Recorded,
     SampleState,
-    TokenSpan,
 )
 from flotilla_core.errors import FailedPrecondition, InvalidRequest
 
@@ -192,7 +191,7 @@ def _store_responses(db: sqlite3.Connection, fresh: Sequence[tuple[rows.Known, F
                 known.key,
                 np.ascontiguousarray(s.token_ids, dtype="<i4").data,
                 np.ascontiguousarray(() if s.logprobs is None else s.logprobs, dtype="<f4").data,
-                spans_to_bytes(s.spans),
+                turns.spans_to_bytes(s.spans),
                 s.text,
                 None if s.trained is None else np.ascontiguousarray(s.trained, dtype=np.bool_).tobytes(),
             )
@@ -216,12 +215,6 @@ def _rewarded(sample: FinishedSample) -> tuple[float, bytes, float | None, str]:
     """Return the values of the columns in `_REWARDED`."""
     said = verdicts.to_text(sample.verdicts)
     return sample.reward, terms_to_bytes(sample.reward_terms), sample.greedy_reward, said
-
-
-def spans_to_bytes(spans: Sequence[TokenSpan]) -> bytes:
-    """Encode each span as four little-endian int64: lineage, step, start, end."""
-    numbers = [(span.version.lineage, span.version.step, span.start, span.end) for span in spans]
-    return np.array(numbers, dtype="<i8").tobytes()
 
 
 def terms_to_bytes(terms: Sequence[float]) -> bytes:

@@ -2,13 +2,14 @@
 
 Invariants: one call is one episode, and leaving it ends the episode on the replica, too. A replica is lost when it is
 silent while it is waited for, never because it is slow: it gives signs of life while an environment works. The world of
-an episode is lost with its replica, so whoever plays it is told by `Unavailable`, and begins it again. An environment
+an episode is lost with its replica, so whoever plays it is told by `Unavailable`, and plays it again. An environment
 that failed or took too long is an ending, never a score.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import time
@@ -78,6 +79,8 @@ class Asked:
     max_tokens: int = 0
     """Most tokens of the turn, where the environment wants fewer than the run allows."""
     stop: tuple[str, ...] = ()
+    digest: bytes = b""
+    """Equal where all of it is."""
 
 
 @dataclass(frozen=True)
@@ -276,6 +279,7 @@ def _asked(asked: pb.TurnAsked) -> Asked:
         afresh=asked.afresh,
         max_tokens=asked.max_tokens,
         stop=tuple(asked.stop),
+        digest=hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=16).digest(),
     )
 
 

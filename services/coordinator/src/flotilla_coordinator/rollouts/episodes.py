@@ -1,9 +1,10 @@
 """Plays episodes: the policy's turns, and between them what an environment says, until it ends the episode.
 
 Invariants: a sample is one whole episode, or a failure with its reason that never counts as a reward. Where a generator
-is lost, the turn is generated again, and the environment does not notice. Where an environment is lost, its world is
-gone: the episode begins again under the next attempt, and nothing of the one before is trained. The turns and tokens of
-an episode and the seconds of its environment are bounded, whatever it asks for. Waits for a free environment and for
+is lost, the turn is generated again, and the environment does not notice. Where an environment is lost, or the
+coordinator was, the turns so far are played again from the start: the episode goes on where the environment says the
+same again. Else it begins anew under the next attempt, and nothing of the one before is trained. The turns and tokens
+of an episode and the seconds of its environment are bounded, whatever it asks for. Waits for a free environment and for
 turns of the policy are not in these seconds: they say nothing about an episode, and grow with staleness.
 """
 
@@ -26,6 +27,7 @@ from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeCall, EpisodeStart
 from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
+from flotilla_coordinator.rollouts.played_turns import PlayedTurns, SaysOtherwiseError, TurnLog
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.rollouts.transcript import Transcript
 from flotilla_core import ids
@@ -78,6 +80,10 @@ class _Play:
     transcript: Transcript
     left_s: float
     """The time that the environment has left."""
+    past: PlayedTurns
+    """The turns so far, of which the first ones are played again."""
+    to_repeat: int
+    """The number of these."""
     clock: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
     """Runs while the environment is waited for."""
     last: RolloutSample | None = None
@@ -87,6 +93,12 @@ class _Play:
     """True where a turn was generated more than once."""
     policy_s: float = 0.0
     began_at: float = field(default_factory=time.monotonic)
+
+    def take(self, piece: RolloutSample) -> None:
+        """Take the next turn of the policy."""
+        self.last = piece
+        self.instance_ids |= piece.instance_ids
+        self.again |= piece.attempt > 0
 
     async def of_environment(self, said: Awaitable[T]) -> T:
         """Return what the environment says, within its time."""
@@ -163,8 +175,13 @@ class EpisodeFigures:
         """Of the policy and of the environment."""
 
     def repeated(self) -> None:
-        """Count an episode that began again."""
+        """Count an episode that began anew."""
         self._counts["episodes/repeated"] += 1
+
+    def resumed(self, turns: int) -> None:
+        """Count an episode that went on after turns that were played again."""
+        self._counts["episodes/resumed"] += 1
+        self._counts["episodes/resumed_turns"] += turns
 
     def ended(self, play: _Play, sample: RolloutSample, metrics: dict[str, float]) -> None:
         """Count one whole episode."""
@@ -208,14 +225,21 @@ class Episodes:
         turns: Sampler,
         environments: Environments,
         lost: Callable[[tuple[str, ...], FlotillaError], None],
+        log: TurnLog | None = None,
+        went_on: Callable[[], None] = lambda: None,
     ) -> None:
-        """`turns` makes single responses; `lost` is told of episodes that begin again."""
+        """`turns` makes single responses; `lost` is told of episodes that are played again; `log` records turns.
+
+        `went_on` is told of an episode that went on after its turns so far.
+        """
         self._run_seed = run_seed
         self._config = config
         self._tokenizer = tokenizer
         self._turns = turns
         self._environments = environments
         self._lost = lost
+        self._log = log
+        self._went_on = went_on
         self._render = Renders(tokenizer)
         self.figures = EpisodeFigures()
 
@@ -236,16 +260,25 @@ class Episodes:
     async def _whole(self, sample_id: str, request: GenerationRequest) -> RolloutSample:
         """Play an episode, as often as its environment is lost."""
         cause: FlotillaError | None = None
-        for attempt in range(request.max_attempts):
-            transcript = Transcript(self._tokenizer, self._render, self._config.episode_tokens)
-            play = _Play(sample_id, request, attempt, transcript, self._config.episode_timeout_s)
+        past = PlayedTurns(sample_id, request.turns.get(sample_id, ()), self._log)
+        losses = 0
+        while losses < request.max_attempts:
+            play = self._play(request, past)
             try:
                 ended = await self._in_time(play)
+            except SaysOtherwiseError:
+                self._begin_anew(past)
+                continue
             except _Lost as lost:
                 cause = lost.error
-                self.figures.repeated()
+                losses += 1
+                if not past.played:
+                    self._begin_anew(past)
                 self._lost((sample_id,), cause)
                 continue
+            if play.to_repeat:
+                self.figures.resumed(play.to_repeat)
+                self._went_on()
             sample = play.sample(ended)
             self.figures.ended(play, sample, ended.metrics)
             return sample
@@ -256,11 +289,24 @@ class Episodes:
             next_step="see `flotilla logs environment`",
         )
 
+    def _play(self, request: GenerationRequest, past: PlayedTurns) -> _Play:
+        transcript = Transcript(self._tokenizer, self._render, self._config.episode_tokens)
+        limit_s, again = self._config.episode_timeout_s, len(past.played)
+        return _Play(past.sample_id, request, past.attempt, transcript, limit_s, past, again)
+
+    def _begin_anew(self, past: PlayedTurns) -> None:
+        past.begin_anew()
+        self.figures.repeated()
+
     async def _in_time(self, play: _Play) -> Ended:
+        """Return the end of an episode; raise where it did not go as far again as its turns did."""
         limit_s = self._config.episode_timeout_s
         try:
             async with play.clock:
-                return await self._played(play)
+                ended = await self._played(play)
+            if play.transcript.turns < play.to_repeat:
+                raise SaysOtherwiseError
+            return ended
         except TimeoutError:
             if not play.clock.expired():
                 raise
@@ -308,6 +354,28 @@ class Episodes:
             return _failed(ERROR, refused)
         if room < 1:
             return NO_ROOM
+        piece = play.past.again(transcript.turns, asked.digest)
+        if piece is None:
+            piece = await self._written(play, asked, room)
+            play.past.add(asked.digest, piece)
+        play.take(piece)
+        written = transcript.wrote(piece, asked.thread, shown=own.shown)
+        if transcript.turns == play.to_repeat:
+            transcript.record.append({"resumed": transcript.turns})
+        tokens = len(piece.token_ids)
+        answer = call.written(
+            written.message,
+            cut=piece.truncated,
+            tokens=tokens,
+            tokens_left=max(room - tokens, 0),
+            unparsed=written.unparsed,
+        )
+        await play.of_environment(answer)
+        return None
+
+    async def _written(self, play: _Play, asked: Asked, room: int) -> RolloutSample:
+        """Return what the policy writes now, in a turn as long as the run, the room and the environment allow."""
+        transcript, own = play.transcript, play.request.sampling
         most = min(own.max_response_tokens, room, asked.max_tokens or room)
         limits = {
             "max_response_tokens": most,
@@ -323,30 +391,12 @@ class Episodes:
             gather_s=0.0,
             conversation=play.sample_id,
         )
-        piece = await self._written(play, request)
-        written = transcript.wrote(piece, asked.thread, shown=request.sampling.shown)
-        tokens = len(piece.token_ids)
-        answer = call.written(
-            written.message,
-            cut=piece.truncated,
-            tokens=tokens,
-            tokens_left=max(room - tokens, 0),
-            unparsed=written.unparsed,
-        )
-        await play.of_environment(answer)
-        return None
-
-    async def _written(self, play: _Play, request: GenerationRequest) -> RolloutSample:
-        """Return what the policy wrote."""
         began = time.monotonic()
         try:
             async with aclosing(self._turns.samples(request)) as samples:
                 (piece,) = [sample async for sample in samples]
         finally:
             play.policy_s += time.monotonic() - began
-        play.last = piece
-        play.instance_ids |= piece.instance_ids
-        play.again |= piece.attempt > 0
         return piece
 
 

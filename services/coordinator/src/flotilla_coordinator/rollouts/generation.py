@@ -8,9 +8,9 @@ attempt from the start differs by its machine alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from flotilla.generator.v1 import generator_pb2 as pb
 from flotilla_coordinator.data.prompts import Prompt
+from flotilla_coordinator.ledger.records import TurnRecord
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.samples import PartialSample, SampleValidator
 from flotilla_core import ids, rpc
@@ -58,6 +59,8 @@ class GenerationRequest:
     """The one replica that may answer; empty takes any."""
     prompt: Prompt | None = None
     """The row of the data set, where its samples are episodes."""
+    turns: Mapping[str, Sequence[TurnRecord]] = field(default_factory=dict)
+    """Recorded turns of episodes, by their slots; these go on where the turns end."""
     world: str = ""
     """The name from which the seed of an environment is made: one for all episodes that are compared."""
 

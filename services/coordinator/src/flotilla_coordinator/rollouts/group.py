@@ -25,6 +25,7 @@ from flotilla_coordinator.ledger.records import DropReason, GroupIssue, SampleRe
 from flotilla_coordinator.ledger.verdicts import is_unverifiable
 from flotilla_coordinator.rollouts.batch import RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
+from flotilla_coordinator.rollouts.played_turns import may_go_on
 from flotilla_coordinator.rollouts.samples import decided, recorded_failures, recorded_samples
 from flotilla_coordinator.rollouts.scoring import Needs, Outcome, Scorer, score_item
 from flotilla_core import ids, telemetry
@@ -63,6 +64,7 @@ class GreedyBaseline:
         request = replace(
             beside,
             sample_ids=(f"{wanted.group_id}/greedy",),
+            turns={},
             sampling=beside.sampling.model_copy(update={"temperature": 0.0}),
         )
         response = await self._response(request)
@@ -119,6 +121,12 @@ def _item(sample: RolloutSample, wanted: GroupRequest, needs: Needs, group: str 
     return score_item(
         sample.sample_id, wanted.prompt, sample.text, group=group, token_ids=token_ids, step=wanted.step
     )
+
+
+def _goes_on(record: SampleRecord, wanted: GroupRequest) -> bool:
+    """Return whether the recorded turns of a sample are young enough for the step of its group."""
+    oldest_step = wanted.step - wanted.max_staleness
+    return bool(record.turns) and may_go_on(record.turns, wanted.version, oldest_step)
 
 
 class GroupRollout:
@@ -178,6 +186,7 @@ class GroupRollout:
                 gather_s=GATHER_S,
                 priority=wanted.step,
                 prompt=wanted.prompt,
+                turns={record.sample_id: record.turns for record in records if _goes_on(record, wanted)},
                 world=wanted.group_id.partition("/")[2],
             )
             recorded = recorded_samples(records)
@@ -233,7 +242,7 @@ class GroupRollout:
             void = tuple(sample.sample_id for sample in scored if self._is_void(sample))
             if not void:
                 break
-            again = await self._scored_samples(replace(request, sample_ids=void), wanted, recorded)
+            again = await self._scored_samples(replace(request, sample_ids=void, turns={}), wanted, recorded)
             scored = [sample for sample in scored if sample.sample_id not in void] + again
         return scored
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
@@ -25,7 +25,7 @@ from flotilla_coordinator.fleet.run_fleet import RunFleet, SleepingGenerators
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.plan import batching_of_run, sleeps_in
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.rollouts.batch import BatchSource
+from flotilla_coordinator.rollouts.batch import BatchSource, RolloutSample
 from flotilla_coordinator.rollouts.environments import Environments
 from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import Generation, Sampler
@@ -36,6 +36,7 @@ from flotilla_coordinator.rollouts.judges import (
     examples_of,
     measured,
 )
+from flotilla_coordinator.rollouts.played_turns import TurnLog
 from flotilla_coordinator.rollouts.reward_models import RewardModel, RewardModelScorer, TermsInOrder
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
 from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
@@ -116,7 +117,7 @@ class RunWiring:
         generation = self._generation(sync, tokenizer)
         self._reward_models = await asyncio.to_thread(self._reward_models_of, learners.reward_models)
         scorer = self._scorer(config.rewards, config.reward_mode)
-        sampler = self._sampler(generation, tokenizer)
+        sampler = self._sampler(generation, tokenizer, sync)
         evaluator = self._evaluator(held_out, policy, sampler, scorer)
         if isinstance(evaluator, Evaluator) and config.evaluation is not None and config.evaluation.pinned:
             self._pinned = PinnedEvaluation(evaluator, self._fleet.generators.replicas, sync.serving.serves)
@@ -254,12 +255,23 @@ class RunWiring:
 
     def _tell_lost(self, sample_ids: tuple[str, ...], error: FlotillaError) -> None:
         # Hundreds of groups lose the same replica at once; samples/retried counts them all.
-        now = time.monotonic()
-        if now - self._told.get(str(error), -NOTICE_EVERY_S) >= NOTICE_EVERY_S:
-            self._told[str(error)] = now
+        if self._is_news(str(error)):
             self._status.notice(error.finding("samples are issued again", SEVERITY_WARNING))
 
-    def _sampler(self, generation: Generation, tokenizer: Tokenizer) -> Sampler:
+    def _tell_went_on(self) -> None:
+        text = "episodes went on after the turns that they had; episodes/resumed counts them"
+        if self._is_news(text):
+            self._status.notice(info(text))
+
+    def _is_news(self, text: str) -> bool:
+        """Return whether nobody was told of this lately."""
+        now = time.monotonic()
+        if now - self._told.get(text, -NOTICE_EVERY_S) < NOTICE_EVERY_S:
+            return False
+        self._told[text] = now
+        return True
+
+    def _sampler(self, generation: Generation, tokenizer: Tokenizer, sync: WeightSync) -> Sampler:
         """Return what makes samples: single responses, or episodes where the run has an environment."""
         config = self._config.environment
         if config is None:
@@ -273,6 +285,8 @@ class RunWiring:
             turns=generation,
             environments=environments,
             lost=self._tell_lost,
+            log=TurnLog(self._ledger, sync.is_verified, _void_by(sync)),
+            went_on=self._tell_went_on,
         )
 
     def _generation(self, sync: WeightSync, tokenizer: Tokenizer) -> Generation:
@@ -310,7 +324,7 @@ class RunWiring:
             ledger=self._ledger,
             advantage=config.algorithm.advantage,
             wait_until_verified=sync.wait_until_verified,
-            is_void=lambda sample: sync.disowns(sample.instance_ids, [span.version for span in sample.spans]),
+            is_void=_void_by(sync),
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
 
@@ -391,3 +405,8 @@ class RunWiring:
         return Evaluator(
             self._run_id, sets, sampler, rollout.sample_timeout_s, rollout.max_reward_failure_rate
         )
+
+
+def _void_by(sync: WeightSync) -> Callable[[RolloutSample], bool]:
+    """Return what tells of a sample with verified versions whether a generator with other weights wrote it."""
+    return lambda sample: sync.disowns(sample.instance_ids, [span.version for span in sample.spans])

@@ -91,9 +91,13 @@ class WeightSync:
         """Return whether one of these instances was found to decode with other weights than one of these versions."""
         return any((who, version) in self._disowned for who in instance_ids for version in versions)
 
+    def is_verified(self, version: Version) -> bool:
+        """Return whether the live check of `version` or a newer one has passed."""
+        return self._checked is not None and self._checked >= version
+
     async def wait_until_verified(self, version: Version) -> None:
         """Wait until the live check of `version` or a newer one has passed; if none ever does, the run ends."""
-        while self._checked is None or self._checked < version:
+        while not self.is_verified(version):
             await self._passed.wait()
 
     async def publish(self, version: Version) -> SyncReport:

@@ -218,7 +218,9 @@ class EpisodeStart(_message.Message):
     run_id: _builtins.str
     episode_id: _builtins.str
     attempt: _builtins.int
-    """Counts the beginnings of this episode; an environment that died is one more."""
+    """Counts the beginnings of this episode with turns of their own. An episode that is played again, with the same turns
+    after a death, has the same number.
+    """
     answer: _builtins.str
     """What the data set says is right; empty where it says nothing."""
     seed: _builtins.int

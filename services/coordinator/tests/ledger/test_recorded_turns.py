@@ -1,0 +1,130 @@
+"""Turns of episodes that have not ended are in the ledger byte for byte, and leave it with their end."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flotilla_coordinator.ledger.ledger import Ledger
+from flotilla_coordinator.ledger.records import (
+    DropReason,
+    FinishedSample,
+    GroupIssue,
+    RunRecord,
+    RunState,
+    TokenSpan,
+    TurnRecord,
+)
+from flotilla_coordinator.rollouts.batch import RolloutSample
+from flotilla_coordinator.rollouts.played_turns import PlayedTurns, TurnLog, may_go_on
+from flotilla_core.version import Version
+
+RUN = "count-20260314-0915-7f3a"
+GROUP = f"{RUN}/0/0"
+SAMPLES = (f"{GROUP}/0", f"{GROUP}/1")
+
+
+def turn(number: int, sample_id: str = SAMPLES[0], *, beginning: int = 7, version: int = 2) -> TurnRecord:
+    return TurnRecord(
+        sample_id,
+        number,
+        beginning,
+        1,
+        b"asked",
+        np.array([number, 5], np.int32),
+        np.array([-0.5, -0.25], np.float32),
+        (TokenSpan(Version(0, version), 0, 2),),
+        "ü",
+        True,
+        "generator-0",
+    )
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    await ledger.save_run(RunRecord(RUN, "count", RunState.RUNNING, "steps: 3\n", "/runs/count", 0.0))
+    await ledger.group_issued(GroupIssue(RUN, GROUP, SAMPLES, 0, 0, "", np.array([1], np.int32)))
+    yield ledger
+    ledger.close()
+
+
+def record(ledger: Ledger, *turns: TurnRecord) -> None:
+    for one in turns:
+        ledger.turn_written(one)
+
+
+async def so_far(ledger: Ledger) -> list[list[int]]:
+    await ledger.beat()  # what was handed in before is durable
+    return [[one.number for one in sample.turns] for sample in await ledger.samples(RUN)]
+
+
+async def test_a_turn_comes_back_as_it_was(ledger: Ledger) -> None:
+    record(ledger, turn(0), turn(1))
+    assert await so_far(ledger) == [[0, 1], []]
+    (first, second) = (await ledger.samples(RUN, limit=1))[0].turns
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([0, 5], [1, 5])
+    assert first.logprobs.tolist() == [-0.5, -0.25] and first.spans == turn(0).spans
+    assert (first.asked, first.attempt, first.beginning) == (b"asked", 1, 7)
+    assert (first.text, first.truncated, first.generator) == ("ü", True, "generator-0")
+
+
+async def test_turns_of_an_earlier_beginning_or_after_a_gap_do_not_count(ledger: Ledger) -> None:
+    record(ledger, turn(0), turn(1), turn(2), turn(0, beginning=8))
+    record(ledger, turn(0, SAMPLES[1]), turn(2, SAMPLES[1]))
+    assert await so_far(ledger) == [[0], [0]]
+
+
+@pytest.mark.parametrize("end", ["generated", "scored", "dropped"])
+async def test_turns_leave_with_the_end_of_their_episode_and_come_too_late_after_it(
+    ledger: Ledger, tmp_path: Path, end: str
+) -> None:
+    record(ledger, turn(0), turn(0, SAMPLES[1]))
+    sample = FinishedSample(SAMPLES[0], np.array([0, 5], np.int32), np.zeros(2, np.float32), "")
+    if end == "generated":
+        await ledger.group_generated([sample])
+    elif end == "scored":
+        await ledger.group_scored([sample])
+    else:
+        await ledger.dropped(RUN, SAMPLES[:1], DropReason.TAIL)
+    record(ledger, turn(1), turn(0, "of an evaluation"))
+    assert await so_far(ledger) == [[], [0]]
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
+        assert db.execute("SELECT count(*) FROM turns").fetchone() == (1,)
+
+
+def piece(version: int) -> RolloutSample:
+    spans = (TokenSpan(Version(0, version), 0, 1),)
+    return RolloutSample("turn", np.array([5], np.int32), np.zeros(1, np.float32), "", spans)
+
+
+async def test_a_turn_is_recorded_once_its_versions_are_checked_and_never_of_wrong_weights(
+    ledger: Ledger,
+) -> None:
+    checked = Version(0, 1)
+    log = TurnLog(
+        ledger, lambda version: version <= checked, lambda sample: sample.spans[0].version.step == 3
+    )
+    turns = PlayedTurns(SAMPLES[0], (), log)
+    turns.add(b"", piece(1))
+    turns.add(b"", piece(2))
+    assert await so_far(ledger) == [[0], []]
+    checked = Version(0, 3)
+    turns.add(b"", piece(2))
+    assert await so_far(ledger) == [[0, 1, 2], []]
+    turns.add(b"", piece(3))
+    turns.add(b"", piece(2))
+    assert await so_far(ledger) == [[0, 1, 2], []]
+
+
+def test_turns_are_too_old_where_one_version_is_or_where_it_is_of_another_lineage() -> None:
+    turns = [turn(0, version=4), turn(1, version=5)]
+    assert may_go_on(turns, Version(0, 5), oldest_step=4)
+    assert not may_go_on(turns, Version(0, 5), oldest_step=5)
+    other = replace(turns[1], spans=(TokenSpan(Version(1, 5), 0, 2),))
+    assert not may_go_on([turns[0], other], Version(1, 5), oldest_step=4)
