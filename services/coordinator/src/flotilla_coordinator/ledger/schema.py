@@ -193,6 +193,11 @@ CREATE TRIGGER episodes_go_with_payloads AFTER DELETE ON payloads
 BEGIN DELETE FROM episodes WHERE sample = OLD.sample; END;
 """
 
+# Where the turns of an episode end, so that each is credited with its own reward.
+_TURN_ENDS = """
+ALTER TABLE episodes ADD COLUMN turn_ends BLOB NOT NULL DEFAULT x'';
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _BEGINNINGS,
@@ -207,6 +212,7 @@ MIGRATIONS: tuple[str, ...] = (
     _LAST_METRICS,
     _VERDICTS,
     _EPISODES,
+    _TURN_ENDS,
 )
 
 
