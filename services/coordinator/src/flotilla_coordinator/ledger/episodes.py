@@ -43,11 +43,11 @@ def load(db: sqlite3.Connection, keys: Sequence[int]) -> dict[int, Episode]:
     found: dict[int, Episode] = {}
     columns = [name for _, name, *_ in db.execute("PRAGMA table_info (episodes)")]
     # A ledger that no coordinator of this release has opened does not say where turns end.
-    turn_ends = "turn_ends" if "turn_ends" in columns else "x''"
+    ends_column = "turn_ends" if "turn_ends" in columns else "x''"
     for start in range(0, len(keys), rows.MOST_ROWS):
         some = keys[start : start + rows.MOST_ROWS]
         for key, ending, turns, rewards, messages, branches, ends in db.execute(
-            f"SELECT sample, ending, turns, turn_rewards, messages, branches, {turn_ends} FROM episodes "
+            f"SELECT sample, ending, turns, turn_rewards, messages, branches, {ends_column} FROM episodes "
             f"WHERE sample IN ({', '.join('?' * len(some))})",
             some,
         ):
