@@ -68,6 +68,9 @@ def episode(sample_id: str, seed: int | None) -> RolloutSample:
     trained = chance.random(length) < 0.7
     trained[0] = True
     starts = [0, length // 2] if chance.random() < 0.4 else [0]
+    changes = trained[:-1] & ~trained[1:]
+    changes[[start - 1 for start in starts[1:]]] |= trained[[start - 1 for start in starts[1:]]]
+    ends = [*(np.flatnonzero(changes) + 1).tolist(), *([length] if trained[-1] else [])]
     played = Outcome(float(chance.integers(0, 4)) / 3 + float(chance.random() < 0.5) * 0.1)
     if seed is None:
         said = TermVerdict("environment", Said.ERROR, message="division by zero")
@@ -87,7 +90,14 @@ def episode(sample_id: str, seed: int | None) -> RolloutSample:
         played=played,
         outcome=played if played.total is None else None,
         verdicts=played.verdicts,
-        episode=Episode("completed", 1, (), "[]", tuple(Branch(s, np.array([1], np.int32)) for s in starts)),
+        episode=Episode(
+            "completed",
+            len(ends),
+            tuple((chance.integers(-2, 3, len(ends)) / 4).tolist()),
+            "[]",
+            tuple(Branch(s, np.array([1], np.int32)) for s in starts),
+            tuple(ends),
+        ),
     )
 
 

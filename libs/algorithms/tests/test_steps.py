@@ -110,3 +110,23 @@ def test_a_turn_ends_where_a_rewritten_history_begins_another_sequence() -> None
     asked = {"gamma": 0.5, "baseline": "none", "normalize_std": False}
     assert ADVANTAGES["step_reinforce"](one, **asked).tolist() == [-0.25, -0.25, -0.25, 0.0, 1.0]
     assert ADVANTAGES["step_reinforce"](several, **asked).tolist() == [-0.375, -0.375, 0.25, 0.0, 1.0]
+
+
+def test_each_turn_earns_its_own_reward_and_the_last_one_the_rest() -> None:
+    tokens = [True, True, False, True, False, True]
+    given = Outcomes.of([1.5], [1], [6], tokens, turn_rewards=[0.0, 0.5, 0.0, -0.25, 0.0, 0.25])
+    asked = {"gamma": 0.5, "baseline": "none", "normalize_std": False}
+    assert ADVANTAGES["step_reinforce"](given, **asked).tolist() == [0.6875, 0.6875, 0.0, 0.375, 0.0, 1.25]
+    assert given.gains().tolist() == [0.0, 0.5, -0.25, 1.25] and given.gains().sum() == given.rewards[0]
+
+
+def test_the_reward_of_a_turn_whose_last_token_is_not_trained_comes_with_the_rest() -> None:
+    given = Outcomes.of([1.5], [1], [3], [True, False, True], turn_rewards=[0.0, 0.5, 0.25])
+    assert given.gains().tolist() == [0.0, 1.5]
+
+
+def test_gae_by_tokens_pays_the_reward_of_a_turn_at_its_last_token() -> None:
+    values = [0.0, 0.0, 0.0, 0.0]
+    given = Outcomes.of([1.5], [1], [4], values=values, turn_rewards=[0.0, 0.5, 0.0, 0.0])
+    found = ADVANTAGES["gae"](given, gamma=0.5, lam=1.0, bootstrap_truncated=True)
+    assert found.tolist() == [0.375, 0.75, 0.5, 1.0]

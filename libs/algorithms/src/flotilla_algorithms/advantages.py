@@ -281,9 +281,10 @@ def gae(
 ) -> tuple[Floats, Floats]:
     """GAE: return advantages and returns of every token; `values` is the critic's estimate before each token.
 
-    The reward comes with the last trained token of a response. The value after it is 0, unless the response was
-    cut off and `bootstrap_truncated` is true: then it is the critic's estimate after the last token. Tokens that are
-    context are passed over: they have no advantage, and their return is the critic's estimate.
+    The reward of a turn comes with its last token, the rest with the last trained token of a response. The value after
+    that is 0, unless the response was cut off and `bootstrap_truncated` is true: then it is the critic's estimate after
+    the last token. Tokens that are context are passed over: they have no advantage, and their return is the critic's
+    estimate.
     """
     estimates = np.asarray(values, dtype=np.float64)
     if estimates.shape != outcomes.penalties.shape or not np.isfinite(estimates).all():
@@ -293,8 +294,7 @@ def gae(
     last = (np.cumsum(lengths) - 1)[lengths > 0]
     following = np.append(expected[1:], 0.0)[: expected.size]
     following[last] = _expected_at_the_end(outcomes, bootstrap_truncated)[lengths > 0]
-    errors = gamma * following - expected - outcomes.penalties[own]
-    errors[last] += outcomes.rewards[lengths > 0]
+    errors = gamma * following - expected + outcomes.gains()
     advantages = np.zeros_like(estimates)
     advantages[own] = discounted(errors, lengths, gamma * lam)
     return advantages, advantages + estimates

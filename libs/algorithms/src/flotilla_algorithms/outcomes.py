@@ -108,6 +108,8 @@ class Outcomes:
     """One a group: what the greedy response to its prompt earned."""
     begins: NDArray[np.bool_] | None = None
     """One a token: whether a sequence of its sample begins with it; None where each sample is one sequence."""
+    turn_rewards: Floats | None = None
+    """One a token: the part of the reward that comes with the turn that ends there; None where no turn has one."""
 
     @classmethod
     def of(
@@ -128,6 +130,7 @@ class Outcomes:
         terms: Floats | None = None,
         greedy_rewards: Floats | None = None,
         begins: ArrayLike | None = None,
+        turn_rewards: ArrayLike | None = None,
     ) -> Self:
         """Return checked arrays; by default responses of one trained token without penalty, rewards as they came."""
         totals = finite_rewards(rewards)
@@ -167,6 +170,7 @@ class Outcomes:
             terms=terms,
             greedy_rewards=greedy_rewards,
             begins=first,
+            turn_rewards=_one_each(turn_rewards, tokens, "tokens"),
         )
 
     def only(self, kept: NDArray[np.bool_]) -> Self:
@@ -190,7 +194,21 @@ class Outcomes:
             terms=None if self.terms is None else self.terms[:, kept],
             greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[groups],
             begins=None if self.begins is None else self.begins[tokens],
+            turn_rewards=None if self.turn_rewards is None else self.turn_rewards[tokens],
         )
+
+    def gains(self) -> Floats:
+        """Return what each trained token earns: the rewards of turns, the rest of the reward at the last token.
+
+        The rest is the reward of the whole, and what was made of the rewards after they came. Penalties are taken off.
+        """
+        own, lengths = self.trained, self.trained_lengths
+        gains, rest = -self.penalties[own], self.rewards
+        if self.turn_rewards is not None:
+            at_once = np.where(own, self.turn_rewards, 0.0)
+            gains, rest = gains + at_once[own], rest - self.sample_sums(at_once)
+        gains[(np.cumsum(lengths) - 1)[lengths > 0]] += rest[lengths > 0]
+        return gains
 
     @property
     def totals(self) -> Floats:

@@ -101,7 +101,7 @@ def step_reinforce_of_turns(
 ) -> Floats:
     """Return the same where a step is a turn: a run of trained tokens, up to the next context, sequence or the end.
 
-    The reward comes with the last turn of a sample, each penalty with the turn of its token.
+    Each turn earns what came with it, the last one the rest of the reward; each penalty is that of its token's turn.
     """
     own = outcomes.trained
     first = np.zeros(own.size, np.bool_) if outcomes.begins is None else outcomes.begins.copy()
@@ -109,9 +109,7 @@ def step_reinforce_of_turns(
     begins = own & (first | ~np.concatenate([[False], own[:-1]]))
     counts = outcomes.sample_sums(begins.astype(np.float64)).astype(np.int64)
     turn = np.cumsum(begins)[own] - 1
-    paid = np.bincount(turn, outcomes.penalties[own], minlength=int(begins.sum()))
-    earned: Floats = -paid.astype(np.float64)
-    earned[(np.cumsum(counts) - 1)[counts > 0]] += outcomes.rewards[counts > 0]
+    earned: Floats = np.bincount(turn, outcomes.gains(), minlength=int(begins.sum())).astype(np.float64)
     values = _compared(discounted(earned, counts, gamma), counts, outcomes, baseline, normalize_std)
     advantages = np.zeros(own.size)
     advantages[own] = values[turn]

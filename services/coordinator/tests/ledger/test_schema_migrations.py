@@ -8,6 +8,7 @@ import sqlite3
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flotilla.common.v1.finding_pb2 import Finding
@@ -38,6 +39,7 @@ RELEASED = {
         "87f1d88590a4d27a",
         "5b30a486666780e4",
         "5d3c066f6b8b19b9",
+        "cb08de77a76f4e97",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }
@@ -46,6 +48,8 @@ TRAINED_TOKENS = 9
 """The first schema whose samples this release lists without a coordinator."""
 REASON_IN_PARTS = 10
 """The first schema that holds the reason of an end in parts."""
+TURN_ENDS = 15
+"""The first schema that holds where turns end."""
 
 
 def digests(scripts: tuple[str, ...]) -> list[str]:
@@ -115,6 +119,27 @@ async def test_a_run_of_an_old_ledger_is_judged_and_goes_on(tmp_path: Path, numb
     numbers = [done for (done,) in db.execute("SELECT number FROM migrations ORDER BY 1")]
     assert numbers == list(range(1, len(ledger_schema.MIGRATIONS) + 1))
     db.close()
+
+
+async def test_an_episode_from_before_turns_had_ends_is_read_without_them(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    old_ledger(path, TURN_ENDS - 1)
+    db = sqlite3.connect(path)
+    db.execute(
+        "INSERT INTO episodes (sample, ending, turns, turn_rewards, messages, branches) "
+        "VALUES (1, 'completed', 1, ?, '[]', x'')",
+        (np.array([0.5], "<f8").tobytes(),),
+    )
+    db.execute("UPDATE payloads SET trained = x'01' WHERE sample = 1")
+    db.commit()
+    db.close()
+    with contextlib.closing(ledger_schema.connect_read_only(path)) as unmigrated:
+        (shown, _) = sample_queries.samples(unmigrated, RUN, None, None, 10, 0)
+    ledger = Ledger.open(path)
+    (trained, _) = await ledger.samples(RUN)
+    ledger.close()
+    for episode in (shown.episode, trained.episode):
+        assert episode is not None and (episode.turn_rewards, episode.turn_ends) == ((0.5,), ())
 
 
 async def test_a_migration_that_fails_leaves_the_file_as_it_was(

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
+from flotilla.trainer.v1 import trainer_pb2
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.records import DropReason
+from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeStart
 from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
+from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config import EnvironmentConfig, SamplingConfig
 from flotilla_core.errors import Exhausted, FlotillaError, Unavailable
 from flotilla_core.tensors import from_tensor, to_tensor
@@ -329,6 +332,26 @@ async def test_rewards_of_turns_and_of_the_end_are_added(play: Play) -> None:
     played = await play(Environments([asks("One?"), asks("Two?"), ended]))
     assert played.one.played.total == 0.75 and played.one.episode.turn_rewards == (0.25, -1.0)
     assert played.one.played.verdicts[0].parts == {"a": 1.0, "b": 0.5, "turns": -0.75}
+
+
+async def test_each_reward_of_a_turn_goes_to_the_trainer_with_the_place_where_its_turn_ends(
+    play: Play,
+) -> None:
+    played = await play(Environments([asks("One?"), asks("Two?"), ends((0.25, -1.0), a=1.0)]))
+    message = trainer_pb2.TrainGroup()
+    fill(message, RolloutGroup("g", "", np.array([1], np.int32), [played.one]))
+    turns = message.samples[0].turns
+    assert [turn.reward for turn in turns] == [0.25, -1.0]
+    trained = played.one.trained
+    assert [bool(trained[turn.end - 1]) for turn in turns] == [True, True]
+    assert not trained[turns[0].end] and turns[1].end == len(trained)
+
+
+async def test_an_episode_without_rewards_of_turns_sends_no_turns(play: Play) -> None:
+    played = await play(Environments([asks("One?"), asks("Two?"), ends(a=1.0)]))
+    message = trainer_pb2.TrainGroup()
+    fill(message, RolloutGroup("g", "", np.array([1], np.int32), [played.one]))
+    assert played.one.episode.turn_ends == () and not message.samples[0].turns
 
 
 async def test_turns_beyond_the_limit_are_refused_and_the_environment_judges_what_there_is(

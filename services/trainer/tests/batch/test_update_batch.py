@@ -30,6 +30,11 @@ def sample(name: str, tokens: list[int], reward: float = 0.0, **fields: Any) -> 
     )
 
 
+def turned(one: pb.TrainSample, *turns: tuple[int, float]) -> pb.TrainSample:
+    one.turns.extend(pb.RewardedTurn(end=end, reward=reward) for end, reward in turns)
+    return one
+
+
 def group(name: str, prompt: list[int], *samples: pb.TrainSample) -> pb.TrainGroup:
     return pb.TrainGroup(
         group_id=name, prompt_token_ids=to_tensor(np.array(prompt, np.int32)), samples=samples
@@ -61,6 +66,13 @@ def test_masked_tokens_are_context_and_not_trained() -> None:
     assert sequences.tokens[sequences.scored].tolist() == [2, 4]
     assert sequences.columns["places"].tolist() == [0, 2]
     assert batch.all_responses().scored.tolist() == [1, 2, 3]
+
+
+def test_the_reward_of_a_turn_stands_at_its_last_token() -> None:
+    one = group("g", [1], sample("a", [2, 3]), turned(sample("b", [4, 5, 6]), (3, -1.0), (1, 0.5)))
+    rewards = read(one).turn_rewards
+    assert rewards is not None and rewards.tolist() == [0.0, 0.0, 0.5, 0.0, -1.0]
+    assert read(group("g", [1], sample("a", [2, 3]))).turn_rewards is None
 
 
 def spans(*parts: tuple[int, int, int, int]) -> list[version_pb2.VersionSpan]:
@@ -111,6 +123,10 @@ WRONG = {
     "logprobs not finite": ([group("g", [1], sample("bad", [2, 3], logprobs=NAN))], "bad"),
     "mask short": ([group("g", [1], sample("bad", [2, 3], mask=np.array([True])))], "bad"),
     "mask of numbers": ([group("g", [1], sample("bad", [2], mask=np.array([1], np.int32)))], "bad"),
+    "turn beyond the tokens": ([group("g", [1], turned(sample("bad", [2, 3]), (3, 0.5)))], "bad"),
+    "turn of nothing": ([group("g", [1], turned(sample("bad", [2, 3]), (0, 0.5)))], "bad"),
+    "turn twice": ([group("g", [1], turned(sample("bad", [2, 3]), (1, 0.5), (1, 0.5)))], "bad"),
+    "reward of a turn": ([group("g", [1], turned(sample("bad", [2, 3]), (1, float("nan"))))], "bad"),
     "nothing trained": ([group("g", [1], sample("a", [2], mask=np.array([False])))], "no token"),
 }
 

@@ -101,9 +101,9 @@ def step_reinforce(judgement: Judgement, *, gamma: float, baseline: str, normali
     numbers, groups, returns = [], [], []
     for sample, own in enumerate(rollouts.own_tokens):
         turns = np.unique(rollouts.segments[own])
-        gains = np.array([-judgement.penalties[own][rollouts.segments[own] == turn].sum() for turn in turns])
+        of_tokens = judgement.gains(sample)
+        gains = np.array([of_tokens[rollouts.segments[own] == turn].sum() for turn in turns])
         if len(turns):
-            gains[-1] += judgement.rewards[sample]
             numbers.append(turns)
             groups.append(np.full(len(turns), rollouts.group_of_sample[sample]))
             returns.append(_discounted(gains, gamma))
@@ -213,8 +213,7 @@ def gae(judgement: Judgement, *, gamma: float, lam: float, bootstrap_truncated: 
         goes_on = bootstrap_truncated and rollouts.truncated[sample]
         values = rollouts.values[own]
         following = np.append(values[1:], rollouts.values_after[sample] if goes_on else 0.0)
-        gains = -judgement.penalties[own]
-        gains[-1] += judgement.rewards[sample]
+        gains = judgement.gains(sample)
         made[own] = _discounted(gains + gamma * following - values, gamma * lam)
     return made
 

@@ -33,6 +33,8 @@ class Judgement:
 
     seen: Floats
     """The same values of this update."""
+    turns_tell: bool
+    """Whether the parts of the reward came with the turns: not where rewards are shuffled."""
     score_squares: Floats
     """One a token: the squared length of the gradient of its log-probability by the logits, before the update."""
 
@@ -46,6 +48,15 @@ class Judgement:
         """Tokens that are trained and stay in the update."""
         return self.rollouts.trained & self.kept[self.rollouts.sample_of_token]
 
+    def gains(self, sample: int) -> Floats:
+        """Return what each trained token of a sample earns: its penalty, its turn's reward, the rest at the end."""
+        own = self.rollouts.own_tokens[sample]
+        at_once = self.rollouts.turn_rewards[own] if self.turns_tell else np.zeros(len(own))
+        made: Floats = at_once - self.penalties[own]
+        if len(own):
+            made[-1] += self.rewards[sample] - at_once.sum()
+        return made
+
     def of_kept(self) -> Judgement:
         """Return the same, as if the samples that are left out had never been drawn."""
         return Judgement(
@@ -57,6 +68,7 @@ class Judgement:
             kept=self.kept[self.kept],
             earlier=self.earlier,
             seen=self.seen,
+            turns_tell=self.turns_tell,
             score_squares=self.score_squares[self.kept[self.rollouts.sample_of_token]],
         )
 
@@ -128,4 +140,15 @@ def judged(
     else:
         seen = rewards[kept]
         rewards = normalised(advantage.reward_normalization, rollouts, rewards, kept, earlier)
-    return Judgement(rollouts, rewards, earned, greedy, penalties, kept, earlier, seen, score_squares)
+    return Judgement(
+        rollouts,
+        rewards,
+        earned,
+        greedy,
+        penalties,
+        kept,
+        earlier,
+        seen,
+        turns_tell=not algorithm.shuffle_rewards,
+        score_squares=score_squares,
+    )

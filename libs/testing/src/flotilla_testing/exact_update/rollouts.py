@@ -51,6 +51,8 @@ class Rollouts:
     """Samples that were cut off at the length limit."""
     rewards: Floats
     """One a sample."""
+    turn_rewards: Floats
+    """One a token: the part of the reward that came with the turn that ends there."""
     terms: Floats
     """[samples, terms]: what each term of the reward gave."""
     greedy_rewards: Floats
@@ -130,6 +132,7 @@ class Rollouts:
             values_after=self.values_after[chosen],
             truncated=self.truncated[chosen],
             rewards=self.rewards[chosen],
+            turn_rewards=self.turn_rewards[tokens],
             terms=self.terms[chosen],
             greedy_rewards=self.greedy_rewards[groups],
         )

@@ -175,6 +175,8 @@ class Episode:
     branches: tuple[Branch, ...]
     """Its sequences: the first one starts at 0, and each further one is a history that does not go on from an earlier
     one."""
+    turn_ends: tuple[int, ...] = ()
+    """The place after the last token of each turn that has a reward; none in a record of an older Flotilla."""
 
     def shown(self) -> dict[str, Any]:
         """Return it as records for people have it."""

@@ -213,6 +213,11 @@ CREATE TRIGGER turns_go_with_their_end AFTER UPDATE OF state ON samples WHEN OLD
 BEGIN DELETE FROM turns WHERE sample = OLD.key; END;
 """
 
+# Where the turns of an episode end, so that each is credited with its own reward.
+_TURN_ENDS = """
+ALTER TABLE episodes ADD COLUMN turn_ends BLOB NOT NULL DEFAULT x'';
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _BEGINNINGS,
@@ -228,6 +233,7 @@ MIGRATIONS: tuple[str, ...] = (
     _VERDICTS,
     _EPISODES,
     _TURNS,
+    _TURN_ENDS,
 )
 
 

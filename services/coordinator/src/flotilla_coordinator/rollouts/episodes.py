@@ -29,7 +29,7 @@ from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeCall
 from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.played_turns import PlayedTurns, SaysOtherwiseError, TurnLog
 from flotilla_coordinator.rollouts.scoring import Outcome
-from flotilla_coordinator.rollouts.transcript import Transcript
+from flotilla_coordinator.rollouts.transcript import TokenSequence, Transcript
 from flotilla_core import ids
 from flotilla_core.config import LARGEST_REWARD, EnvironmentConfig
 from flotilla_core.errors import (
@@ -149,6 +149,7 @@ class _Play:
                 branches=tuple(
                     Branch(start, one.prompt_token_ids) for start, one in zip(starts, sequences, strict=False)
                 ),
+                turn_ends=_turn_ends(starts, sequences) if ended.turn_rewards else (),
             ),
         )
 
@@ -156,6 +157,16 @@ class _Play:
 def _joined(columns: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     joined: np.ndarray = np.concatenate([*columns, np.empty(0, dtype)])
     return joined
+
+
+def _turn_ends(starts: list[int], sequences: list[TokenSequence]) -> tuple[int, ...]:
+    """Return the place after each turn among the tokens of all sequences, turn by turn."""
+    ends = {
+        turn: start + end
+        for start, one in zip(starts, sequences, strict=False)
+        for turn, end in one.turn_ends.items()
+    }
+    return tuple(ends[turn] for turn in sorted(ends))
 
 
 def _last_entry(ending: str, ended: Ended, played: Outcome) -> dict[str, Any]:

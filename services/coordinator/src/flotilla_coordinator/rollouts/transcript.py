@@ -67,6 +67,8 @@ class TokenSequence:
     trained: np.ndarray
     """The tokens that the policy wrote in this sequence."""
     spans: tuple[TokenSpan, ...]
+    turn_ends: dict[int, int]
+    """The place after the last token of each turn in this sequence, by the number of the turn."""
 
 
 @dataclass
@@ -78,13 +80,14 @@ class _Sequence:
     trained: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[TokenSpan] = field(default_factory=list)
+    turn_ends: dict[int, int] = field(default_factory=dict)
 
     def hear(self, token_ids: list[int]) -> None:
         self.token_ids += token_ids
         self.trained += [False] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
 
-    def write(self, piece: FinishedSample, token_ids: list[int]) -> None:
+    def write(self, piece: FinishedSample, token_ids: list[int], turn: int) -> None:
         written = len(self.token_ids)
         self.spans += (
             TokenSpan(span.version, written + span.start, written + span.end) for span in piece.spans
@@ -92,6 +95,7 @@ class _Sequence:
         self.token_ids += token_ids
         self.trained += [True] * len(token_ids)
         self.logprobs += [] if piece.logprobs is None else piece.logprobs.tolist()
+        self.turn_ends[turn] = len(self.token_ids)
 
     def whole(self) -> TokenSequence:
         return TokenSequence(
@@ -100,6 +104,7 @@ class _Sequence:
             logprobs=np.array(self.logprobs, np.float32),
             trained=np.array(self.trained, np.bool_),
             spans=tuple(self.spans),
+            turn_ends=self.turn_ends,
         )
 
 
@@ -203,7 +208,7 @@ class Transcript:
             own.sequence.hear(own.heard)
         own.heard = []
         token_ids = piece.token_ids.tolist()
-        own.sequence.write(piece, token_ids)
+        own.sequence.write(piece, token_ids, len(self._turns))
         own.last = self._turn(token_ids, piece, own.tools, shown)
         self._turns.append(own.last)
         message = own.last.message

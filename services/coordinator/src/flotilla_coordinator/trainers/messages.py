@@ -72,6 +72,7 @@ def fill(message: pb.TrainGroup, group: RolloutGroup) -> None:
                 for span in sample.spans
             ],
             branches=_branches(sample),
+            turns=_turns(sample),
         )
 
 
@@ -127,6 +128,17 @@ def _branches(sample: RolloutSample) -> list[pb.Branch]:
     return [
         pb.Branch(start=branch.start, prompt_token_ids=to_tensor(branch.prompt_token_ids))
         for branch in (() if sample.episode is None else sample.episode.branches)
+    ]
+
+
+def _turns(sample: RolloutSample) -> list[pb.RewardedTurn]:
+    """Return the turns of an episode, where its environment rewarded them and their ends are known."""
+    episode = sample.episode
+    if episode is None or not episode.turn_ends:
+        return []
+    return [
+        pb.RewardedTurn(end=end, reward=reward)
+        for end, reward in zip(episode.turn_ends, episode.turn_rewards, strict=True)
     ]
 
 

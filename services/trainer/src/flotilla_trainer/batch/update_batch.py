@@ -52,6 +52,8 @@ class UpdateBatch:
     greedy_reward: NDArray[np.float64] | None
     """The reward of the greedy response to the prompt of each group; None where they were not sent."""
     trained: NDArray[np.bool_]
+    turn_rewards: NDArray[np.float64] | None
+    """One number for each token: what came at once with the turn that ends with it; None where no turn has one."""
     logprobs: NDArray[np.float32] | None
     advantages: NDArray[np.float32] | None
     """The advantages that the caller computed itself; None where it did not."""
@@ -118,6 +120,7 @@ class UpdateBatch:
             reward_terms=reward_terms(samples),
             greedy_reward=greedy_rewards(groups),
             trained=trained_mask(samples, lengths),
+            turn_rewards=turn_rewards(samples, lengths),
             logprobs=numbers("logprobs", samples, lengths),
             advantages=numbers("advantages", samples, lengths),
             values=numbers("values", samples, lengths),
@@ -238,6 +241,29 @@ def trained_mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> N
             )
         masks.append(mask)
     return np.concatenate(masks)
+
+
+def turn_rewards(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> NDArray[np.float64] | None:
+    """Read the rewards of turns, each at the last token of its turn."""
+    if not any(sample.turns for sample in samples):
+        return None
+    column = np.zeros(int(lengths.sum()))
+    starts = np.cumsum(lengths) - lengths
+    for sample, start, length in zip(samples, starts.tolist(), lengths.tolist(), strict=True):
+        ends = [turn.end for turn in sample.turns]
+        if any(not 1 <= end <= length for end in ends) or len(set(ends)) < len(ends):
+            raise InvalidRequest(
+                f"its turns end at {ends}",
+                where=sample_place(sample.sample_id),
+                why=f"each ends at a place of its own among {length} tokens",
+            )
+        for turn in sample.turns:
+            if not np.isfinite(turn.reward):
+                raise InvalidRequest(
+                    f"the reward of a turn is {turn.reward}", where=sample_place(sample.sample_id)
+                )
+            column[start + turn.end - 1] = turn.reward
+    return column
 
 
 def ages(

@@ -103,6 +103,8 @@ def outcomes_of(
         terms=batch.reward_terms,
         greedy_rewards=greedy,
         begins=batch.pieces.begins,
+        # The control experiment gives a sample another's reward, so its turns must not tell of its own.
+        turn_rewards=None if policy.shuffle_rewards else batch.turn_rewards,
     )
     # Two things may look at a history, and never both: normalisation at rewards, a baseline at what is left of them.
     return outcomes, history.after(outcomes.totals[kept]) if seen is None else seen

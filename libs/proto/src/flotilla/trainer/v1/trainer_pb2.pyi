@@ -296,6 +296,7 @@ class TrainSample(_message.Message):
     TEACHER_TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEACHER_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     BRANCHES_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     reward: _builtins.float
     greedy_reward: _builtins.float
@@ -350,6 +351,10 @@ class TrainSample(_message.Message):
     def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
         """Of an episode: its sequences. Empty: all tokens follow the prompt of the group."""
 
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardedTurn]:
+        """Of an episode whose environment rewards turns: its turns. What they have not got of `reward` comes with the last one."""
+
     def __init__(
         self,
         *,
@@ -370,10 +375,11 @@ class TrainSample(_message.Message):
         teacher_top_token_ids: _tensor_pb2.Tensor | None = ...,
         teacher_top_logprobs: _tensor_pb2.Tensor | None = ...,
         branches: _abc.Iterable[Global___Branch] | None = ...,
+        turns: _abc.Iterable[Global___RewardedTurn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "teacher_logprobs", b"teacher_logprobs", "teacher_top_logprobs", b"teacher_top_logprobs", "teacher_top_token_ids", b"teacher_top_token_ids", "token_ids", b"token_ids", "value_after", b"value_after", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "branches", b"branches", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "teacher_top_logprobs", b"teacher_top_logprobs", "teacher_top_token_ids", b"teacher_top_token_ids", "token_ids", b"token_ids", "truncated", b"truncated", "value_after", b"value_after", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward", "_value_after", b"_value_after", "advantages", b"advantages", "branches", b"branches", "greedy_reward", b"greedy_reward", "logprobs", b"logprobs", "mask", b"mask", "reference_logprobs", b"reference_logprobs", "reward", b"reward", "reward_terms", b"reward_terms", "sample_id", b"sample_id", "teacher_logprobs", b"teacher_logprobs", "teacher_top_logprobs", b"teacher_top_logprobs", "teacher_top_token_ids", b"teacher_top_token_ids", "token_ids", b"token_ids", "truncated", b"truncated", "turns", b"turns", "value_after", b"value_after", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__greedy_reward: _TypeAlias = _typing.Literal["greedy_reward"]  # noqa: Y015
     _WhichOneofArgType__greedy_reward: _TypeAlias = _typing.Literal["_greedy_reward", b"_greedy_reward"]  # noqa: Y015
@@ -385,6 +391,31 @@ class TrainSample(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__value_after) -> _WhichOneofReturnType__value_after | None: ...
 
 Global___TrainSample: _TypeAlias = TrainSample  # noqa: Y015
+
+@_typing.final
+class RewardedTurn(_message.Message):
+    """A turn of the policy, and what the environment gave for it at once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    end: _builtins.int
+    """The place after its last token, among the tokens of the sample."""
+    reward: _builtins.float
+    def __init__(
+        self,
+        *,
+        end: _builtins.int = ...,
+        reward: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "reward", b"reward"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardedTurn: _TypeAlias = RewardedTurn  # noqa: Y015
 
 @_typing.final
 class Branch(_message.Message):
