@@ -5,6 +5,7 @@ from __future__ import annotations
 from flotilla_environment.builtin.calculator import Calculator
 from flotilla_environment.builtin.frozen_lake import FrozenLake
 from flotilla_environment.builtin.gymnasium import Gymnasium
+from flotilla_environment.builtin.python import Python
 from flotilla_environment.builtin.search import Search
 from flotilla_environment.builtin.textarena import TextArena
 from flotilla_environment.environment import Begun, Environment, Reply, Task, Turn
@@ -52,6 +53,10 @@ BUILTIN: dict[str, type[Environment]] = {
     "dialogue": Dialogue,
     "frozen_lake": FrozenLake,
     "gymnasium": Gymnasium,
+    "python": Python,
     "search": Search,
     "textarena": TextArena,
 }
+
+JAILED = ("gymnasium", "python", "textarena")
+"""Those that run packages of others, or what the policy wrote; the others are code of ours alone, and need no jail."""
