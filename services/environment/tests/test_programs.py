@@ -12,8 +12,13 @@ import pytest
 import pytest_asyncio
 
 from flotilla_core.errors import InvalidConfig
+from flotilla_environment.builtin import BUILTIN
 from flotilla_environment.environment import Program
+from flotilla_environment.holders import owner_of, read
 from flotilla_environment.programs import MOST_OF_ONE_REPLY, Programs
+from flotilla_environment.worker import NOTHING
+from flotilla_workers.frames import NoAnswer
+from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import NO_JAIL, Jail, find
 from flotilla_workers.jail.level import Level
 
@@ -141,3 +146,26 @@ async def test_where_the_stack_says_unsafe_a_program_runs_in_a_process_of_its_ow
     programs = Programs()
     assert await programs.run([Program("import os\nprint(1)")], NO_JAIL) == [("1", False)]
     await programs.stop()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        {"code": "1", "limit_s": 1e9},
+        {"code": "1", "limit_s": 1},
+        {"code": "1" * 70_000, "limit_s": 1.0},
+        {},
+        1,
+    ],
+)
+async def test_a_worker_that_names_a_program_beyond_its_limits_says_nothing(program: object) -> None:
+    message = {"role": "tool", "content": "", "program": program}
+    with pytest.raises(NoAnswer):
+        read(NOTHING | {"messages": [message]})
+
+
+async def test_what_runs_code_of_others_is_jailed_and_what_is_ours_alone_is_not() -> None:
+    jailed = {name for name in BUILTIN if owner_of(Target("builtin", name), "run").jailed}
+    assert jailed == {"gymnasium", "python", "textarena"}
+    owners = {owner_of(Target("builtin", name), "run") for name in jailed}
+    assert len(owners) == 3, "each has workers of its own"

@@ -1,4 +1,4 @@
-"""What makes an answer of the policy's the right one."""
+"""Compares an answer of the policy with the right one."""
 
 from __future__ import annotations
 
