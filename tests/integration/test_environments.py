@@ -271,6 +271,30 @@ async def test_thousands_of_episodes_that_begin_at_once_share_one_worker(service
     assert len({*service.workers()} - {*before}) == 2, "one worker and its keeper"
 
 
+async def test_programs_of_the_policy_run_in_jails_of_their_own(tmp_path: Path) -> None:
+    programs = {
+        "import os\nprint(os.getppid())\nkept = 1": "1",
+        "kept": "NameError",
+        "while True: pass": "took longer than 1 s",
+        "2 ** 100": str(2**100),
+    }
+    async with environment_process(tmp_path, isolation={}) as process:
+        run = Environments("run", "python", {"limit_s": 1.0}, process.pool, LIMIT_S)
+        start = EpisodeStart("a", [{"role": "user", "content": "2 ** 100?"}], answer=str(2**100))
+        async with asyncio.timeout(LIMIT_S), run.begin(start) as call:
+            assert await call.asked()
+            for code, text in programs.items():
+                function = {"name": "python", "arguments": {"code": code}}
+                calls = [{"id": "1", "type": "function", "function": function}]
+                await call.written({"role": "assistant", "content": "", "tool_calls": calls})
+                asked = await call.asked()
+                assert asked is not None and text in asked.messages[0]["content"]
+            await call.written({"role": "assistant", "content": f"It is {2**100}."})
+            assert await call.asked() is None
+    counts = {"programs": 4.0, "program_errors": 2.0, "tool_calls": 4.0, "tool_errors": 0.0}
+    assert call.ended == Ended("completed", {"correct": 1.0}, (), counts)
+
+
 async def test_a_replica_that_dies_is_unavailable_and_gets_no_more_episodes(tmp_path: Path) -> None:
     async with environment_process(tmp_path) as process:
         run = Environments("run", "frozen_lake", {}, process.pool, 1.0)

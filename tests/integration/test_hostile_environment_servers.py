@@ -12,11 +12,13 @@ import grpc
 import pytest
 
 from flotilla.common.v1.chat_pb2 import Message, Tool, ToolCall
+from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla.environment.v1.environment_pb2_grpc import (
     EnvironmentServiceServicer,
     add_EnvironmentServiceServicer_to_server,
 )
+from flotilla_coordinator.rollouts import environments
 from flotilla_coordinator.rollouts.environments import Environments, EpisodeStart
 from flotilla_core.errors import Unavailable
 from flotilla_testing.environment_process import pool_of
@@ -24,6 +26,11 @@ from flotilla_testing.environment_process import pool_of
 LIMIT_S = 30.0
 HELLO = Message(role="user", content="hello")
 DEEP = '{"a":' * 200 + "1" + "}" * 200
+
+
+def completed(**numbers: Any) -> pb.EpisodeEnded:
+    return pb.EpisodeEnded(ending=pb.ENDING_COMPLETED, **numbers)
+
 
 UNREADABLE = {
     "escapes as a thread": pb.TurnAsked(thread="\x1b]0;owned\x07", messages=[HELLO]),
@@ -37,14 +44,57 @@ UNREADABLE = {
     "deep arguments": pb.TurnAsked(
         messages=[Message(role="assistant", tool_calls=[ToolCall(name="f", arguments=DEEP)])]
     ),
+    "a tool with a number that is none": pb.TurnAsked(
+        messages=[HELLO], tools=[Tool(function='{"name": "f", "parameters": NaN}')]
+    ),
+    "too many messages": pb.TurnAsked(messages=[HELLO] * 1_001),
+    "too many tools": pb.TurnAsked(messages=[HELLO], tools=[Tool(function='{"name": "f"}')] * 1_001),
+    "a tool that is too long": pb.TurnAsked(
+        messages=[HELLO], tools=[Tool(function=f'{{"name": "f", "description": "{"x" * 300_000}"}}')]
+    ),
+    "a tool that is too deep": pb.TurnAsked(
+        messages=[HELLO], tools=[Tool(function=f'{{"name": "f", "parameters": {DEEP}}}')]
+    ),
+    "a message that is too long": pb.TurnAsked(messages=[Message(role="user", content="x" * 1_000_000)]),
+    "a forged role": pb.TurnAsked(messages=[Message(role="policy", content="x")]),
+    "escapes as the name of a call": pb.TurnAsked(
+        messages=[Message(role="assistant", tool_calls=[ToolCall(name="\x1b[2J", arguments="{}")])]
+    ),
+    "a call without a name": pb.TurnAsked(
+        messages=[Message(role="assistant", tool_calls=[ToolCall(arguments="{}")])]
+    ),
+    "a long name of an answered call": pb.TurnAsked(
+        messages=[Message(role="tool", content="x", tool_call_id="x" * 201)]
+    ),
+    "too many calls": pb.TurnAsked(
+        messages=[Message(role="assistant", tool_calls=[ToolCall(name="f", arguments="{}")] * 1_001)]
+    ),
+    "too many texts that end a turn": pb.TurnAsked(messages=[HELLO], stop=["x"] * 17),
+    "an empty text that ends a turn": pb.TurnAsked(messages=[HELLO], stop=[""]),
     "an ending that is not known": pb.EpisodeEnded(ending=77),  # type: ignore[arg-type]
+    "a reward that is no number": completed(rewards={"r": math.nan}),
+    "an endless reward": completed(rewards={"r": math.inf}),
+    "a reward beyond all": completed(rewards={"r": 1e300}),
+    "too many rewards": completed(rewards={str(number): 1.0 for number in range(101)}),
+    "a long name of a reward": completed(rewards={"x" * 201: 1.0}),
+    "escapes as the name of a reward": completed(rewards={"\x1b[2J": 1.0}),
+    "a reward of a turn that is no number": completed(turn_rewards=[math.nan]),
+    "rewards of turns that cancel each other": completed(turn_rewards=[1e300, -1e300]),
+    "too many rewards of turns": completed(turn_rewards=[1.0] * 100_001),
+    "a metric that is no number": completed(metrics={"m": math.nan}),
+    "too many metrics": completed(metrics={str(number): 1.0 for number in range(101)}),
+    "escapes as the name of a metric": completed(metrics={"\x1b[2J": 1.0}),
 }
 
 
-class Server(EnvironmentServiceServicer):
-    """Says the same in every episode."""
+SaidByServer = pb.TurnAsked | pb.EpisodeEnded | pb.Beat | None
+"""A part, or None where it says nothing any more and does not end."""
 
-    def __init__(self, *said: pb.TurnAsked | pb.EpisodeEnded) -> None:
+
+class Server(EnvironmentServiceServicer):
+    """Says the same in every episode; a beat is said for ever."""
+
+    def __init__(self, *said: SaidByServer) -> None:
         self._said = said
 
     async def RunEpisode(
@@ -52,6 +102,11 @@ class Server(EnvironmentServiceServicer):
     ) -> AsyncIterator[pb.RunEpisodeResponse]:
         await anext(requests)
         for one in self._said:
+            if one is None:
+                await asyncio.Event().wait()
+            while isinstance(one, pb.Beat):
+                yield pb.RunEpisodeResponse(beat=one)
+                await asyncio.sleep(0)
             if isinstance(one, pb.TurnAsked):
                 yield pb.RunEpisodeResponse(asked=one)
             else:
@@ -59,7 +114,7 @@ class Server(EnvironmentServiceServicer):
 
 
 @asynccontextmanager
-async def served(*said: pb.TurnAsked | pb.EpisodeEnded) -> AsyncIterator[Environments]:
+async def served(*said: SaidByServer) -> AsyncIterator[Environments]:
     server = grpc.aio.server()
     add_EnvironmentServiceServicer_to_server(Server(*said), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -89,9 +144,38 @@ async def test_a_server_that_closes_in_the_middle_of_a_turn_has_lost_the_episode
             await call.asked()
 
 
-async def test_a_reward_that_is_no_number_arrives_as_it_was_said() -> None:
-    """The loop refuses it: see `_outcome`."""
-    said = pb.EpisodeEnded(ending=pb.ENDING_COMPLETED, rewards={"r": math.nan})
+async def test_an_end_ends_an_episode_whatever_is_asked_for_behind_it() -> None:
+    said = completed(rewards={"r": 1.0}), pb.TurnAsked(messages=[HELLO])
+    async with served(*said) as run, run.begin(EpisodeStart("a")) as call:
+        assert await call.asked() is None and await call.asked() is None
+        assert call.ended is not None and call.ended.rewards == {"r": 1.0}
+
+
+async def test_a_server_that_asks_on_after_a_stop_gives_no_reward() -> None:
+    asked = pb.TurnAsked(messages=[HELLO])
+    said = asked, asked, completed(rewards={"r": 1.0})
+    async with served(*said) as run, run.begin(EpisodeStart("a")) as call:
+        assert await call.asked()
+        ended = await call.stop("max_turns")
+        assert ended.ending == "error" and "after its stop" in ended.failure and not ended.rewards
+
+
+async def test_a_failure_is_told_at_its_most_length() -> None:
+    failure = Finding(where="x" * 10_000, what="y" * 10_000, why="z" * 100_000)
+    said = pb.EpisodeEnded(ending=pb.ENDING_ERROR, failure=failure)
     async with served(said) as run, run.begin(EpisodeStart("a")) as call:
         assert await call.asked() is None and call.ended is not None
-        assert math.isnan(call.ended.rewards["r"])
+        assert len(call.ended.failure) == 2_000 and len(call.ended.traceback) == 16_000
+
+
+async def test_a_server_without_a_sign_of_life_has_lost_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "SILENT_S", 0.3)
+    async with served(None) as run, run.begin(EpisodeStart("a")) as call:
+        with pytest.raises(Unavailable, match="the environment replica is lost"):
+            await call.asked()
+
+
+async def test_a_server_that_gives_signs_of_life_for_ever_is_left_at_the_limit_of_its_caller() -> None:
+    async with served(pb.Beat()) as run, run.begin(EpisodeStart("a")) as call:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call.asked(), 0.5)

@@ -24,9 +24,8 @@ from typing import Any, Generic, TypeVar
 from flotilla_core.logger import get_logger
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, no_jail, shown_for
-from flotilla_workers.jail.level import Level
 from flotilla_workers.process import AnswerT, Failure, Timeout, WorkerProcess
-from flotilla_workers.zygotes import Zygotes, fork_here
+from flotilla_workers.zygotes import Zygotes, that_forks
 
 MOST_OWNERS = 4
 """Workers that a place keeps; of those of users the one that was idle for longest ends for another owner's."""
@@ -167,8 +166,7 @@ class WorkerPool(Generic[AnswerT]):
     async def start(self) -> None:
         """Start a worker for every place, and look what jail this host has."""
         self.jail = await asyncio.to_thread(self._find_jail)
-        if self.jail.level is Level.NAMESPACES:
-            self.jail = replace(self.jail, forks=await fork_here(self.jail))
+        self.jail = await that_forks(self.jail)
         async with asyncio.TaskGroup() as group:
             for place in self._places:
                 group.create_task(self._start(place, None))

@@ -28,6 +28,7 @@ from flotilla_core.errors import Unavailable
 from flotilla_workers.jail import zygote
 from flotilla_workers.jail.groups import Groups, make
 from flotilla_workers.jail.jail import Cell, Jail, user_of
+from flotilla_workers.jail.level import Level
 from flotilla_workers.process import EXIT_LIMIT_S, START_LIMIT_S, WorkerProcess, log_of_service
 
 MOST_ZYGOTES = 4
@@ -262,6 +263,13 @@ class Zygotes:
                 _kill(process)
                 await asyncio.to_thread(process.wait)
         self._ending.clear()
+
+
+async def that_forks(jail: Jail) -> Jail:
+    """Return a jail whose workers are forked, where this host lets us."""
+    if jail.level is not Level.NAMESPACES:
+        return jail
+    return replace(jail, forks=await fork_here(jail))
 
 
 async def fork_here(jail: Jail) -> bool:

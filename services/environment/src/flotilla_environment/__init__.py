@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from flotilla_environment.environment import Begun, Call, Environment, Reply, Task, Turn
-from flotilla_environment.tools import ToolEnvironment, called
+from flotilla_environment.environment import Begun, Call, Environment, Program, Reply, Task, Turn
+from flotilla_environment.tools import ToolEnvironment, called, python_tool
 
-__all__ = ["Begun", "Call", "Environment", "Reply", "Task", "ToolEnvironment", "Turn", "called"]
+__all__ = [
+    "Begun",
+    "Call",
+    "Environment",
+    "Program",
+    "Reply",
+    "Task",
+    "ToolEnvironment",
+    "Turn",
+    "called",
+    "python_tool",
+]

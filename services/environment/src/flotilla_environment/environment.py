@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = Mapping[str, Any]
-"""One message as chat templates know it: `role` and `content`, and `tool_call_id` of the result of a call."""
+"""One message as chat templates know it: `role` and `content`, and `tool_call_id` of the result of a call.
+
+The content is a text, or a `Program` whose output is the text.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,27 @@ class Turn:
     tokens: int = 0
     tokens_left: int = 0
     """Tokens that the rest of the episode may have."""
+
+
+MOST_PROGRAM_S = 30.0
+LONGEST_PROGRAM = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of Python that the policy wrote, as the content of a message: the service runs it in a jail of its own.
+
+    The policy reads what it printed, and its error.
+    """
+
+    code: str
+    limit_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.limit_s <= MOST_PROGRAM_S:
+            raise ValueError(f"limit_s of a program is above 0 and at most {MOST_PROGRAM_S:g}")
+        if len(self.code) > LONGEST_PROGRAM:
+            raise ValueError(f"a program has at most {LONGEST_PROGRAM:,} characters")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -62,6 +63,7 @@ class Episode:
         self._past: list[tuple[dict[str, Any], bytes]] = []
         """The questions so far, and what each answer was."""
         self._deaths = 0
+        self._programs: Counter[str] = Counter()
         self.is_over = False
 
     async def ask(self, do: str, **question: Any) -> Said | Failure | Timeout:
@@ -73,6 +75,8 @@ class Episode:
                 continue
             if isinstance(outcome, Said):
                 self._past.append((asked, outcome.digest))
+                if outcome.programs and not outcome.done:
+                    await self._run(outcome)
             self.is_over = not isinstance(outcome, Said) or outcome.done
             return outcome
         raise FailedPrecondition(
@@ -81,6 +85,17 @@ class Episode:
             why="other episodes of the run kill workers, or the machine does",
             next_step="Read the log of this service.",
         )
+
+    async def _run(self, said: Said) -> None:
+        """Run the programs of the policy that the environment names, and tell of them in its messages."""
+        told = await self._holders.run([*said.programs.values()])
+        for place, (text, _) in zip(said.programs, told, strict=True):
+            said.messages[place].content = text
+        self._programs.update(programs=len(told), program_errors=sum(failed for _, failed in told))
+
+    def metrics(self, said: Said) -> dict[str, float]:
+        """Return the numbers of an episode at its end, with those of its programs."""
+        return {name: float(count) for name, count in self._programs.items()} | said.metrics
 
     async def _asked(self, question: dict[str, Any]) -> Outcome:
         """Ask once, in a worker in which the episode stands where it was; None where this worker is lost."""
@@ -139,7 +154,10 @@ async def play(
             if isinstance(outcome, Said) and doing.startswith("reply"):
                 turns[-1] = outcome.reward
             if not isinstance(outcome, Said) or outcome.done:
-                yield pb.RunEpisodeResponse(ended=_ended(outcome, ending, turns, f"{episode.name}: {doing}"))
+                ended = _ended(outcome, ending, turns, f"{episode.name}: {doing}")
+                if isinstance(outcome, Said):
+                    ended.metrics.update(episode.metrics(outcome))
+                yield pb.RunEpisodeResponse(ended=ended)
                 return
             asked = pb.TurnAsked(messages=outcome.messages, tools=outcome.tools, afresh=outcome.afresh)
             yield pb.RunEpisodeResponse(asked=asked)
@@ -232,9 +250,7 @@ def _ended(
     if isinstance(outcome, Failure):
         return pb.EpisodeEnded(ending=pb.ENDING_ERROR, failure=_finding(outcome, doing))
     rewards = [] if all(one is None for one in turns) else [one or 0.0 for one in turns]
-    return pb.EpisodeEnded(
-        ending=ending, rewards=outcome.rewards, turn_rewards=rewards, metrics=outcome.metrics
-    )
+    return pb.EpisodeEnded(ending=ending, rewards=outcome.rewards, turn_rewards=rewards)
 
 
 def _finding(failure: Failure, doing: str) -> Finding:

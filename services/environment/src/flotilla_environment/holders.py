@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from typing import Any
 from flotilla.common.v1.chat_pb2 import Message, Tool, ToolCall
 from flotilla_core.errors import InvalidConfig, Unavailable, unicode_text
 from flotilla_core.logger import get_logger
+from flotilla_environment.builtin import JAILED
+from flotilla_environment.environment import Program
+from flotilla_environment.programs import Programs
 from flotilla_environment.worker import ROLES
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
@@ -36,9 +39,10 @@ log = get_logger(__name__)
 
 
 def owner_of(target: Target, run_id: str) -> Owner:
-    """Return whose worker it is; environments of the service itself need no jail."""
+    """Return whose worker it is; what is code of the service itself alone needs no jail."""
     if target.kind == "builtin":
-        return Owner(run_id, "built-in", trusted=True)
+        jailed = target.source in JAILED
+        return Owner(run_id, target.source if jailed else "built-in", trusted=not jailed)
     return Owner.of(target, run_id)
 
 
@@ -47,6 +51,8 @@ class Said:
     """The words of an environment."""
 
     messages: list[Message]
+    programs: dict[int, Program]
+    """The programs whose outputs are the contents of messages, by the places of these."""
     tools: list[Tool]
     done: bool
     afresh: bool
@@ -66,6 +72,11 @@ def read(value: Any) -> Said:
     try:
         return Said(
             [_message(one) for one in value["messages"]],
+            {
+                place: Program(unicode_text(one["program"]["code"]), _of(float, one["program"]["limit_s"]))
+                for place, one in enumerate(value["messages"])
+                if "program" in one
+            },
             [Tool(function=unicode_text(text)) for text in value["tools"]],
             _of(bool, value["done"]),
             _of(bool, value["afresh"]),
@@ -210,6 +221,7 @@ class Holders:
         self._slots = itertools.count(64 * os.getpid())  # Other services of this host have others.
         self._of: dict[Owner, list[Holder]] = {}
         self._stopped = False
+        self._programs = Programs()
         self.lost = 0
         """Workers that were killed for what they did or died, since the start."""
 
@@ -229,6 +241,10 @@ class Holders:
             self._of.setdefault(owner, []).append(fewest)
         fewest.take()
         return fewest
+
+    async def run(self, programs: Sequence[Program]) -> list[tuple[str, bool]]:
+        """Return of each program of the policy what it is told, and whether it failed."""
+        return await self._programs.run(programs, self.jail)
 
     def _cell(self, owner: Owner) -> Cell:
         if not owner.jailed:
@@ -260,3 +276,4 @@ class Holders:
         self._stopped = True
         holders = [holder for owner in self._of.values() for holder in owner]
         await asyncio.gather(*(holder.kill() for holder in holders))
+        await self._programs.stop()

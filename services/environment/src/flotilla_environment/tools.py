@@ -10,7 +10,17 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from flotilla_environment.environment import Begun, Call, Environment, Message, Reply, Task, Turn
+from flotilla_environment.environment import (
+    MOST_PROGRAM_S,
+    Begun,
+    Call,
+    Environment,
+    Message,
+    Program,
+    Reply,
+    Task,
+    Turn,
+)
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
@@ -48,17 +58,30 @@ def _misfit(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     return ""
 
 
-def called(tools: Mapping[str, Callable[..., Any]], call: Call) -> tuple[str, bool]:
-    """Return what a call gave, as text, and whether it succeeded."""
+def called(tools: Mapping[str, Callable[..., Any]], call: Call) -> tuple[str | Program, bool]:
+    """Return what a call gave, as text or as a program to be run, and whether it succeeded."""
     tool = tools.get(call.name)
     if tool is None:
         return f"error: there is no tool {call.name!r}; there is {', '.join(tools) or 'none'}", False
     if misfit := _misfit(tool, call.arguments):
         return f"error: {call.name}: {misfit}", False
     try:
-        return str(tool(**call.arguments)), True
+        given = tool(**call.arguments)
+        return given if isinstance(given, Program) else str(given), True
     except ValueError as error:
         return f"error: {error}", False
+
+
+def python_tool(*, limit_s: float = 5.0) -> Callable[[str], Program]:
+    """Return a tool by which the policy runs programs of Python, each for `limit_s` and in a jail of its own."""
+    if not 0 < limit_s <= MOST_PROGRAM_S:
+        raise ValueError(f"limit_s of a program is above 0 and at most {MOST_PROGRAM_S:g}")
+
+    def python(code: str) -> Program:
+        """Run a program of Python and read what it prints. Each program starts anew, without what earlier ones had."""
+        return Program(code, limit_s)
+
+    return python
 
 
 class ToolEnvironment(Environment):

@@ -17,7 +17,7 @@ from reprlib import repr
 from typing import Any
 
 from flotilla_environment.builtin import BUILTIN
-from flotilla_environment.environment import Begun, Call, Environment, Reply, Task, Turn
+from flotilla_environment.environment import Begun, Call, Environment, Program, Reply, Task, Turn
 from flotilla_workers.functions import Refusal, Target, user_function
 
 MOST_BYTES = 960 * 1024
@@ -180,10 +180,13 @@ def _messages(method: Callable[..., Any], given: object) -> list[dict[str, Any]]
 def _message(method: Callable[..., Any], given: object) -> dict[str, Any]:
     if not isinstance(given, Mapping) or given.get("role") not in ROLES:
         raise _refused(method, f"returned a message {repr(given)}, expected a role among {', '.join(ROLES)}")
-    content = given.get("content")
+    content, message = given.get("content"), dict[str, Any]()
+    if isinstance(content, Program):
+        message["program"] = {"code": content.code, "limit_s": float(content.limit_s)}
+        content = ""
     if not isinstance(content, str | None):
         raise _refused(method, f"returned a message whose content is {repr(content)}, expected text")
-    message: dict[str, Any] = {"role": given["role"], "content": content or ""}
+    message |= {"role": given["role"], "content": content or ""}
     if given.get("tool_call_id"):
         message["tool_call_id"] = _name(method, given["tool_call_id"])
     if given.get("tool_calls"):
@@ -203,9 +206,10 @@ def _call_said(method: Callable[..., Any], given: Any) -> dict[str, str]:
 
 
 def _name(method: Callable[..., Any], given: object) -> str:
-    if not isinstance(given, str) or len(given) > LONGEST_NAME:
+    if not isinstance(given, str) or len(given) > LONGEST_NAME or not given.isprintable():
         raise _refused(
-            method, f"named something {repr(given)}, expected text of at most {LONGEST_NAME} characters"
+            method,
+            f"named something {repr(given)}, expected text of at most {LONGEST_NAME} characters that can be printed",
         )
     return given
 

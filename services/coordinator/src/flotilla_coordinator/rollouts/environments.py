@@ -24,6 +24,14 @@ from google.protobuf.struct_pb2 import Struct
 
 from flotilla.common.v1.chat_pb2 import Message, ToolCall
 from flotilla.environment.v1 import environment_pb2 as pb
+from flotilla_coordinator.rollouts.environment_limits import (
+    LONGEST_FAILURE,
+    LONGEST_NAME,
+    LONGEST_TRACEBACK,
+    check_asked,
+    check_ended,
+    json_of,
+)
 from flotilla_coordinator.rollouts.tool_calls import DEEPEST, is_deeper
 from flotilla_core import rpc
 from flotilla_core.config import EnvironmentConfig
@@ -46,7 +54,6 @@ SILENT_S = 40.0
 """The time of several beats of a replica."""
 LOOK_EVERY_S = 5.0
 """The time for which the file of the user's is taken to be as it was."""
-LONGEST_NAME = 200
 EPISODE = Load(1)
 
 Chat = Sequence[Mapping[str, Any]]
@@ -166,8 +173,9 @@ class EpisodeCall:
         """End an episode that gets no further turn, for `max_turns` or `no_room`; return its end."""
         number = pb.Ending.Value(f"ENDING_{ending.upper()}")
         self._say(pb.RunEpisodeRequest(stop=pb.EpisodeStop(ending=number)))
-        while self.ended is None:
-            await self.asked()
+        if await self.asked() is not None:
+            self.ended = Ended("error", {}, (), {}, "the environment asked for a turn after its stop")
+        assert self.ended is not None, "no turn is asked for once it has ended"
         return self.ended
 
 
@@ -268,10 +276,7 @@ async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest | None]) -> AsyncIte
 
 def _asked(asked: pb.TurnAsked) -> Asked:
     """Return what is asked for; raise ValueError where it is nothing that a template could write."""
-    if not asked.thread.isprintable() or len(asked.thread) > LONGEST_NAME:
-        raise ValueError(
-            f"the name of a thread is longer than {LONGEST_NAME} characters, or cannot be printed"
-        )
+    check_asked(asked)
     return Asked(
         messages=[_chat_message(message) for message in asked.messages],
         tools=[{"type": "function", "function": _tool(tool.function)} for tool in asked.tools],
@@ -291,21 +296,23 @@ def _tool(text: str) -> dict[str, Any]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    value = json_of(text)
     if not isinstance(value, dict) or is_deeper(value, DEEPEST):
         raise ValueError(f"{text[:80]!r} is no JSON object of at most {DEEPEST} levels")
     return value
 
 
 def _ended(ended: pb.EpisodeEnded) -> Ended:
+    check_ended(ended)
     finding = ended.failure
+    failure = f"{finding.where}: {finding.what}" if finding.where else finding.what
     return Ended(
         ending=pb.Ending.Name(ended.ending).removeprefix("ENDING_").lower(),
         rewards=dict(ended.rewards),
         turn_rewards=tuple(ended.turn_rewards),
         metrics=dict(ended.metrics),
-        failure=f"{finding.where}: {finding.what}" if finding.where else finding.what,
-        traceback=finding.why,
+        failure=failure[:LONGEST_FAILURE],
+        traceback=finding.why[-LONGEST_TRACEBACK:],
     )
 
 

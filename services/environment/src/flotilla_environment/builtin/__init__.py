@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from flotilla_environment.builtin.answers import ends_with_number, holds, number
 from flotilla_environment.builtin.calculator import Calculator
 from flotilla_environment.builtin.frozen_lake import FrozenLake
 from flotilla_environment.builtin.gymnasium import Gymnasium
 from flotilla_environment.builtin.search import Search
 from flotilla_environment.builtin.textarena import TextArena
 from flotilla_environment.environment import Begun, Environment, Reply, Task, Turn
+from flotilla_environment.tools import ToolEnvironment, python_tool
 
 
 class Dialogue(Environment):
@@ -47,11 +52,35 @@ class Dialogue(Environment):
         return Reply(done=True, rewards={"correct": sum(self._right) / len(self._questions)})
 
 
+class Python(ToolEnvironment):
+    """Python to answer the prompt with: reward `correct` where the answer is that of the data.
+
+    A number is right where the last one of the answer is it, and another text where the answer holds it.
+    """
+
+    def __init__(self, *, limit_s: float = 5.0) -> None:
+        """`limit_s` is the time of one program."""
+        super().__init__()
+        self._python = python_tool(limit_s=limit_s)
+
+    def tools(self) -> list[Callable[..., Any]]:
+        return [self._python]
+
+    def score(self, answer: str) -> dict[str, float]:
+        right = self.task.answer
+        is_right = holds if number(right) is None else ends_with_number
+        return {"correct": float(is_right(answer, right))}
+
+
 BUILTIN: dict[str, type[Environment]] = {
     "calculator": Calculator,
     "dialogue": Dialogue,
     "frozen_lake": FrozenLake,
     "gymnasium": Gymnasium,
+    "python": Python,
     "search": Search,
     "textarena": TextArena,
 }
+
+JAILED = ("gymnasium", "python", "textarena")
+"""The names of those that run packages of others, or what the policy wrote; the others are code of ours alone."""

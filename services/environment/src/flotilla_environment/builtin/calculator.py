@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import ast
 import operator
-import re
 from collections.abc import Callable
 from typing import Any
 
+from flotilla_environment.builtin.answers import ends_with_number
 from flotilla_environment.tools import ToolEnvironment
 
 LONGEST = 200
 LARGEST = 1e30
 MOST_EXPONENT = 100
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -72,12 +71,4 @@ class Calculator(ToolEnvironment):
         return [calculate]
 
     def score(self, answer: str) -> dict[str, float]:
-        right, found = _number(self.task.answer), [_number(text) for text in NUMBER.findall(answer)]
-        return {"correct": float(right is not None and found[-1:] == [right])}
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None
+        return {"correct": float(ends_with_number(answer, self.task.answer))}

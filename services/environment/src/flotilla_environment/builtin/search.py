@@ -15,11 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flotilla_environment.builtin.answers import WORD, holds
 from flotilla_environment.environment import Begun, Task
 from flotilla_environment.tools import ToolEnvironment
 from flotilla_workers.functions import Refusal
 
-WORD = re.compile(r"\w+")
 K1, B = 1.5, 0.75
 LONGEST_HIT = 1_000
 
@@ -107,5 +107,4 @@ class Search(ToolEnvironment):
         )
 
     def score(self, answer: str) -> dict[str, float]:
-        right, said = (" ".join(WORD.findall(text.casefold())) for text in (self.task.answer, answer))
-        return {"correct": float(bool(right) and f" {right} " in f" {said} ")}
+        return {"correct": float(holds(answer, self.task.answer))}
