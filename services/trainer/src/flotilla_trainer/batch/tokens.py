@@ -56,7 +56,7 @@ def read_scored(
     pieces = Pieces.of(
         [
             pieces_of(
-                token_ids(item.prompt_token_ids, f"prompt of {place}"),
+                NO_TOKENS if item.branches else token_ids(item.prompt_token_ids, f"prompt of {place}"),
                 item.token_ids,
                 item.branches,
                 place,
