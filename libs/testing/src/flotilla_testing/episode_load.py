@@ -108,7 +108,7 @@ class EpisodeFigures:
     rate: float
     """Turns a second."""
     playing: float
-    """Episodes in flight, by the environment service's own count of what it plays: the mean of what was seen."""
+    """Episodes in flight on average: the turns a second times the time of a turn, of episodes that ended."""
     coordinator_mib: float
     """The most memory that the coordinator held."""
     cpu_seconds: dict[str, float]
@@ -158,7 +158,7 @@ def _measured(stack: Stack, run: dict[str, Any], load: EpisodeLoad) -> EpisodeFi
     rate = len(turns) / (ended - began)
     return EpisodeFigures(
         rate=rate,
-        # Little's law: an episode is in flight while its environment plays it.
+        # Little's law. An episode that waits to begin is not counted.
         playing=rate * statistics.mean(turns),
         coordinator_mib=max(resident),
         cpu_seconds={kind: 1000 * (after[kind] - before[kind]) / len(turns) for kind in after},
