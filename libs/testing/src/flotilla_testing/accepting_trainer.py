@@ -28,6 +28,7 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla.trainer.v1 import trainer_pb2_grpc
 from flotilla_core.checkpoint import CheckpointShelf, Manifest, on_disk
 from flotilla_core.errors import FailedPrecondition, NotFound, StaleVersion
+from flotilla_core.kinds import EPISODES
 from flotilla_core.model_folder import model_folder, tokenizer_digest
 from flotilla_core.rpc import RpcServer
 from flotilla_core.service import Host, run_service
@@ -65,8 +66,9 @@ class AcceptingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Nothing to load."""
 
     def describe(self, registration: Registration) -> None:
-        """The stack's tokenizer, so that runs accept this trainer."""
+        """The stack's tokenizer and that it takes episodes, so that runs accept this trainer."""
         registration.tokenizer_digest = tokenizer_digest(model_folder(self._host.stack.model))
+        registration.capacity[EPISODES] = 1
 
     async def check(self) -> list[Finding]:
         """Always fit."""

@@ -120,7 +120,7 @@ def measure(load: FleetLoad, directory: Path) -> LoadFigures:
     model = example_model(directory, positions=2 * load.longest_response)
     room: dict[str, Any] = {"max_running_samples": load.calls * load.samples}
     parts = light_stack(model, directory, trainer_s=load.update_s, replicas=0, sim=load.sim, **room)
-    with parts as stack, _crowds(stack, load):
+    with parts as stack, crowds(stack, load.replicas, load.processes):
         run = stack.ok("run", "start", str(load.run_file(stack)))
         wait_until("the warm-up steps", lambda: len(stack.metrics(run)) > load.warm_up_steps, WARM_UP_LIMIT_S)
         figures = _measured(stack, run, load)
@@ -129,32 +129,32 @@ def measure(load: FleetLoad, directory: Path) -> LoadFigures:
 
 
 @contextlib.contextmanager
-def _crowds(stack: Stack, load: FleetLoad) -> Iterator[None]:
-    """The generators, ready for work."""
-    each = -(-load.replicas // load.processes)
-    crowds = []
+def crowds(stack: Stack, replicas: int, processes: int) -> Iterator[None]:
+    """So many generators in so many processes, ready for work."""
+    each = -(-replicas // processes)
+    begun = []
     with contextlib.ExitStack() as files:
-        for first in range(0, load.replicas, each):
-            slots = ["--first", str(first), "--count", str(min(each, load.replicas - first))]
+        for first in range(0, replicas, each):
+            slots = ["--first", str(first), "--count", str(min(each, replicas - first))]
             log = files.enter_context((stack.file.parent / f"generators-{first}.log").open("wb"))
             command = [
                 *(sys.executable, "-m", "flotilla_testing.crowd", "generator"),
                 *("flotilla_generator.service:GeneratorHostService", *slots, "--stack", str(stack.file)),
                 *("--nice", str(STANDS_BACK)),
             ]
-            crowds.append(subprocess.Popen(command, stdout=log, stderr=log))
+            begun.append(subprocess.Popen(command, stdout=log, stderr=log))
         try:
-            wait_until("the generators", lambda: _ready(stack, crowds) == load.replicas, START_LIMIT_S, 2.0)
+            wait_until("the generators", lambda: _ready(stack, begun) == replicas, START_LIMIT_S, 2.0)
             yield
         finally:
-            for crowd in crowds:
+            for crowd in begun:
                 crowd.terminate()
-            for crowd in crowds:
+            for crowd in begun:
                 crowd.wait(60)
 
 
-def _ready(stack: Stack, crowds: list[subprocess.Popen[bytes]]) -> int:
-    ended = [crowd.args for crowd in crowds if crowd.poll() is not None]
+def _ready(stack: Stack, begun: list[subprocess.Popen[bytes]]) -> int:
+    ended = [crowd.args for crowd in begun if crowd.poll() is not None]
     assert not ended, f"see generators-*.log beside {stack.file}: {ended}"
     return sum(one["kind"] == "generator" and one["work"] == "ready" for one in _replicas(stack))
 
@@ -202,12 +202,13 @@ def _watched(
                 owed = sum(service.outstanding_tokens for service in client.list_services())
                 open_calls.append(load.calls_that_owe(owed))
             resident.append(processes.resident_mib("coordinator"))
-            loops_s.append(_loop_s())
+            loops_s.append(loop_s())
             time.sleep(LOOK_EVERY_S)
     return resident, open_calls, loops_s
 
 
-def _loop_s() -> float:
+def loop_s() -> float:
+    """CPU seconds of a fixed loop now."""
     began = time.process_time()
     counts: dict[str, int] = {}
     for number in range(300_000):

@@ -83,7 +83,13 @@ def ppo_run(data: Path, folder: Path) -> Path:
 
 
 def endless_run(
-    stack: Stack, *, prompts: int, samples: int, max_staleness: int, longest_response: int
+    stack: Stack,
+    *,
+    prompts: int,
+    samples: int,
+    max_staleness: int,
+    longest_response: int,
+    **sections: Any,
 ) -> Path:
     """Write its file into the stack's folder; a group has `samples` answers to one of `prompts` sums per step."""
     data = stack.directory / "prompts.jsonl"
@@ -93,7 +99,7 @@ def endless_run(
     # One sample has no group to be compared with.
     algorithm = {"advantage": {"baseline": "group" if samples > 1 else "batch"}}
     sizes, rollout = (prompts, samples, longest_response), {"max_staleness": max_staleness}
-    run = run_on(data, "endless", 20_000, sizes, rollout=rollout, algorithm=algorithm, **QUICK)
+    run = run_on(data, "endless", 20_000, sizes, rollout=rollout, algorithm=algorithm, **QUICK, **sections)
     return written(stack.directory, run)
 
 

@@ -197,6 +197,7 @@ def light_stack(
     trainer_model: Path | None = None,
     trainer_s: float = 0,
     autoscale: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
     **generator: Any,
 ) -> Iterator[Stack]:
     """A whole fleet in seconds: simulated engine, accepting trainer (`trainer_s` an update), everything else real."""
@@ -205,6 +206,7 @@ def light_stack(
         "model": str(model),
         "generator": {"engine": "sim", **generator},
         "trainer": {"replicas": 0},
+        "environment": environment or {},
         "autoscale": autoscale,
         "restart_budget": 1000,
     }

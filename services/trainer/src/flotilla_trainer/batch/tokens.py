@@ -56,7 +56,11 @@ def read_scored(
     pieces = Pieces.of(
         [
             pieces_of(
-                item.prompt_token_ids, place, item.token_ids, item.branches, place, may_be_empty=after_last
+                NO_TOKENS if item.branches else token_ids(item.prompt_token_ids, f"prompt of {place}"),
+                item.token_ids,
+                item.branches,
+                place,
+                may_be_empty=after_last,
             )
             for item in items
             for place in [sample_place(item.sequence_id)]
@@ -120,18 +124,17 @@ class Pieces:
 
 
 def pieces_of(
-    prompt: tensor_pb2.Tensor,
-    of: str,
+    prompt: Array,
     response: tensor_pb2.Tensor,
     branches: Sequence[pb.Branch],
     place: str,
     *,
     may_be_empty: bool = False,
 ) -> list[tuple[Array, Array]]:
-    """Return the sequences of one sample: each a prompt and what follows it; `of` says whose the prompt is."""
+    """Return the sequences of one sample: each a prompt and what follows it. Branches have their own."""
     tokens = NO_TOKENS if may_be_empty and not response.data else token_ids(response, place)
     if not branches:
-        return [(token_ids(prompt, f"prompt of {of}"), tokens)]
+        return [(prompt, tokens)]
     edges = [*(branch.start for branch in branches), len(tokens)]
     if edges[0] != 0 or any(begin >= end for begin, end in pairwise(edges)):
         raise InvalidRequest(

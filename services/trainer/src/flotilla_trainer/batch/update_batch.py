@@ -32,6 +32,7 @@ from flotilla_trainer.batch.tokens import (
     response_places,
     sample_place,
     teacher_tokens,
+    token_ids,
 )
 
 
@@ -93,16 +94,18 @@ class UpdateBatch:
         ids = [sample.sample_id for sample in samples]
         check_ids(ids)
         sizes = np.array([len(group.samples) for group in groups])
+        prompts = [
+            token_ids(group.prompt_token_ids, f"prompt of group {group.group_id!r}") for group in groups
+        ]
         pieces = Pieces.of(
             [
                 pieces_of(
-                    group.prompt_token_ids,
-                    f"group {group.group_id!r}",
+                    prompt,
                     sample.token_ids,
                     sample.branches,
                     sample_place(sample.sample_id),
                 )
-                for group in groups
+                for group, prompt in zip(groups, prompts, strict=True)
                 for sample in group.samples
             ]
         )
