@@ -1,7 +1,8 @@
 """Makes the model and the data of this recipe: walks over frozen lakes, and a model that knows their words.
 
 Invariants: training and held-out seeds draw no map in common; the same seed always writes the same bytes. The walks
-of imitation go down and right twice as often as up and left, and look at no hole: one of five reaches the goal.
+of imitation are of two kinds: three of five cross every row in turn and look at no hole, which seldom ends well; the
+others take a shortest way.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "arith
 from make_model import make_model
 
 HERE = Path(__file__).resolve().parent
-MAPS = {"sft": 1500, "rl": 1000, "heldout": 200}
-MOST_MOVES = 12
+MAPS = {"sft": 2400, "rl": 500, "heldout": 200}
+MOST_MOVES = 16
 SIDE, HOLES = 4, 0.2
-DRIFT = {"down": 2, "right": 2, "left": 1, "up": 1}
+BLIND = 0.6
+"""Share of the walks of imitation that look at no hole."""
 BEGINNING = RULES.partition("{map}")[0].format(slippery="")
 UNREAD = "No move was found in your answer.\n\n"
 TEMPLATE = """\
@@ -50,17 +52,37 @@ def seeds() -> dict[str, list[int]]:
     return cuts
 
 
-def walk(seed: int, draw: random.Random) -> list[dict[str, Any]]:
+def blind_move(row: int, column: int) -> str:
+    """Return the next move of a walk that crosses each row, from left to right and back again."""
+    back = row % 2
+    at_end = column == (0 if back else SIDE - 1)
+    return "down" if at_end else "left" if back else "right"
+
+
+def shortest_moves(drawn: list[str]) -> dict[tuple[int, int], str]:
+    """Return for each place the first move of a shortest way to the goal."""
+    goal = (SIDE - 1, SIDE - 1)
+    found, ahead = {goal: ""}, [goal]
+    for row, column in ahead:
+        for move, (down, right) in MOVES.items():
+            place = (row - down, column - right)
+            inside = all(0 <= one < SIDE for one in place)
+            if inside and place not in found and drawn[place[0]][place[1]] != "H":
+                found[place] = move
+                ahead.append(place)
+    return found
+
+
+def walk(seed: int, blind: bool) -> list[dict[str, Any]]:
     """Return a walk as a conversation; it ends with its last move."""
     lake = FrozenLake(size=SIDE, holes=HOLES, most_moves=MOST_MOVES)
     said = str(lake.begin(Task([], seed=seed)).messages)
+    ways = shortest_moves(drawn_map(SIDE, HOLES, seed))
     row = column = 0
     chat: list[dict[str, Any]] = []
     while True:
-        ahead = {move: (row + down, column + right) for move, (down, right) in MOVES.items()}
-        able = [move for move, place in ahead.items() if all(0 <= one < SIDE for one in place)]
-        move = draw.choices(able, [DRIFT[one] for one in able])[0]
-        row, column = ahead[move]
+        move = blind_move(row, column) if blind else ways[row, column]
+        row, column = row + MOVES[move][0], column + MOVES[move][1]
         chat += [{"role": "user", "content": said}, {"role": "assistant", "content": move}]
         reply = lake.reply(Turn(move))
         if reply.done:
@@ -75,7 +97,7 @@ def make(out: Path) -> None:
     for name, own in seeds().items():
         rows = [{"prompt": f"lake {seed}", "seed": seed} for seed in own]
         if name == "sft":
-            rows = [{"messages": walk(seed, draw)} for seed in own]
+            rows = [{"messages": walk(seed, draw.random() < BLIND)} for seed in own]
         lines = (json.dumps(row) + "\n" for row in rows)
         (out / "data" / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     phrases = (BEGINNING, UNREAD, *MOVES)
