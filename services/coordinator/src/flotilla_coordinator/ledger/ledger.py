@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -50,6 +49,8 @@ from flotilla_core.version import Version
 T = TypeVar("T")
 
 NO_METRICS: Mapping[str, float] = {}
+TURNS_WAIT_S = 0.1
+"""The time in which turns of episodes are gathered. A coordinator that is killed loses those of so long."""
 
 
 class Ledger:
@@ -61,8 +62,8 @@ class Ledger:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="ledger-reader")
         self._read_db = schema.connect_read_only(path)
         self._is_full = asyncio.Event()
-        self._turns: deque[TurnRecord] = deque()
-        self._turns_are_handed_in = False
+        self._turns: list[TurnRecord] = []
+        self._turns_wait: asyncio.TimerHandle | None = None
 
     @classmethod
     def open(cls, path: Path, owner: Owner | None = None) -> Ledger:
@@ -73,6 +74,8 @@ class Ledger:
 
     def close(self) -> None:
         """Complete what was submitted, and close the file."""
+        if self._turns_wait is not None:
+            self._turns_wait.cancel()
         self._writer.close()
         self._reader.shutdown()
         self._read_db.close()
@@ -113,7 +116,8 @@ class Ledger:
         await self._read(self._writer.check_owner)
 
     async def beat(self) -> None:
-        """Renew the ownership; raise StaleVersion where the ledger has another owner."""
+        """Renew the ownership, and record waiting turns; raise StaleVersion where the ledger has another owner."""
+        self._hand_in_turns()
         await self._writer.submit(renew_ownership, waits=False)
 
     async def group_issued(self, group: GroupIssue) -> Recorded:
@@ -121,24 +125,20 @@ class Ledger:
         return await self._writer.submit_step(transitions.issue, group)
 
     def turn_written(self, turn: TurnRecord) -> None:
-        """Record a turn of an episode that goes on, before anything that is submitted later; wait for nothing.
+        """Record a turn of an episode that goes on, within TURNS_WAIT_S; wait for nothing.
 
         Without it the turn is written again. Turns share an operation, whose own cost is that of several of them.
         """
         self._turns.append(turn)
-        if self._turns_are_handed_in:
+        if self._turns_wait is None:
+            self._turns_wait = asyncio.get_running_loop().call_later(TURNS_WAIT_S, self._hand_in_turns)
+
+    def _hand_in_turns(self) -> None:
+        if self._turns_wait is None:
             return
-        self._turns_are_handed_in = True
-        taken: list[TurnRecord] = []
-
-        def record(db: sqlite3.Connection) -> None:
-            # A turn that comes from now on is in the next operation, or in this one, whichever is first.
-            self._turns_are_handed_in = False
-            while self._turns:
-                taken.append(self._turns.popleft())
-            turns.store(db, taken)
-
-        self._writer.hand_in(record).add_done_callback(_ignored)
+        self._turns_wait.cancel()
+        taken, self._turns, self._turns_wait = self._turns, [], None
+        self._writer.hand_in(lambda db: turns.store(db, taken)).add_done_callback(_ignored)
 
     async def group_generated(self, samples: Sequence[FinishedSample]) -> Recorded:
         """Record finished responses whose scores come later."""
