@@ -86,7 +86,7 @@ class Asked:
     max_tokens: int = 0
     """Most tokens of the turn, where the environment wants fewer than the run allows."""
     stop: tuple[str, ...] = ()
-    digest: bytes = b""
+    digest: bytes = field(default=b"", compare=False)
     """Equal where all of it is."""
 
 
