@@ -26,6 +26,7 @@ NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 # Enough to tell neighbouring numbers of the tolerances below apart.
 PRECISION = 50
 
+DIGIT = re.compile(r"[0-9]")
 TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 # What marks an expression within prose.
@@ -48,8 +49,8 @@ MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix)\}.*?\\end\{\1\}", re.DOTALL)
 # unless the text says "answer", or has a box.
 LAST_WHOLE = re.compile(r"[^\s\d.+\-*\xd7/^()\xf7]\s+([1-9][0-9]{0,299})\s*\Z")
 LONGEST_END = 400
-STATED = re.compile(r"####[^\n#]*\S[^\n#]*\s*\Z")
-"""The mark of an answer on the last line of a response, and what follows it."""
+STATED = re.compile(r"^[ \t]*####+[ \t]*([^\s#][^\n#]*?)\s*\Z", re.MULTILINE)
+"""The mark of an answer at the beginning of the last line of a response, and what follows it."""
 
 WHOLE = re.compile(r"[0-9]{1,300}", re.ASCII)
 """Digits that sympy reads as one whole number; Python refuses to convert very long ones."""
@@ -424,9 +425,12 @@ def _last_box(response: str) -> str:
 
 
 def _stated(response: str) -> str:
-    """Return what the last line states as the answer, as GSM8K writes it, or else the whole response."""
+    """Return what the last line states as the answer, as GSM8K writes it, or else the whole response.
+
+    What has no digit may be a heading.
+    """
     found = None if BOX in response else STATED.search(response, max(0, len(response) - LONGEST_END))
-    return found[0] if found else response
+    return f"#### {found[1]}" if found and DIGIT.search(found[1]) else response
 
 
 def _last_whole(response: str) -> str | None:
