@@ -129,7 +129,7 @@ async def test_a_damaged_copy_is_named_and_none_of_the_file_is_kept(
     url = f"file://{bucket}/step-000002"
     ObjectFolder(url).take_copy(checkpoint, threading.Event())
     damaged = bucket / "step-000002" / "model" / "model.safetensors"
-    damaged.write_bytes(bytes(1) + LARGE[1:])
+    damaged.write_bytes(bytes([LARGE[0] ^ 1]) + LARGE[1:])
     with pytest.raises(Damaged, match=r"model\.safetensors arrived damaged"):
         await files_in(tmp_path / "state").fetch_url(f"{url}/model")
     assert not list((tmp_path / "state" / "files").rglob("model.safetensors"))
@@ -150,7 +150,7 @@ async def test_half_a_copy_is_never_taken_also_where_a_whole_one_was_before(
 
 
 def test_what_is_copied_must_be_what_was_sealed(bucket: Path, checkpoint: Path) -> None:
-    (checkpoint / "model" / "model.safetensors").write_bytes(bytes(1) + LARGE[1:])
+    (checkpoint / "model" / "model.safetensors").write_bytes(bytes([LARGE[0] ^ 1]) + LARGE[1:])
     with pytest.raises(Damaged, match="not what was sealed"):
         ObjectFolder(f"file://{bucket}/step-000002").take_copy(checkpoint, threading.Event())
     assert not (bucket / "step-000002" / "manifest.json").exists()

@@ -80,6 +80,13 @@ async def test_turns_of_an_earlier_beginning_or_after_a_gap_do_not_count(ledger:
     assert await so_far(ledger) == [[0], [0]]
 
 
+async def test_a_turn_that_is_written_again_ends_what_followed_it(ledger: Ledger) -> None:
+    record(ledger, turn(0), turn(1), turn(3))
+    assert await so_far(ledger) == [[0, 1], []]
+    record(ledger, turn(2))
+    assert await so_far(ledger) == [[0, 1, 2], []]
+
+
 @pytest.mark.parametrize("end", ["generated", "scored", "dropped"])
 async def test_turns_leave_with_the_end_of_their_episode_and_come_too_late_after_it(
     ledger: Ledger, tmp_path: Path, end: str

@@ -34,7 +34,7 @@ class Judgement:
     seen: Floats
     """The same values of this update."""
     turns_tell: bool
-    """Whether the parts of the reward came with the turns: not where rewards are shuffled."""
+    """Whether the parts of the reward come with the turns: not where rewards are shuffled, clipped or normalised."""
     score_squares: Floats
     """One a token: the squared length of the gradient of its log-probability by the logits, before the update."""
 
@@ -149,6 +149,8 @@ def judged(
         kept,
         earlier,
         seen,
-        turns_tell=not algorithm.shuffle_rewards,
+        turns_tell=not algorithm.shuffle_rewards
+        and advantage.reward_clip is None
+        and advantage.reward_normalization is None,
         score_squares=score_squares,
     )

@@ -44,6 +44,11 @@ def store(db: sqlite3.Connection, turns: Sequence[TurnRecord]) -> None:
         ],
         MOST_AT_ONCE,
     )
+    # Later turns of an earlier beginning, or behind one that could not be written, were said after other words.
+    db.executemany(
+        "DELETE FROM turns WHERE sample = (SELECT key FROM samples WHERE sample_id = ?) AND number > ?",
+        {turn.sample_id: turn.number for turn in turns}.items(),
+    )
 
 
 def load(db: sqlite3.Connection, samples: dict[int, str]) -> dict[int, tuple[TurnRecord, ...]]:

@@ -103,11 +103,20 @@ def outcomes_of(
         terms=batch.reward_terms,
         greedy_rewards=greedy,
         begins=batch.pieces.begins,
-        # The control experiment gives a sample another's reward, so its turns must not tell of its own.
-        turn_rewards=None if policy.shuffle_rewards else batch.turn_rewards,
+        turn_rewards=batch.turn_rewards if _turns_tell(policy) else None,
     )
     # Two things may look at a history, and never both: normalisation at rewards, a baseline at what is left of them.
     return outcomes, history.after(outcomes.totals[kept]) if seen is None else seen
+
+
+def _turns_tell(policy: PolicyConfig) -> bool:
+    """Return whether the rewards of turns are parts of the rewards that the advantage sees.
+
+    They are not where the control experiment gives a sample another's reward, nor where the sum has another scale.
+    """
+    advantage = policy.advantage
+    whole = advantage.reward_clip is None and advantage.reward_normalization is None
+    return whole and not policy.shuffle_rewards
 
 
 def check_rewards(batch: UpdateBatch) -> None:
