@@ -82,7 +82,7 @@ UNREADABLE = {
     "rewards of turns that cancel each other": completed(turn_rewards=[1e300, -1e300]),
     "too many rewards of turns": completed(turn_rewards=[1.0] * 100_001),
     "a metric that is no number": completed(metrics={"m": math.nan}),
-    "too many metrics": completed(metrics={str(number): 1.0 for number in range(101)}),
+    "too many metrics": completed(metrics={str(number): 1.0 for number in range(103)}),
     "escapes as the name of a metric": completed(metrics={"\x1b[2J": 1.0}),
 }
 

@@ -84,6 +84,9 @@ async def told(programs: Programs, jail: Jail, code: str) -> tuple[str, bool]:
         ("import sys\nprint('a')\nsys.exit()", "a"),
         ("def f(n): return n and f(n - 1)\nf(9)", "0"),
         ("if __name__ == '__main__': print('main')", "main"),
+        ("def f(x: int): pass\nf.__annotations__", "{'x': <class 'int'>}"),
+        ("import pickle\ndef f(): return 7\npickle.loads(pickle.dumps(f))()", "7"),
+        ("import sys\nsys.argv", "['program.py']"),
     ],
 )
 async def test_the_policy_reads_what_a_program_prints(

@@ -16,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from types import ModuleType
 from typing import IO, Any
 
 from flotilla_workers.functions import Target
@@ -77,10 +78,12 @@ def _execute(code: str) -> None:
     """Run a program as the main module; the value of an expression at its end is printed, as at a prompt."""
     tree = ast.parse(code, FILE)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
-    exec(compile(tree, FILE, "exec"), namespace)
+    module = ModuleType("__main__")
+    sys.modules["__main__"], sys.argv = module, [FILE]
+    exec(compile(tree, FILE, "exec", dont_inherit=True), module.__dict__)
     if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), FILE, "eval"), namespace)  # noqa: S307 - what the jail is for
+        shown = compile(ast.Expression(last.value), FILE, "eval", dont_inherit=True)
+        value = eval(shown, module.__dict__)  # noqa: S307 - what the jail is for
         if value is not None:
             sys.stdout.write(f"{value!r}\n")
 

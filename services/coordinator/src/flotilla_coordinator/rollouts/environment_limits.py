@@ -18,7 +18,9 @@ MOST_MESSAGES = 1_000
 MOST_TOOLS = 1_000
 MOST_BYTES = 960 * 1024
 MOST_BYTES_OF_TOOLS = MOST_BYTES // 4
-MOST_NUMBERS = 100
+MOST_REWARDS = 100
+MOST_METRICS = 102
+"""100 of the environment's own, and two that the service counts: programs, and those that failed."""
 MOST_TURN_REWARDS = 100_000
 MOST_STOPS = 16
 LONGEST_NAME = 200
@@ -49,9 +51,9 @@ def check_asked(asked: pb.TurnAsked) -> None:
 
 def check_ended(ended: pb.EpisodeEnded) -> None:
     """Raise ValueError where an end has more numbers than it may, or such that are none."""
-    given = {"rewards": ended.rewards, "metrics": ended.metrics}
-    for what, numbers in given.items():
-        _count(what, len(numbers), MOST_NUMBERS)
+    _count("rewards", len(ended.rewards), MOST_REWARDS)
+    _count("metrics", len(ended.metrics), MOST_METRICS)
+    for what, numbers in {"rewards": ended.rewards, "metrics": ended.metrics}.items():
         _names(f"one of the {what}", numbers)
         _numbers(what, numbers.values())
     _count("rewards of turns", len(ended.turn_rewards), MOST_TURN_REWARDS)
