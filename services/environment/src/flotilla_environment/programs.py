@@ -39,7 +39,7 @@ class Programs:
         self._zygotes = Zygotes()
         # Their users are those of no worker that is likely to live now.
         self._slots = iter(lambda: secrets.randbelow(USERS), None)
-        self._free = asyncio.Semaphore(os.cpu_count() or 1)
+        self._free = asyncio.Semaphore(len(os.sched_getaffinity(0)))
         self._jail: Jail | None = None
         self._looked = asyncio.Lock()
 
