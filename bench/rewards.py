@@ -3,7 +3,7 @@
 A real reward service runs as a process of its own, and is asked over gRPC. All of it shares two cores with this client.
 Each figure is by the clock, and again by the CPU seconds that a verdict takes of the service and its workers: 2 / those
 is the rate of two idle cores, whatever else the machine does now. The client's own time is in no figure by CPU.
-`python bench/rewards.py` prints one JSON line for each figure, within 150 s; names after it choose some of them.
+`python bench/rewards.py` prints one JSON line for each figure, within 200 s; names after it choose some of them.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ LIMIT_S = 60.0
 GSM8K = "FLOTILLA_BENCH_GSM8K"
 """The variable with the path of a file of GSM8K."""
 LATENCIES, FEW_LATENCIES = 150, 40
+ROUNDS = 5
+"""The times that a harmful sample comes and goes while others are scored; the delay is the median of them."""
 SLOW = 150.0
 """The rate below which few latencies are measured."""
 HONEST_LIMIT_S = 5.0
@@ -327,23 +329,36 @@ async def hostile() -> AsyncIterator[Figure]:
             yield await _beside(one, honest, kind, expected)
 
 
+_Ended = tuple[pb.ScoreOutcome, float]
+"""What came of a sample, and after how many seconds."""
+
+
 async def _beside(one: Service, honest: Work, kind: str, expected: str) -> Figure:
-    """Return how much later honest samples end beside a hostile one, and check how that one ends."""
+    """Return how much later honest samples end beside a hostile one, and check how that one ends.
+
+    The machine is faster in one second than in the next, so each round compares what lies side by side.
+    """
     load = os.getloadavg()[0]
     work = Work(f"{one.folder}/hostile.py:{kind}", [("1", "1", 1.0)], timeout_s=HOSTILE_LIMIT_S)
     await one.latencies(honest, 20)
-    alone = await one.latencies(honest, LATENCIES)
-    stop, first = asyncio.Event(), asyncio.Event()
-    striking = asyncio.create_task(_strike(one, work, stop, first))
-    beside = await one.latencies(honest, LATENCIES, until=first)
-    stop.set()
-    ended = await striking
-    alone += await one.latencies(honest, LATENCIES)
+    alone, beside, ratios, ended = list[float](), list[float](), list[float](), list[_Ended]()
+    before = await one.latencies(honest, LATENCIES // ROUNDS)
+    for _ in range(ROUNDS):
+        stop, first = asyncio.Event(), asyncio.Event()
+        striking = asyncio.create_task(_strike(one, work, stop, first))
+        during = await one.latencies(honest, LATENCIES // ROUNDS, until=first)
+        stop.set()
+        ended += await striking
+        after = await one.latencies(honest, LATENCIES // ROUNDS)
+        ratios.append(statistics.median(during) / statistics.median(before + after))
+        alone += before
+        beside += during
+        before = after
     limit_s = HOSTILE_LIMIT_S + BEGINNING_S
     slowest = max(took_s for _, took_s in ended)
     kinds = {outcome.WhichOneof("outcome") for outcome, _ in ended}
     places = {_place(outcome) for outcome, _ in ended}
-    delay = 100 * (statistics.median(beside) / statistics.median(alone) - 1)
+    delay = 100 * (statistics.median(ratios) - 1)
     right = kinds <= {expected, "timeout"} and slowest <= limit_s and all(places)
     where = ", ".join(sorted(place or "no place" for place in places))
     told = f"{', '.join(sorted(map(str, kinds)))} in at most {slowest:.2f} s, at {where}"
@@ -360,11 +375,9 @@ async def _beside(one: Service, honest: Work, kind: str, expected: str) -> Figur
     )
 
 
-async def _strike(
-    one: Service, work: Work, stop: asyncio.Event, first: asyncio.Event
-) -> list[tuple[pb.ScoreOutcome, float]]:
+async def _strike(one: Service, work: Work, stop: asyncio.Event, first: asyncio.Event) -> list[_Ended]:
     """Score hostile samples, one after the other, until it is enough; at least one, whose end is told."""
-    found: list[tuple[pb.ScoreOutcome, float]] = []
+    found: list[_Ended] = []
     while not found or not stop.is_set():
         begun = time.monotonic()
         (outcome,) = await one.ask(work.request("hostile", 0, 1))

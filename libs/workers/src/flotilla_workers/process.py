@@ -194,7 +194,7 @@ class WorkerProcess:
         if target.key in self.loaded:
             return None
         outcome = await self._ask(
-            {"do": "load", "target": target._asdict()},
+            {"do": "load", "key": target.key, "target": target._asdict()},
             LOAD_LIMIT_S,
             "loaded",
             lambda said: _text(said["loaded"]) if "loaded" in said else self._failure(said),

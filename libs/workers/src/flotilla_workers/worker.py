@@ -42,8 +42,7 @@ def answer(request: dict[str, Any], load: Loader, loaded: dict[str, Answers]) ->
         if request["do"] == "begin":
             return {"pid": os.getpid()}
         if request["do"] == "load":
-            target = Target(**request["target"])
-            loaded[target.key] = answers = load(target)
+            loaded[request["key"]] = answers = load(Target(**request["target"]))
             return {"loaded": getattr(answers, "told", "")}
         return {"value": loaded[request["key"]](request["question"])}
     except Refusal as error:
