@@ -342,14 +342,14 @@ async def _beside(one: Service, honest: Work, kind: str, expected: str) -> Figur
     work = Work(f"{one.folder}/hostile.py:{kind}", [("1", "1", 1.0)], timeout_s=HOSTILE_LIMIT_S)
     await one.latencies(honest, 20)
     alone, beside, ratios, ended = list[float](), list[float](), list[float](), list[_Ended]()
-    before = await one.latencies(honest, LATENCIES // ROUNDS)
+    before = await one.latencies(honest, LATENCIES)
     for _ in range(ROUNDS):
         stop, first = asyncio.Event(), asyncio.Event()
         striking = asyncio.create_task(_strike(one, work, stop, first))
-        during = await one.latencies(honest, LATENCIES // ROUNDS, until=first)
+        during = await one.latencies(honest, LATENCIES, until=first)
         stop.set()
         ended += await striking
-        after = await one.latencies(honest, LATENCIES // ROUNDS)
+        after = await one.latencies(honest, LATENCIES)
         ratios.append(statistics.median(during) / statistics.median(before + after))
         alone += before
         beside += during
