@@ -3,7 +3,7 @@
 A real reward service runs as a process of its own, and is asked over gRPC. All of it shares two cores with this client.
 Each figure is by the clock, and again by the CPU seconds that a verdict takes of the service and its workers: 2 / those
 is the rate of two idle cores, whatever else the machine does now. The client's own time is in no figure by CPU.
-`python bench/rewards.py` prints one JSON line for each figure, within 200 s; names after it choose some of them.
+`python bench/rewards.py` prints one JSON line for each figure, within 300 s; names after it choose some of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LIMIT_S = 60.0
 GSM8K = "FLOTILLA_BENCH_GSM8K"
 """The variable with the path of a file of GSM8K."""
 LATENCIES, FEW_LATENCIES = 150, 40
-ROUNDS = 5
+ROUNDS = 15
 """The times that a harmful sample comes and goes while others are scored; the delay is the median of them."""
 SLOW = 150.0
 """The rate below which few latencies are measured."""
