@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
@@ -51,16 +51,35 @@ def main() -> int:
     return asyncio.run(_run(given.kind, arguments, build))
 
 
+class _Member(ServiceProcess):
+    """One of them: a signal reaches the last one that began, which has all of them end at the same time."""
+
+    def __init__(
+        self,
+        number: ServiceKind.ValueType,
+        kind: str,
+        arguments: Arguments,
+        build: Callable[[Host], Service],
+        members: Sequence[ServiceProcess],
+    ) -> None:
+        super().__init__(number, kind, arguments, build)
+        self._members = members
+
+    def end(self, grace_s: float | None = None) -> None:
+        for one in self._members:
+            ServiceProcess.end(one, grace_s)
+
+
 async def _run(kind: str, arguments: list[Arguments], build: Callable[[Host], Service]) -> int:
     # Each member of a weight group waits for all others on a thread: fewer threads than that would wait without end.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_EACH * len(arguments)))
     number = ServiceKind.Value(f"SERVICE_KIND_{kind.upper()}")
-    services = [ServiceProcess(number, kind, one, build) for one in arguments]
+    services: list[ServiceProcess] = []
+    services += [_Member(number, kind, one, build, services) for one in arguments]
     running = [
         asyncio.create_task(one.run(), name=given.name)
         for one, given in zip(services, arguments, strict=True)
     ]
-    # Signals reach one of them alone.
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     for service in services:
         service.end()

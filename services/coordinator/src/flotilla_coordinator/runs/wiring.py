@@ -172,9 +172,14 @@ class RunWiring:
         weights = self._config.weights
         algorithm, stack = self._config.algorithm, self._host.stack
 
+        most: Rounding | None = None
+
         def measured(rounding: Rounding | None) -> None:
+            nonlocal most
+            # The canary's few tokens take back nothing that a batch has shown.
+            most = max(filter(None, (most, rounding)), default=None)
             if isinstance(algorithm, PolicyConfig):
-                policy.agreement = agreement_limits(stack, algorithm.correction, rounding)
+                policy.agreement = agreement_limits(stack, algorithm.correction, most)
 
         measured(None)
         if isinstance(algorithm, PolicyConfig) and algorithm.correction.fail_at == "auto":
