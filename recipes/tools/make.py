@@ -1,7 +1,7 @@
 """Makes the data of this recipe, problems in words with three numbers, and a chat model whose template shows tools.
 
 Invariants: the numbers of a problem are in one file alone; the same seed always writes the same bytes. In the file of
-imitation two of five rows call the calculator and the others answer at once, all of them rightly. The model is that of
+imitation one row of four calls the calculator and the others answer at once, all of them rightly. The model is that of
 examples/instruct with another chat template: its weights are a link.
 """
 
@@ -20,7 +20,7 @@ from flotilla_environment.tools import described
 HERE = Path(__file__).resolve().parent
 INSTRUCT = HERE.parents[1] / "examples" / "instruct"
 SIZES = {"sft": 800, "rl": 1000, "heldout": 100}
-CALLED = 0.4
+CALLED = 0.25
 """Share of the rows of imitation that call."""
 
 NAMES = ("Mia", "Tom", "Ada", "Ben", "Eva", "Leo", "Ida", "Max")
@@ -65,7 +65,7 @@ def row_of(name: str, numbers: tuple[int, ...], draw: random.Random) -> dict[str
             {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
         )
         chat.append({"role": "tool", "content": result})
-    return {"messages": [*chat, {"role": "assistant", "content": result}], "tools": TOOLS}
+    return {"messages": [*chat, {"role": "assistant", "content": f"The answer is {result}."}], "tools": TOOLS}
 
 
 def make_data(out: Path, seed: int = 0) -> None:

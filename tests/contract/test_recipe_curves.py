@@ -40,7 +40,19 @@ def test_each_file_of_a_recipe_is_a_configuration_with_a_name_of_its_own(file: P
 
 
 @pytest.mark.parametrize(
-    "recipe", ["code", "gsm8k", "instruct", "judge", "ppo", "reasoning_gym", "reward_model", "textarena"]
+    "recipe",
+    [
+        "code",
+        "frozen_lake",
+        "gsm8k",
+        "instruct",
+        "judge",
+        "ppo",
+        "reasoning_gym",
+        "reward_model",
+        "textarena",
+        "tools",
+    ],
 )
 def test_the_scores_that_a_page_tells_are_those_of_its_curves(recipe: str) -> None:
     # What was measured on a CPU with GRPO is told by the page of the example.

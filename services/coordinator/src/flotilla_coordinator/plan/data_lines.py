@@ -179,8 +179,10 @@ def overlap_warnings(data: PromptFile, held_out: PromptFile, name: str) -> Entri
     """Warn of held-out prompts that the run also trains on; nobody has read the prompts that are streamed."""
     if data.streamed:
         return
-    trained = {prompt.token_ids.tobytes() for prompt in data.prompts}
-    if shared := sum(prompt.token_ids.tobytes() in trained for prompt in held_out.prompts):
+    # An environment reads the text of a prompt, of which a small vocabulary may leave nothing.
+    trained = {(prompt.prompt_text, prompt.token_ids.tobytes()) for prompt in data.prompts}
+    shared = sum((prompt.prompt_text, prompt.token_ids.tobytes()) in trained for prompt in held_out.prompts)
+    if shared:
         of = f" of {name}" if name else ""
         yield warning(
             f"{shared} of {len(held_out.prompts)} held-out prompts{of} are also in the training data: "
