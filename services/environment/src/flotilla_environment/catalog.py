@@ -38,7 +38,9 @@ def problem(environment: str, parameters: dict[str, Any]) -> str:
         target = resolve(spec)
     except FlotillaError as error:
         return str(error)
-    return str(answer({"do": "load", "key": target.key, "target": target._asdict()}, load, {}).get("failed", ""))
+    return str(
+        answer({"do": "load", "key": target.key, "target": target._asdict()}, load, {}).get("failed", "")
+    )
 
 
 def list_environments() -> list[pb.EnvironmentInfo]:

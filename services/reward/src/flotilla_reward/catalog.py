@@ -108,7 +108,9 @@ def problem(reward: str, parameters: dict[str, Any]) -> str:
         return str(error)
     if target is None:
         return ""
-    return str(answer({"do": "load", "key": target.key, "target": target._asdict()}, load, {}).get("failed", ""))
+    return str(
+        answer({"do": "load", "key": target.key, "target": target._asdict()}, load, {}).get("failed", "")
+    )
 
 
 def list_rewards() -> list[pb.RewardInfo]:
