@@ -22,7 +22,7 @@ from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config import EnvironmentConfig, SamplingConfig
-from flotilla_core.errors import Exhausted, FlotillaError, Unavailable
+from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, Unavailable
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_data.tokenizer import Tokenizer
@@ -384,16 +384,28 @@ async def test_a_turn_is_as_long_as_the_run_the_room_and_the_environment_allow(p
     assert played.one.truncated
 
 
-async def test_an_episode_that_takes_too_long_is_dropped_and_frees_its_environment(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def never(_self: Call) -> None:
-        await asyncio.Event().wait()
+LATE = Ended("timeout", {}, (), {}, "the environment took longer than 1 s")
 
-    monkeypatch.setattr(Call, "asked", never)
-    played = await play(Environments(TWO_TURNS), episode_timeout_s=0.01)
+
+@pytest.mark.parametrize("scripts", [([asks("One?"), LATE],), ([asks("One?"), asks("Two?"), GONE], [LATE])])
+async def test_an_episode_that_takes_too_long_is_dropped(play: Play, scripts: list[Script]) -> None:
+    played = await play(Environments(*scripts))
     assert played.one.drop_reason is DropReason.ENVIRONMENT_TIMEOUT
-    assert played.one.episode.ending == "timeout" and "longer than 0.01 s" in played.one.outcome.failure
+    assert played.one.episode.ending == "timeout" and "longer than 1 s" in played.one.outcome.failure
+
+
+async def test_worlds_that_are_gone_for_the_sake_of_others_cost_no_attempt(play: Play) -> None:
+    gone = FailedPrecondition("the episode cannot go on in another worker")
+    played = await play(Environments(*[[asks("One?"), gone]] * 7, TWO_TURNS))
+    assert [call.start.attempt for call in played.environments.calls] == [*range(1, 9)]
+    assert played.one.played.total == 1.0 and not played.lost
+    assert played.episodes.figures.take()["episodes/repeated"] == 7.0
+
+
+async def test_an_episode_whose_world_is_always_gone_ends_the_run(play: Play) -> None:
+    gone = FailedPrecondition("the episode cannot go on in another worker")
+    with pytest.raises(Exhausted, match="it began 100 times, and others ended its worker each time"):
+        await play(Environments([gone]))
 
 
 async def test_messages_that_the_template_refuses_fail_that_episode_alone(play: Play) -> None:
