@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -193,12 +194,12 @@ def play(tokenizer: Tokenizer) -> Play:
             "run", 0, tokenizer, pool=pool, serves=lambda *_: True, wait_limit_s=1.0, lost=lambda *_: None
         )
         sampling = SamplingConfig(max_response_tokens=options.pop("turn_tokens", 64))
+        log, turns_so_far = options.pop("log", None), options.pop("turns", None)
         config = EnvironmentConfig(name="scripted", **options)
         scripted: Any = environments
-        episodes = Episodes(0, config, tokenizer, turns=turns, environments=scripted, lost=tell)
-        request = GenerationRequest(
-            PROMPT.token_ids, tuple(slots), sampling, Version(0, 0), 5.0, 3, prompt=PROMPT, world="0/0"
-        )
+        episodes = Episodes(0, config, tokenizer, turns=turns, environments=scripted, lost=tell, log=log)
+        row = {"prompt": PROMPT, "world": "0/0", "turns": turns_so_far}
+        request = GenerationRequest(PROMPT.token_ids, tuple(slots), sampling, Version(0, 0), 5.0, 3, **row)
         async with aclosing(episodes.samples(request)) as samples:
             found: dict[str, Any] = {sample.sample_id: sample async for sample in samples}
         assert environments.open == 0
@@ -392,6 +393,13 @@ async def test_an_episode_that_takes_too_long_is_dropped(play: Play, scripts: li
     played = await play(Environments(*scripts))
     assert played.one.drop_reason is DropReason.ENVIRONMENT_TIMEOUT
     assert played.one.episode.ending == "timeout" and "longer than 1 s" in played.one.outcome.failure
+
+
+@pytest.mark.parametrize("in_ledger", [True, False])
+async def test_turns_of_samples_that_are_in_no_ledger_are_not_recorded(play: Play, in_ledger: bool) -> None:
+    log = Mock()
+    await play(Environments(TWO_TURNS), log=log, turns={} if in_ledger else None)
+    assert log.take.call_count == (2 if in_ledger else 0)
 
 
 async def test_worlds_that_are_gone_for_the_sake_of_others_cost_no_attempt(play: Play) -> None:

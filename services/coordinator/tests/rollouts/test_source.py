@@ -58,7 +58,7 @@ class Task:
     async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
         prompt = int(request.prompt_token_ids[0])
         self.asked.append(prompt)
-        self.resumed |= {prompt_of(sample_id) for sample_id in request.turns}
+        self.resumed |= {prompt_of(sample_id) for sample_id in request.turns or ()}
         try:
             if prompt in self.slow:
                 await self.free.wait()

@@ -258,7 +258,10 @@ class Episodes:
     async def _whole(self, sample_id: str, request: GenerationRequest) -> RolloutSample:
         """Play an episode, as often as its environment is lost."""
         cause: FlotillaError | None = None
-        past = PlayedTurns(sample_id, request.turns.get(sample_id, ()), self._log)
+        if request.turns is None:
+            past = PlayedTurns(sample_id, (), None)
+        else:
+            past = PlayedTurns(sample_id, request.turns.get(sample_id, ()), self._log)
         losses = 0
         while losses < request.max_attempts and past.attempt < MOST_BEGINNINGS:
             play = self._play(request, past)

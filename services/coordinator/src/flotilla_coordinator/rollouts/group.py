@@ -64,7 +64,7 @@ class GreedyBaseline:
         request = replace(
             beside,
             sample_ids=(f"{wanted.group_id}/greedy",),
-            turns={},
+            turns=None,
             sampling=beside.sampling.model_copy(update={"temperature": 0.0}),
         )
         response = await self._response(request)
