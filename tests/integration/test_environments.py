@@ -43,8 +43,8 @@ FAILS = {
     "writes_to_every_descriptor": "no answer to its question",
     "message_of_100_mb": "bytes as JSON, of 983,040 at most",
     "million_messages": "expected a list of at most 1000",
-    "deep_arguments": "RecursionError",
-    "deep_arguments_as_text": "",
+    "deep_arguments": "returned a call whose arguments have more than 32 levels",
+    "deep_arguments_as_text": "returned a call whose arguments are not JSON",
     "forged_role": "expected a role among",
     "nested_content": "expected text",
     "says_nothing": "returned no messages and is not done",
@@ -234,7 +234,7 @@ async def test_calls_of_tools_travel_as_chat_templates_know_them(service: Servic
         forged = [{"id": "2", "type": "function", "function": {"name": "\x1b[2J", "arguments": {}}}]
         await call.written({"role": "assistant", "content": "", "tool_calls": forged})
         asked = await call.asked()
-        assert asked is not None and "cannot be printed" in asked.messages[0]["content"]
+        assert asked is not None and "not of one line" in asked.messages[0]["content"]
         await call.written({"role": "assistant", "content": "144"})
         assert await call.asked() is None
     assert call.ended == Ended("completed", {"correct": 1.0}, (), {"tool_calls": 1.0, "tool_errors": 1.0})

@@ -47,6 +47,9 @@ UNREADABLE = {
     "a tool with a number that is none": pb.TurnAsked(
         messages=[HELLO], tools=[Tool(function='{"name": "f", "parameters": NaN}')]
     ),
+    "a tool with a number without end": pb.TurnAsked(
+        messages=[HELLO], tools=[Tool(function='{"name": "f", "parameters": 1e999}')]
+    ),
     "too many messages": pb.TurnAsked(messages=[HELLO] * 1_001),
     "too many tools": pb.TurnAsked(messages=[HELLO], tools=[Tool(function='{"name": "f"}')] * 1_001),
     "a tool that is too long": pb.TurnAsked(
@@ -147,6 +150,13 @@ async def test_a_server_that_closes_in_the_middle_of_a_turn_has_lost_the_episode
         await call.written({"role": "assistant", "content": "late"})
         with pytest.raises(Unavailable, match="left the episode without an end"):
             await call.asked()
+
+
+@pytest.mark.parametrize("name", ["خانه\u200cها", "\U0001f469\u200d\U0001f680"])
+async def test_names_in_every_script_are_taken(name: str) -> None:
+    async with served(completed(rewards={name: 1.0})) as run, run.begin(EpisodeStart("a")) as call:
+        assert await call.asked() is None
+        assert call.ended is not None and call.ended.rewards == {name: 1.0}
 
 
 async def test_an_end_ends_an_episode_whatever_is_asked_for_behind_it() -> None:

@@ -32,7 +32,7 @@ from flotilla_coordinator.rollouts.environment_limits import (
     LONGEST_TRACEBACK,
     check_asked,
     check_ended,
-    json_of,
+    is_name,
 )
 from flotilla_coordinator.rollouts.own_time import OwnTime
 from flotilla_coordinator.rollouts.tool_calls import DEEPEST, is_deeper
@@ -46,6 +46,7 @@ from flotilla_core.errors import (
     Unavailable,
     unicode_text,
 )
+from flotilla_core.json_text import finite_json
 from flotilla_core.rpc import Load, Replica, ReplicaPool
 
 if TYPE_CHECKING:
@@ -179,11 +180,10 @@ class EpisodeCall:
     ) -> None:
         """Send what the policy wrote; `cut` says that it reached its most tokens, `unparsed` why a call is not read."""
         said = _message(message)
-        if any(not call.name.isprintable() or len(call.name) > LONGEST_NAME for call in said.tool_calls):
+        if not all(is_name(call.name) for call in said.tool_calls):
             del said.tool_calls[:]
             unparsed = (
-                unparsed
-                or f"the name of a call is longer than {LONGEST_NAME} characters, or cannot be printed"
+                unparsed or f"the name of a call is longer than {LONGEST_NAME} characters, or not of one line"
             )
         written = pb.TurnWritten(
             message=said,
@@ -326,7 +326,7 @@ def _tool(text: str) -> dict[str, Any]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    value = json_of(text)
+    value = finite_json(text)
     if not isinstance(value, dict) or is_deeper(value, DEEPEST):
         raise ValueError(f"{text[:80]!r} is no JSON object of at most {DEEPEST} levels")
     return value
