@@ -153,6 +153,19 @@ async def test_where_the_stack_says_unsafe_a_program_runs_in_a_process_of_its_ow
     await programs.stop()
 
 
+async def test_sets_have_the_same_order_in_every_program_of_every_replica(
+    programs: Programs, jail: Jail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    code = "print({str(number) for number in range(30)})"
+    said = {await told(programs, jail, code)}
+    for other in (jail, NO_JAIL):
+        replica = Programs()
+        said.add(await told(replica, other, code))
+        await replica.stop()
+    assert len(said) == 1
+
+
 async def test_runs_share_the_processors_and_a_wait_for_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     programs = Programs()
