@@ -18,7 +18,7 @@ from flotilla.environment.v1.environment_pb2_grpc import (
     EnvironmentServiceServicer,
     add_EnvironmentServiceServicer_to_server,
 )
-from flotilla_coordinator.rollouts import environments
+from flotilla_coordinator.rollouts import environments, own_time
 from flotilla_coordinator.rollouts.environments import Environments, EpisodeStart
 from flotilla_core.errors import Unavailable
 from flotilla_testing.environment_process import pool_of
@@ -46,6 +46,9 @@ UNREADABLE = {
     ),
     "a tool with a number that is none": pb.TurnAsked(
         messages=[HELLO], tools=[Tool(function='{"name": "f", "parameters": NaN}')]
+    ),
+    "a tool with a number without end": pb.TurnAsked(
+        messages=[HELLO], tools=[Tool(function='{"name": "f", "parameters": 1e999}')]
     ),
     "too many messages": pb.TurnAsked(messages=[HELLO] * 1_001),
     "too many tools": pb.TurnAsked(messages=[HELLO], tools=[Tool(function='{"name": "f"}')] * 1_001),
@@ -87,8 +90,9 @@ UNREADABLE = {
 }
 
 
-SaidByServer = pb.TurnAsked | pb.EpisodeEnded | pb.Beat | None
-"""A part, or None where it says nothing any more and does not end."""
+SaidByServer = pb.TurnAsked | pb.EpisodeEnded | pb.Beat | pb.RunEpisodeResponse | None
+"""A part, a response after a while, or None where it says nothing any more and does not end."""
+WHILE_S = 0.1
 
 
 class Server(EnvironmentServiceServicer):
@@ -107,14 +111,17 @@ class Server(EnvironmentServiceServicer):
             while isinstance(one, pb.Beat):
                 yield pb.RunEpisodeResponse(beat=one)
                 await asyncio.sleep(0)
-            if isinstance(one, pb.TurnAsked):
+            if isinstance(one, pb.RunEpisodeResponse):
+                await asyncio.sleep(WHILE_S)
+                yield one
+            elif isinstance(one, pb.TurnAsked):
                 yield pb.RunEpisodeResponse(asked=one)
             else:
                 yield pb.RunEpisodeResponse(ended=one)
 
 
 @asynccontextmanager
-async def served(*said: SaidByServer) -> AsyncIterator[Environments]:
+async def served(*said: SaidByServer, episode_limit_s: float = math.inf) -> AsyncIterator[Environments]:
     server = grpc.aio.server()
     add_EnvironmentServiceServicer_to_server(Server(*said), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -122,7 +129,8 @@ async def served(*said: SaidByServer) -> AsyncIterator[Environments]:
     try:
         address = f"127.0.0.1:{port}"
         async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(LIMIT_S):
-            yield Environments("run", "theirs", {}, await pool_of(address, lambda _: channel), LIMIT_S)
+            pool = await pool_of(address, lambda _: channel)
+            yield Environments("run", "theirs", {}, pool, LIMIT_S, episode_limit_s=episode_limit_s)
     finally:
         await server.stop(None)
 
@@ -142,6 +150,13 @@ async def test_a_server_that_closes_in_the_middle_of_a_turn_has_lost_the_episode
         await call.written({"role": "assistant", "content": "late"})
         with pytest.raises(Unavailable, match="left the episode without an end"):
             await call.asked()
+
+
+@pytest.mark.parametrize("name", ["خانه\u200cها", "\U0001f469\u200d\U0001f680"])
+async def test_names_in_every_script_are_taken(name: str) -> None:
+    async with served(completed(rewards={name: 1.0})) as run, run.begin(EpisodeStart("a")) as call:
+        assert await call.asked() is None
+        assert call.ended is not None and call.ended.rewards == {name: 1.0}
 
 
 async def test_an_end_ends_an_episode_whatever_is_asked_for_behind_it() -> None:
@@ -175,7 +190,24 @@ async def test_a_server_without_a_sign_of_life_has_lost_the_episode(monkeypatch:
             await call.asked()
 
 
-async def test_a_server_that_gives_signs_of_life_for_ever_is_left_at_the_limit_of_its_caller() -> None:
-    async with served(pb.Beat()) as run, run.begin(EpisodeStart("a")) as call:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(call.asked(), 0.5)
+async def test_an_episode_of_a_server_that_gives_signs_of_life_for_ever_ends_at_its_limit() -> None:
+    async with served(pb.Beat(), episode_limit_s=0.3) as run, run.begin(EpisodeStart("a")) as call:
+        assert await call.asked() is None and call.ended is not None
+        assert call.ended.ending == "timeout" and "longer than 0.3 s over one episode" in call.ended.failure
+
+
+async def test_an_episode_of_a_silent_server_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_time, "LATE_S", 0.1)
+    async with served(None, episode_limit_s=0.3) as run, run.begin(EpisodeStart("a")) as call:
+        assert await call.asked() is None and call.ended is not None and call.ended.ending == "timeout"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_waits_on_the_replica_are_no_time_of_an_environment(waits: bool) -> None:
+    beats = [pb.RunEpisodeResponse(beat=pb.Beat()) for _ in range(6)]
+    for number, beat in enumerate(beats, 1):
+        beat.waited.FromNanoseconds(int(waits * number * WHILE_S * 1e9))
+    said = *beats, pb.TurnAsked(messages=[HELLO])
+    async with served(*said, episode_limit_s=3 * WHILE_S) as run, run.begin(EpisodeStart("a")) as call:
+        asked = await call.asked()
+        assert (asked is not None) is waits and (call.ended is None) is waits

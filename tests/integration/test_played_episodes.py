@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flotilla_coordinator.data.prompts import Prompt
-from flotilla_coordinator.ledger.records import TokenSpan
+from flotilla_coordinator.ledger.records import DropReason, TokenSpan
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.environments import Environments
 from flotilla_coordinator.rollouts.episodes import Episodes
@@ -80,3 +81,82 @@ async def test_a_policy_that_calls_the_calculator_earns_the_reward_of_its_enviro
             "assistant",
         ]
     assert all('"name": "calculate"' in prompt for prompt in policy.prompts)
+
+
+BESIDE = '''
+import secrets, time
+from flotilla_environment import Begun, Environment, Reply
+
+class Beside(Environment):
+    """Says nothing twice, and blocks where the data says so."""
+
+    def begin(self, task):
+        self.task, self.turns = task, 0
+        return Begun(secrets.token_hex(8))
+
+    def reply(self, turn):
+        self.turns += 1
+        if self.turns == 3 and "blocks" in self.task.info:
+            time.sleep(3600)
+        return Reply(secrets.token_hex(8), done=self.turns == 4, rewards={"end": 1.0} if self.turns == 4 else {})
+'''
+
+
+class InStep:
+    """Lets no episode go on to its second turn before all have come there."""
+
+    def __init__(self, tokenizer: Tokenizer, episodes: int) -> None:
+        self.token_ids = np.array([*tokenizer.encode("on"), tokenizer.eos_id], np.int32)
+        self.all_are_here = asyncio.Barrier(episodes)
+        self.begun: set[str] = set()
+
+    async def samples(self, request: GenerationRequest) -> AsyncIterator[RolloutSample]:
+        (sample_id,) = request.sample_ids
+        if sample_id.endswith("/1") and sample_id not in self.begun:
+            self.begun.add(sample_id)
+            await self.all_are_here.wait()
+        length = len(self.token_ids)
+        spans = (TokenSpan(Version(0, 1), 0, length),)
+        logprobs = np.full(length, -0.5, np.float32)
+        yield RolloutSample(sample_id, self.token_ids, logprobs, "on", spans, generator="generator-0")
+
+
+async def test_where_an_episode_blocks_its_worker_it_alone_fails_and_the_others_begin_again(
+    tmp_path: Path,
+) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "model", QWEN25))
+    file = tmp_path / "service" / "beside.py"
+    file.parent.mkdir()
+    file.write_text(BESIDE)
+    config = EnvironmentConfig(name=f"{file}:Beside", call_timeout_s=1.0)
+    policy: Any = InStep(tokenizer, 4)
+    lost: list[Any] = []
+    async with environment_process(file.parent) as process:
+        environments = Environments.of("run", config, process.pool, 60.0)
+        episodes = Episodes(
+            0, config, tokenizer, turns=policy, environments=environments, lost=lambda *one: lost.append(one)
+        )
+
+        async def played(number: int) -> RolloutSample:
+            row = Prompt(0, number, "go", np.array([1], np.int32), "", {"blocks": True} if number < 2 else {})
+            request = GenerationRequest(
+                row.token_ids,
+                (f"run/0/{number}/0",),
+                SamplingConfig(),
+                Version(0, 0),
+                60.0,
+                max_attempts=1,
+                prompt=row,
+                world=f"0/{number}",
+            )
+            async with aclosing(episodes.samples(request)) as samples:
+                (sample,) = [sample async for sample in samples]
+            return sample
+
+        async with asyncio.timeout(60):
+            blocking, other, *calm = await asyncio.gather(*map(played, range(4)))
+    for one in (blocking, other):
+        assert one.drop_reason is DropReason.ENVIRONMENT_TIMEOUT and one.outcome is not None
+        assert "longer than 1 s" in one.outcome.failure and "call_timeout_s" in one.outcome.failure
+    assert [one.attempt > 0 and one.played and one.played.total for one in calm] == [1.0, 1.0]
+    assert not lost, "what is another one's fault costs no attempt"

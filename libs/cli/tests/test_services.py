@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -40,6 +40,8 @@ class Elsewhere(CoordinatorServiceServicer):
     """A coordinator that knows one reward service on another machine, and a run with samples."""
 
     address = ""
+    without_messages: ClassVar[list[bool]] = []
+    """What each call for samples said."""
 
     async def ListServices(self, request: Any, context: Any) -> pb.ListServicesResponse:
         reward = registration_pb2.Registration(
@@ -54,6 +56,7 @@ class Elsewhere(CoordinatorServiceServicer):
         return pb.ExportRunResponse(files=[f"/runs/{request.run_id}/parquet/metrics.parquet"])
 
     async def ListSamples(self, request: Any, context: Any) -> pb.ListSamplesResponse:
+        self.without_messages.append(request.without_messages)
         first = int(request.page_token or 0)
         chosen = [one for one in SAMPLES if request.state in (0, one.state)]
         page = chosen[first : first + min(request.limit, 2)]
@@ -248,6 +251,16 @@ def test_samples_shows_each_with_its_reward_and_what_became_of_it(flotilla: Comm
     assert len(json.loads(flotilla("samples", "latest", "-n", "1", "--json")[1])["samples"]) == 1
     assert "--- prompt\n1+1=\nthink\n--- response\n2\n" in flotilla("samples", "latest", "--full")[1]
     assert flotilla("samples", "latest", "--state", "lost")[0] == 2
+
+
+@pytest.mark.usefixtures("operated")
+@pytest.mark.parametrize(("options", "without"), [((), True), (("--full",), False), (("--json",), False)])
+def test_samples_asks_for_conversations_only_where_it_shows_them(
+    flotilla: Command, options: tuple[str, ...], without: bool
+) -> None:
+    Elsewhere.without_messages.clear()
+    assert flotilla("samples", "latest", *options)[0] == 0
+    assert set(Elsewhere.without_messages) == {without}
 
 
 @pytest.mark.usefixtures("operated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from flotilla_environment.builtin import BUILTIN
 from flotilla_environment.environment import Program
 from flotilla_environment.holders import owner_of, read
 from flotilla_environment.programs import MOST_OF_ONE_REPLY, Programs
+from flotilla_environment.waits import Waits
 from flotilla_environment.worker import NOTHING
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
@@ -70,7 +72,7 @@ async def programs() -> AsyncIterator[Programs]:
 
 
 async def told(programs: Programs, jail: Jail, code: str) -> tuple[str, bool]:
-    (outcome,) = await programs.run([Program(code, LIMIT_S)], jail)
+    (outcome,) = await programs.run([Program(code, LIMIT_S)], jail, "run", Waits())
     return outcome
 
 
@@ -135,19 +137,50 @@ async def test_a_program_finds_nothing_of_an_earlier_one_nor_of_the_host(
 
 
 async def test_the_programs_of_one_turn_are_bounded(programs: Programs, jail: Jail) -> None:
-    said = await programs.run([Program("print(1)", LIMIT_S)] * (MOST_OF_ONE_REPLY + 2), jail)
+    said = await programs.run([Program("print(1)", LIMIT_S)] * (MOST_OF_ONE_REPLY + 2), jail, "run", Waits())
     assert said[:MOST_OF_ONE_REPLY] == [("1", False)] * MOST_OF_ONE_REPLY
     assert [failed for _, failed in said[MOST_OF_ONE_REPLY:]] == [True, True]
 
 
 async def test_without_a_jail_no_program_runs() -> None:
     with pytest.raises(InvalidConfig, match="cannot run here"):
-        await Programs().run([Program("print(1)")], replace(NO_JAIL, refusal="no jail"))
+        await Programs().run([Program("print(1)")], replace(NO_JAIL, refusal="no jail"), "run", Waits())
 
 
 async def test_where_the_stack_says_unsafe_a_program_runs_in_a_process_of_its_own() -> None:
     programs = Programs()
-    assert await programs.run([Program("import os\nprint(1)")], NO_JAIL) == [("1", False)]
+    assert await programs.run([Program("import os\nprint(1)")], NO_JAIL, "run", Waits()) == [("1", False)]
+    await programs.stop()
+
+
+async def test_sets_have_the_same_order_in_every_program_of_every_replica(
+    programs: Programs, jail: Jail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    code = "print({str(number) for number in range(30)})"
+    said = {await told(programs, jail, code)}
+    for other in (jail, NO_JAIL):
+        replica = Programs()
+        said.add(await told(replica, other, code))
+        await replica.stop()
+    assert len(said) == 1
+
+
+async def test_runs_share_the_processors_and_a_wait_for_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    programs = Programs()
+    ended: list[str] = []
+
+    async def run(run_id: str, waits: Waits) -> None:
+        began = time.monotonic()
+        await programs.run([Program("import time\ntime.sleep(0.1)")], NO_JAIL, run_id, waits)
+        ended.append(run_id)
+        assert waits.total_s < time.monotonic() - began - 0.1, "its own time is no wait"
+
+    waits = [Waits() for _ in range(5)]
+    await asyncio.gather(*(run("flood" if number < 4 else "other", one) for number, one in enumerate(waits)))
+    assert ended == ["flood", "flood", "other", "flood", "flood"]
+    assert waits[0].total_s < 0.1 < waits[1].total_s < waits[4].total_s < waits[2].total_s < waits[3].total_s
     await programs.stop()
 
 

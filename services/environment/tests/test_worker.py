@@ -83,9 +83,10 @@ def test_episodes_of_one_worker_are_apart_and_each_is_closed_once() -> None:
         ("", "(Call(id='1', name='f', arguments={}),) "),
         ("[1]", "() arguments of f are no JSON object"),
         ("{", "() arguments of f are not JSON: "),
+        ('{"a": 1e999}', "() arguments of f hold what JSON does not have"),
         ('{"a":' * (sys.getrecursionlimit() * 100), "() arguments of f are not JSON: "),
     ],
-    ids=["object", "none", "list", "broken", "deep"],
+    ids=["object", "none", "list", "broken", "endless", "deep"],
 )
 def test_arguments_of_a_call_are_an_object_or_a_reason(arguments: str, heard: str) -> None:
     episodes = Episodes(Echo, {})
@@ -103,6 +104,13 @@ def test_what_a_method_returns_wrongly_is_told_with_its_line() -> None:
     line = inspect.getsourcelines(Wrong.begin)[1]
     with pytest.raises(Exception, match=rf"{__file__}:{line} in begin: returned Reply.* expected a Begun"):
         Episodes(Wrong, {}).answer(begin())
+
+
+DEEP = '{"a":' * 33 + "1" + "}" * 33
+
+
+def calls(*given: Any) -> Reply:
+    return Reply([{"role": "assistant", "tool_calls": list(given)}])
 
 
 CALLS = [{"id": "i" * 200, "name": "\U0001f600" * 200, "arguments": "{}"}] * 999
@@ -132,14 +140,72 @@ class Says(Environment):
         (Reply(done=True, rewards={"turns": 1.0}), "names a reward turns, which is the sum of the rewards"),
         (Reply([{"role": "assistant", "tool_calls": CALLS}]), "says 2,6.* bytes as JSON, of 983,040 at most"),
         (Reply("\U0001f600" * 90_000), "says 1,080,.* bytes as JSON"),
+        (Reply(done=True, rewards={"a": 1e39}), "returned 1e.39 as rewards a, expected a finite number"),
+        (Reply("on", reward=-1e300), "returned -1e.300 as reward, expected a finite number of at most 1e.38"),
+        (Reply(done=True, metrics={"a\nb": 1.0}), "named something 'a.*b', expected one line of at most 200"),
+        (calls({"name": ""}), "returned a call without a name: {'name': ''}"),
+        (calls("f"), "returned a call without a name: 'f'"),
+        (calls(*[{"name": "f"}] * 1_001), "returned a message with 1,001 calls, of 1,000 at most"),
+        (
+            calls({"name": "f", "arguments": '{"a": 1e999}'}),
+            "returned a call whose arguments hold what JSON does not have",
+        ),
+        (
+            calls({"name": "f", "arguments": {"a": float("nan")}}),
+            "returned a call whose arguments hold what JSON does not have",
+        ),
+        (calls({"name": "f", "arguments": "[1]"}), "returned a call whose arguments are no JSON object"),
+        (calls({"name": "f", "arguments": DEEP}), "returned a call whose arguments have more than 32 levels"),
     ],
-    ids=["rewards", "metrics", "turns", "names of calls", "text beyond 16 bits"],
+    ids=[
+        *("rewards", "metrics", "turns", "names of calls", "text beyond 16 bits", "reward beyond float32"),
+        *(
+            "reward of a turn beyond float32",
+            "metric of two lines",
+            "call without a name",
+            "no call",
+            "many calls",
+        ),
+        *("endless number", "no number", "list", "deep"),
+    ],
 )
 def test_a_reply_that_would_lose_something_is_refused(what: Reply, why: str) -> None:
     episodes = Episodes(Says, {"what": what})
     episodes.answer(begin())
     with pytest.raises(Refusal, match=f"{__file__}:\\d+ in reply: {why}"):
         episodes.answer(reply())
+
+
+@pytest.mark.parametrize(
+    ("tool", "why"),
+    [
+        ({"description": "f"}, "returned a tool without a name"),
+        ({"name": 1}, "returned a tool without a name"),
+        (
+            {"name": "f", "parameters": {"maximum": float("inf")}},
+            "a tool 'f' whose parts hold what JSON does not",
+        ),
+        (
+            {"name": "f", "parameters": {"default": {1, 2}}},
+            "a tool 'f' whose parts hold what JSON does not have",
+        ),
+    ],
+)
+def test_a_tool_that_cannot_be_sent_is_refused(tool: dict[str, Any], why: str) -> None:
+    class Tools(Environment):
+        def begin(self, task: Task) -> Begun:
+            return Begun("begin", [tool])
+
+    with pytest.raises(
+        Refusal, match=f"{__file__}:\\d+ in begin: returned .*{why.removeprefix('returned ')}"
+    ):
+        Episodes(Tools, {}).answer(begin())
+
+
+@pytest.mark.parametrize("name", ["خانه\u200cها", "\U0001f469\u200d\U0001f680", "a\u00a0b"])
+def test_names_in_every_script_are_taken(name: str) -> None:
+    said = _said(Reply(done=True, rewards={name: 1.0}, metrics={name: 2.0}))
+    assert said["rewards"] == {name: 1.0} and said["metrics"] == {name: 2.0}
 
 
 def test_the_longest_reply_fits_into_the_answer_of_a_worker() -> None:

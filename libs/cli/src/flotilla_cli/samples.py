@@ -152,7 +152,10 @@ def samples(
         step, state, reward_above, reward_below, contains, sort, reverse, None if parquet else limit
     )
     where = (stack, coordinator)
-    of_run, shown = _evaluated(run, wanted, held_out, *where) if evaluation else _sampled(run, wanted, *where)
+    if evaluation:
+        of_run, shown = _evaluated(run, wanted, held_out, *where)
+    else:
+        of_run, shown = _sampled(run, wanted, *where, messages=full or as_json or parquet is not None)
     run_id = of_run.run.run_id
     if parquet is not None:
         _write_parquet(parquet, run_id, shown, as_json=as_json)
@@ -171,9 +174,9 @@ def samples(
 
 
 def _sampled(
-    run: str, wanted: Filter, stack: str | None, coordinator: str | None
+    run: str, wanted: Filter, stack: str | None, coordinator: str | None, *, messages: bool
 ) -> tuple[GetRunResponse, list[dict[str, Any]]]:
-    """Return the run and its samples."""
+    """Return the run and its samples; those that are episodes without or with their `messages`."""
 
     async def read(client: Answers) -> tuple[GetRunResponse, list[dict[str, Any]]]:
         of_run = await client.get_run_and_config(run)
@@ -185,6 +188,7 @@ def _sampled(
                 state=_wire_state(wanted.state),
                 limit=_PAGE,
                 page_token=page_token,
+                messages=messages,
             )
             found += filter(wanted.takes, map(_sample_json, page.samples))
             page_token = page.next_page_token
@@ -267,7 +271,7 @@ def _episode_json(sample: Sample) -> dict[str, Any]:
         "turns": episode.turns,
         "turn_rewards": [*episode.turn_rewards],
         "branches": episode.branches,
-        "messages": json.loads(episode.messages_json),
+        "messages": json.loads(episode.messages_json or "[]"),
     }
 
 

@@ -190,10 +190,16 @@ class Client:
         state: pb.SampleState.ValueType = pb.SAMPLE_STATE_UNSPECIFIED,
         limit: int = 100,
         page_token: str = "",
+        messages: bool = True,
     ) -> pb.ListSamplesResponse:
-        """One page of samples, as the ledger and the run directory have them."""
+        """One page of samples, as the ledger and the run directory have them; episodes without or with `messages`."""
         request = pb.ListSamplesRequest(
-            run_id=run_id, step=step, state=state, limit=limit, page_token=page_token
+            run_id=run_id,
+            step=step,
+            state=state,
+            limit=limit,
+            page_token=page_token,
+            without_messages=not messages,
         )
         return await rpc.unary(self._stub.ListSamples, request, timeout_s=_CALL_S)
 

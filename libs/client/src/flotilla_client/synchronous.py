@@ -111,10 +111,13 @@ class SyncClient(WaitingClient):
         state: pb.SampleState.ValueType = pb.SAMPLE_STATE_UNSPECIFIED,
         limit: int = 100,
         page_token: str = "",
+        messages: bool = True,
     ) -> pb.ListSamplesResponse:
-        """One page of samples, as the ledger and the run directory have them."""
+        """One page of samples, as the ledger and the run directory have them; episodes without or with `messages`."""
         return self._wait(
-            self._client.list_samples(run_id, step=step, state=state, limit=limit, page_token=page_token)
+            self._client.list_samples(
+                run_id, step=step, state=state, limit=limit, page_token=page_token, messages=messages
+            )
         )
 
     def export_run(self, run_id: str = "latest") -> list[Path]:

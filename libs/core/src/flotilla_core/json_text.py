@@ -82,6 +82,11 @@ def json_object(
     return values
 
 
+def finite_json(text: str) -> Any:
+    """Return the value of a text; raise ValueError where it is no JSON, or has a number that JSON cannot express."""
+    return _FINITE.decode(text)
+
+
 def read_json_object(path: Path, *, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """Return the object in a file; a missing file stays a FileNotFoundError, which the reader can explain better."""
     content = read_bounded(path, "the file", str(path), most_bytes)

@@ -18,6 +18,18 @@ _OBEYED = re.compile(
 )
 
 
+_NOT_OF_ONE_LINE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
+
+
+def is_one_line(text: str) -> bool:
+    """Return whether a text is of one line, without control characters, so that it may be a name.
+
+    Scripts and signs need marks that nobody sees, such as joiners. They are no reason to refuse a name: those that a
+    terminal obeys are made visible where it is shown.
+    """
+    return _NOT_OF_ONE_LINE.search(text) is None
+
+
 def visible(text: str) -> str:
     r"""Return the text with each character that a terminal obeys as its escape, such as `\x1b`."""
     return _OBEYED.sub(lambda found: _escape(ord(found[0])), text)

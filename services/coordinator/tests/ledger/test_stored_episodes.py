@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flotilla.coordinator.v1 import coordinator_pb2 as pb
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import (
     Branch,
@@ -20,7 +21,9 @@ from flotilla_coordinator.ledger.records import (
     RunState,
     TokenSpan,
 )
+from flotilla_coordinator.records.directory import RunDirectory
 from flotilla_coordinator.rollouts.samples import recorded_failures, recorded_samples
+from flotilla_coordinator.views.samples import list_samples
 from flotilla_core.version import Version
 
 RUN = "count-20260314-0915-7f3a"
@@ -76,6 +79,16 @@ async def test_an_episode_comes_back_as_it_was_and_may_be_trained_again(ledger: 
     assert again.episode.turn_ends == (1, 3)
     assert again.episode.messages == '[{"role":"user","content":"ü\\u001b"}]'
     assert again.trained is not None and again.trained.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("without", [True, False])
+async def test_a_list_of_samples_has_conversations_where_they_are_wanted(
+    ledger: Ledger, tmp_path: Path, without: bool
+) -> None:
+    await ledger.group_scored([played(SAMPLES[0])])
+    request = pb.ListSamplesRequest(limit=1, without_messages=without)
+    (shown,) = list_samples(ledger.path, RUN, RunDirectory.create(tmp_path / "run"), request).samples
+    assert shown.episode.turns == 2 and bool(shown.episode.messages_json) is not without
 
 
 async def test_a_single_response_has_no_row_and_no_episode(ledger: Ledger, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config import EnvironmentConfig, SamplingConfig
-from flotilla_core.errors import Exhausted, FlotillaError, Unavailable
+from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, Unavailable
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_data.tokenizer import Tokenizer
@@ -193,12 +194,12 @@ def play(tokenizer: Tokenizer) -> Play:
             "run", 0, tokenizer, pool=pool, serves=lambda *_: True, wait_limit_s=1.0, lost=lambda *_: None
         )
         sampling = SamplingConfig(max_response_tokens=options.pop("turn_tokens", 64))
+        log, turns_so_far = options.pop("log", None), options.pop("turns", None)
         config = EnvironmentConfig(name="scripted", **options)
         scripted: Any = environments
-        episodes = Episodes(0, config, tokenizer, turns=turns, environments=scripted, lost=tell)
-        request = GenerationRequest(
-            PROMPT.token_ids, tuple(slots), sampling, Version(0, 0), 5.0, 3, prompt=PROMPT, world="0/0"
-        )
+        episodes = Episodes(0, config, tokenizer, turns=turns, environments=scripted, lost=tell, log=log)
+        row = {"prompt": PROMPT, "world": "0/0", "turns": turns_so_far}
+        request = GenerationRequest(PROMPT.token_ids, tuple(slots), sampling, Version(0, 0), 5.0, 3, **row)
         async with aclosing(episodes.samples(request)) as samples:
             found: dict[str, Any] = {sample.sample_id: sample async for sample in samples}
         assert environments.open == 0
@@ -384,16 +385,35 @@ async def test_a_turn_is_as_long_as_the_run_the_room_and_the_environment_allow(p
     assert played.one.truncated
 
 
-async def test_an_episode_that_takes_too_long_is_dropped_and_frees_its_environment(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def never(_self: Call) -> None:
-        await asyncio.Event().wait()
+LATE = Ended("timeout", {}, (), {}, "the environment took longer than 1 s")
 
-    monkeypatch.setattr(Call, "asked", never)
-    played = await play(Environments(TWO_TURNS), episode_timeout_s=0.01)
+
+@pytest.mark.parametrize("scripts", [([asks("One?"), LATE],), ([asks("One?"), asks("Two?"), GONE], [LATE])])
+async def test_an_episode_that_takes_too_long_is_dropped(play: Play, scripts: list[Script]) -> None:
+    played = await play(Environments(*scripts))
     assert played.one.drop_reason is DropReason.ENVIRONMENT_TIMEOUT
-    assert played.one.episode.ending == "timeout" and "longer than 0.01 s" in played.one.outcome.failure
+    assert played.one.episode.ending == "timeout" and "longer than 1 s" in played.one.outcome.failure
+
+
+@pytest.mark.parametrize("in_ledger", [True, False])
+async def test_turns_of_samples_that_are_in_no_ledger_are_not_recorded(play: Play, in_ledger: bool) -> None:
+    log = Mock()
+    await play(Environments(TWO_TURNS), log=log, turns={} if in_ledger else None)
+    assert log.take.call_count == (2 if in_ledger else 0)
+
+
+async def test_worlds_that_are_gone_for_the_sake_of_others_cost_no_attempt(play: Play) -> None:
+    gone = FailedPrecondition("the episode cannot go on in another worker")
+    played = await play(Environments(*[[asks("One?"), gone]] * 7, TWO_TURNS))
+    assert [call.start.attempt for call in played.environments.calls] == [*range(1, 9)]
+    assert played.one.played.total == 1.0 and not played.lost
+    assert played.episodes.figures.take()["episodes/repeated"] == 7.0
+
+
+async def test_an_episode_whose_world_is_always_gone_ends_the_run(play: Play) -> None:
+    gone = FailedPrecondition("the episode cannot go on in another worker")
+    with pytest.raises(Exhausted, match="it began 100 times, and others ended its worker each time"):
+        await play(Environments([gone]))
 
 
 async def test_messages_that_the_template_refuses_fail_that_episode_alone(play: Play) -> None:

@@ -16,7 +16,7 @@ from flotilla_coordinator.data.prompt_source import PromptSource
 from flotilla_coordinator.data.prompts import Prompt, PromptFile
 from flotilla_coordinator.ledger.checker import check
 from flotilla_coordinator.ledger.ledger import Ledger
-from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState, TokenSpan
+from flotilla_coordinator.ledger.records import RunRecord, RunState, SampleState, TokenSpan, TurnRecord
 from flotilla_coordinator.rollouts.batch import Batch, RolloutSample
 from flotilla_coordinator.rollouts.generation import GenerationRequest
 from flotilla_coordinator.rollouts.group import GroupRollout
@@ -50,12 +50,15 @@ class Task:
         self.turns = random.Random(turns) if turns else None
         self.writer = "a-1"
         self.asked: list[int] = []
+        self.resumed: set[int] = set()
+        """Prompts whose samples had turns to go on with."""
         self.cut: list[int] = []
         self.free = asyncio.Event()
 
     async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
         prompt = int(request.prompt_token_ids[0])
         self.asked.append(prompt)
+        self.resumed |= {prompt_of(sample_id) for sample_id in request.turns or ()}
         try:
             if prompt in self.slow:
                 await self.free.wait()
@@ -362,6 +365,39 @@ async def test_steps_that_are_made_again_have_the_batches_that_they_had(ledger: 
     drawn = [prompt for batch in run.batches.values() for prompt in prompts(batch)]
     assert len(set(drawn)) == len(drawn), "no prompt trains twice"
     await run.end()
+
+
+@pytest.mark.parametrize(
+    ("over_issue", "resumed"),
+    [(0.0, {0, 1, 3}), (0.5, {1, 3})],
+    ids=["to the end of the bound", "no older than the version that a group which may wait counts from"],
+)
+async def test_turns_go_on_after_a_death_by_their_age_in_versions_which_lag_behind_steps(
+    ledger: Ledger, over_issue: float, resumed: set[int]
+) -> None:
+    rollout: dict[str, Any] = {"prompts_per_step": 2, "max_staleness": 2, "over_issue": over_issue}
+    run = await started(ledger, Task(slow=set(range(99))), steps=90, **rollout)
+    await run.source.restore(40, None)
+    run.source.admit(40, Version(0, 8))  # 32 steps made no version
+    await ledger.beat()
+    ages = {0: 1, 1: 0, 2: 3, 3: 0}
+    for prompt, age in ages.items():
+        spans = (TokenSpan(Version(0, 8 - age), 0, 1),)
+        tokens, logprobs = np.array([5], np.int32), np.zeros(1, np.float32)
+        ledger.turn_written(
+            TurnRecord(f"{RUN}/0/{prompt}/0", 0, 7, 0, b"", tokens, logprobs, spans, "", False, "")
+        )
+    await ledger.beat()
+    await run.source.close()
+    again = Task(slow=set(range(99)))
+    await run.begin(again)
+    await run.source.restore(40, None)
+    run.source.admit(40, Version(0, 8))
+    async with asyncio.timeout(TIMEOUT_S):
+        while not set(ages) <= set(again.asked):
+            await asyncio.sleep(0)
+    assert again.resumed == resumed
+    await run.source.close()
 
 
 async def test_solved_prompts_rest_and_come_back(ledger: Ledger) -> None:

@@ -62,6 +62,7 @@ def test_several_calls_have_ids_of_their_own() -> None:
         (TAGS, '<tool_call>{"arguments": {}}</tool_call>', "names no tool"),
         (TAGS, '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "arguments of 'f'"),
         (TAGS, '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN"),
+        (TAGS, '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', "too large for a number"),
         (TAGS, '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "surrogate"),
         (
             TAGS,

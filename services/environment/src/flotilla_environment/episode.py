@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -28,6 +27,7 @@ from flotilla_core.errors import (
 )
 from flotilla_core.structs import to_json
 from flotilla_environment.holders import Holder, Holders, Outcome, Said, owner_of
+from flotilla_environment.waits import Waits
 from flotilla_workers.functions import Target
 from flotilla_workers.process import Failure, Timeout
 
@@ -39,11 +39,7 @@ MOST_DEATHS = 2
 """Deaths of a worker at work for one episode that are this episode's fault."""
 MOST_BEGINNINGS = 10
 """Workers in which one episode is begun, before it counts as lost."""
-STOPS = {
-    pb.ENDING_MAX_TURNS: "max_turns",
-    pb.ENDING_NO_ROOM: "no_room",
-    pb.ENDING_TIMEOUT: "timeout",
-}
+STOPS = {pb.ENDING_MAX_TURNS: "max_turns", pb.ENDING_NO_ROOM: "no_room"}
 _PLACE = re.compile(r"(?P<where>\S.*?:\d+) in \S+: (?P<what>.*)", re.DOTALL)
 _numbers = itertools.count()
 
@@ -53,8 +49,8 @@ class Episode:
 
     def __init__(self, start: pb.EpisodeStart, target: Target, holders: Holders) -> None:
         self.name = start.environment.environment
-        self.limit_s = _seconds(start.limit) if start.HasField("limit") else math.inf
-        self._call_limit_s = _seconds(start.call_limit) if start.HasField("call_limit") else CALL_LIMIT_S
+        has_limit = start.HasField("call_limit")
+        self._call_limit_s = start.call_limit.ToNanoseconds() / 1e9 if has_limit else CALL_LIMIT_S
         self._target = target
         self._owner = owner_of(target, start.run_id)
         self._holders = holders
@@ -64,6 +60,7 @@ class Episode:
         """The questions so far, and what each answer was."""
         self._deaths = 0
         self._programs: Counter[str] = Counter()
+        self.waits = Waits()
         self.is_over = False
 
     async def ask(self, do: str, **question: Any) -> Said | Failure | Timeout:
@@ -88,7 +85,7 @@ class Episode:
 
     async def _run(self, said: Said) -> None:
         """Run the programs of the policy that the environment names, and tell of them in its messages."""
-        told = await self._holders.run([*said.programs.values()])
+        told = await self._holders.run([*said.programs.values()], self._owner.run_id, self.waits)
         for place, (text, _) in zip(said.programs, told, strict=True):
             said.messages[place].content = text
         self._programs.update(programs=len(told), program_errors=sum(failed for _, failed in told))
@@ -96,6 +93,12 @@ class Episode:
     def metrics(self, said: Said) -> dict[str, float]:
         """Return the numbers of an episode at its end, with those of its programs."""
         return {name: float(count) for name, count in self._programs.items()} | said.metrics
+
+    def says(self, **part: Any) -> pb.RunEpisodeResponse:
+        """Return a response, with the time that the episode has waited."""
+        response = pb.RunEpisodeResponse(**part)
+        response.waited.FromNanoseconds(int(self.waits.total_s * 1e9))
+        return response
 
     async def _asked(self, question: dict[str, Any]) -> Outcome:
         """Ask once, in a worker in which the episode stands where it was; None where this worker is lost."""
@@ -116,7 +119,7 @@ class Episode:
 
     async def _blamed(self, holder: Holder, question: dict[str, Any]) -> Outcome:
         """Return the outcome; a worker that dies at work is the fault of the episode where that happens again."""
-        outcome = await holder.ask(self._target, question, self._call_limit_s)
+        outcome = await holder.ask(self._target, question, self._call_limit_s, self.waits)
         if isinstance(outcome, Failure) and holder.lost:
             self._deaths += 1
             return outcome if self._deaths >= MOST_DEATHS else None
@@ -128,7 +131,8 @@ class Episode:
         try:
             if holder is not None and not holder.lost and not self.is_over:
                 with suppress(FlotillaError):  # It says again why the environment does not load.
-                    await holder.ask(self._target, {"do": "close", "episode": self._number}, CLOSE_LIMIT_S)
+                    closing = {"do": "close", "episode": self._number}
+                    await holder.ask(self._target, closing, CLOSE_LIMIT_S, self.waits)
         finally:
             self._let_go()
 
@@ -142,58 +146,36 @@ async def play(
     episode: Episode, start: pb.EpisodeStart, parts: AsyncIterator[pb.RunEpisodeRequest]
 ) -> AsyncGenerator[pb.RunEpisodeResponse]:
     """Play an episode: the environment asks for turns, `parts` answers them."""
-    clock = Clock(episode.limit_s)
     turns: list[float | None] = []
     ending, doing = pb.ENDING_COMPLETED, "begin"
     work = asyncio.ensure_future(episode.ask("begin", task=_task(start)))
     try:
         while True:
-            async for _ in clock.beats(work):
-                yield pb.RunEpisodeResponse(beat=pb.Beat())
-            outcome = work.result() if work.done() else Timeout(episode.limit_s)
+            while not (await asyncio.wait((work,), timeout=BEAT_S))[0]:
+                yield episode.says(beat=pb.Beat())
+            outcome = work.result()
             if isinstance(outcome, Said) and doing.startswith("reply"):
                 turns[-1] = outcome.reward
             if not isinstance(outcome, Said) or outcome.done:
                 ended = _ended(outcome, ending, turns, f"{episode.name}: {doing}")
                 if isinstance(outcome, Said):
                     ended.metrics.update(episode.metrics(outcome))
-                yield pb.RunEpisodeResponse(ended=ended)
+                yield episode.says(ended=ended)
                 return
             asked = pb.TurnAsked(messages=outcome.messages, tools=outcome.tools, afresh=outcome.afresh)
-            yield pb.RunEpisodeResponse(asked=asked)
-            # Whoever writes a turn is not surprised by an end: the time is looked at when it has come.
+            yield episode.says(asked=asked)
             part = await anext(parts, None)
             if part is None:
                 return  # The caller ended its side: nobody hears what is said.
-            if part.WhichOneof("part") == "written" and clock.left_s > 0:
+            if part.WhichOneof("part") == "written":
                 turns.append(None)
                 doing = f"reply to turn {len(turns)}"
                 work = asyncio.ensure_future(episode.ask("reply", turn=_turn(part.written)))
                 continue
             ending, doing = _stop(part), "stop"
-            clock = Clock(math.inf)
             work = asyncio.ensure_future(episode.ask("stop", ending=STOPS[ending]))
     finally:
         work.cancel()
-
-
-class Clock:
-    """The time of one episode."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._ends_at = asyncio.get_running_loop().time() + limit_s
-
-    @property
-    def left_s(self) -> float:
-        return self._ends_at - asyncio.get_running_loop().time()
-
-    async def beats(self, work: asyncio.Future[Any]) -> AsyncGenerator[None]:
-        """Yield now and then until the work or the time ends."""
-        while True:
-            await asyncio.wait((work,), timeout=min(BEAT_S, max(0.0, self.left_s)))
-            if work.done() or self.left_s <= 0:
-                return
-            yield
 
 
 def _task(start: pb.EpisodeStart) -> dict[str, Any]:
@@ -230,9 +212,7 @@ def _turn(written: pb.TurnWritten) -> dict[str, Any]:
 
 
 def _stop(part: pb.RunEpisodeRequest) -> pb.Ending.ValueType:
-    """Return the ending that a caller asks for; of a turn after the time it is that of the time."""
-    if part.WhichOneof("part") == "written":
-        return pb.ENDING_TIMEOUT
+    """Return the ending that a caller asks for."""
     if part.WhichOneof("part") != "stop" or part.stop.ending not in STOPS:
         raise InvalidRequest(
             "the part is no answer to the turn that was asked for",
@@ -245,7 +225,12 @@ def _ended(
     outcome: Said | Failure | Timeout, ending: pb.Ending.ValueType, turns: list[float | None], doing: str
 ) -> pb.EpisodeEnded:
     if isinstance(outcome, Timeout):
-        error = DeadlineExceeded(f"the environment took longer than {outcome.limit_s:g} s", where=doing)
+        error = DeadlineExceeded(
+            f"the environment took longer than {outcome.limit_s:g} s",
+            where=doing,
+            next_step="its worker was ended, and other episodes in it begin again: make the method faster, raise "
+            "environment.call_timeout_s, or give environment.workers of the stack more",
+        )
         return pb.EpisodeEnded(ending=pb.ENDING_TIMEOUT, failure=error.finding())
     if isinstance(outcome, Failure):
         return pb.EpisodeEnded(ending=pb.ENDING_ERROR, failure=_finding(outcome, doing))
@@ -257,8 +242,7 @@ def _finding(failure: Failure, doing: str) -> Finding:
     """Return what failed, and in which line of the user's."""
     found = _PLACE.fullmatch(failure.message)
     where, what = (found["where"], found["what"]) if found else ("", failure.message)
-    return UserCodeError(f"{doing} failed: {what}", where=where, why=failure.traceback).finding()
-
-
-def _seconds(duration: Any) -> float:
-    return float(duration.ToNanoseconds() / 1e9)
+    step = "play it by hand: `flotilla env test`" if found else "see `flotilla logs environment`"
+    return UserCodeError(
+        f"{doing} failed: {what}", where=where, why=failure.traceback, next_step=step
+    ).finding()

@@ -24,6 +24,7 @@ from flotilla_core.logger import get_logger
 from flotilla_environment.builtin import JAILED
 from flotilla_environment.environment import Program
 from flotilla_environment.programs import Programs
+from flotilla_environment.waits import Waits
 from flotilla_environment.worker import ROLES
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
@@ -154,9 +155,10 @@ class Holder:
         await self.kill()
         return None
 
-    async def ask(self, target: Target, question: dict[str, Any], limit_s: float) -> Outcome:
-        """Return the outcome of a question; `limit_s` counts while the worker works at it."""
-        asked = asyncio.create_task(self._ask(target, question, limit_s))
+    async def ask(self, target: Target, question: dict[str, Any], limit_s: float, waits: Waits) -> Outcome:
+        """Return the outcome of a question; `limit_s` counts while the worker works at it, and `waits` before that."""
+        waits.begin()
+        asked = asyncio.create_task(self._ask(target, question, limit_s, waits))
         self._keep(asked)
         return await asyncio.shield(asked)
 
@@ -170,7 +172,7 @@ class Holder:
 
         task.add_done_callback(ended)
 
-    async def _ask(self, target: Target, question: dict[str, Any], limit_s: float) -> Outcome:
+    async def _ask(self, target: Target, question: dict[str, Any], limit_s: float, waits: Waits) -> Outcome:
         async with self._free:
             if self.lost:
                 return None
@@ -180,6 +182,7 @@ class Holder:
                 self._lose(await self._worker.kill())
                 return None
             failure = await self._worker.load(target)
+            waits.end()
             outcome: Outcome = failure or await self._worker.ask(target, question, limit_s, read)
             if not self._worker.alive:
                 self._lose(_why(outcome))
@@ -242,9 +245,9 @@ class Holders:
         fewest.take()
         return fewest
 
-    async def run(self, programs: Sequence[Program]) -> list[tuple[str, bool]]:
+    async def run(self, programs: Sequence[Program], run_id: str, waits: Waits) -> list[tuple[str, bool]]:
         """Return of each program of the policy what it is told, and whether it failed."""
-        return await self._programs.run(programs, self.jail)
+        return await self._programs.run(programs, self.jail, run_id, waits)
 
     def _cell(self, owner: Owner) -> Cell:
         if not owner.jailed:

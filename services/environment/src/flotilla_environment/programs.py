@@ -2,7 +2,7 @@
 
 Invariants: a program never runs in the worker of an environment, nor in a process that ran another one. Its jail shows
 the folders of Python and of its packages, and no file of the stack's or the user's. Whatever it does, its outcome is a
-bounded text for the policy. Without a jail none runs, until the stack says `unsafe`.
+bounded text for the policy. Without a jail none runs, until the stack says `unsafe`. Runs share the processors fairly.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 
 from flotilla_core.errors import InvalidConfig, unicode_text
 from flotilla_environment.environment import Program
+from flotilla_environment.waits import Waits
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Target
 from flotilla_workers.jail.jail import USERS, Jail
+from flotilla_workers.pool import FairShare
 from flotilla_workers.process import Failure, Timeout
 from flotilla_workers.zygotes import Zygotes, that_forks
 
@@ -39,20 +41,26 @@ class Programs:
         self._zygotes = Zygotes()
         # Their users are those of no worker that is likely to live now.
         self._slots = iter(lambda: secrets.randbelow(USERS), None)
-        self._free = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+        self._processors: FairShare[int] = FairShare()
+        for number in os.sched_getaffinity(0):
+            self._processors.add(number)
         self._jail: Jail | None = None
         self._looked = asyncio.Lock()
 
-    async def run(self, programs: Sequence[Program], jail: Jail) -> list[tuple[str, bool]]:
+    async def run(
+        self, programs: Sequence[Program], jail: Jail, run_id: str, waits: Waits
+    ) -> list[tuple[str, bool]]:
         """Return of each program what the policy is told, and whether it failed; one runs after the other."""
         if jail.refusal:
             raise InvalidConfig("programs of the policy cannot run here", why=jail.refusal)
-        told = [await self._run(program, jail) for program in programs[:MOST_OF_ONE_REPLY]]
+        told = [await self._run(program, jail, run_id, waits) for program in programs[:MOST_OF_ONE_REPLY]]
         too_many = (f"error: at most {MOST_OF_ONE_REPLY} programs run in one turn", True)
         return [*told, *[too_many] * (len(programs) - len(told))]
 
-    async def _run(self, program: Program, jail: Jail) -> tuple[str, bool]:
-        async with self._free:
+    async def _run(self, program: Program, jail: Jail, run_id: str, waits: Waits) -> tuple[str, bool]:
+        waits.begin()
+        async with self._processors.place(run_id):
+            waits.end()
             own = await self._own(jail)
             worker = await self._zygotes.worker(own, LOADER, (), self._slots)
             try:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from reprlib import repr
 from typing import Any
 
+from flotilla_core.terminal import is_one_line
 from flotilla_environment.builtin import BUILTIN
 from flotilla_environment.environment import Begun, Call, Environment, Program, Reply, Task, Turn
 from flotilla_workers.functions import Refusal, Target, user_function
@@ -25,7 +26,13 @@ MOST_BYTES = 960 * 1024
 MOST_MESSAGES = 1_000
 MOST_NUMBERS = 100
 """Rewards, and metrics, of one episode."""
+MOST_CALLS = 1_000
+"""Calls of tools in one message."""
+LARGEST_NUMBER = 1e38
+"""The largest reward or metric, as a trainer can take it."""
 LONGEST_NAME = 200
+DEEPEST = 32
+"""Levels of a tool, and of the arguments of a call."""
 SUM_OF_TURNS = "turns"
 """The name under which the coordinator keeps the sum of the rewards of turns."""
 NOTHING: dict[str, Any] = {
@@ -138,14 +145,9 @@ def _turn(said: dict[str, Any]) -> Turn:
     calls, unparsed = [], said["unparsed"]
     for call in said.pop("calls"):
         try:
-            arguments = json.loads(call["arguments"] or "{}")
-        except (ValueError, RecursionError) as error:
-            unparsed = unparsed or f"arguments of {call['name']} are not JSON: {error}"
-            continue
-        if isinstance(arguments, dict):
-            calls.append(Call(call["id"], call["name"], arguments))
-        else:
-            unparsed = unparsed or f"arguments of {call['name']} are no JSON object"
+            calls.append(Call(call["id"], call["name"], _object(call["arguments"] or "{}")))
+        except ValueError as error:
+            unparsed = unparsed or f"arguments of {call['name']} {error}"
     return Turn(**(said | {"calls": tuple(calls), "unparsed": unparsed}))
 
 
@@ -186,40 +188,87 @@ def _message(method: Callable[..., Any], given: object) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str | None):
         raise _refused(method, f"returned a message whose content is {repr(content)}, expected text")
+    if content and len(content) > MOST_BYTES:
+        raise _refused(method, f"says at least {len(content):,} bytes as JSON, of {MOST_BYTES:,} at most")
     message |= {"role": given["role"], "content": content or ""}
     if given.get("tool_call_id"):
         message["tool_call_id"] = _name(method, given["tool_call_id"])
-    if given.get("tool_calls"):
-        message["tool_calls"] = [_call_said(method, call) for call in given["tool_calls"]]
+    if calls := given.get("tool_calls"):
+        if len(calls) > MOST_CALLS:
+            raise _refused(method, f"returned a message with {len(calls):,} calls, of {MOST_CALLS:,} at most")
+        message["tool_calls"] = [_call_said(method, call) for call in calls]
     return message
 
 
 def _call_said(method: Callable[..., Any], given: Any) -> dict[str, str]:
     """Return a call in a message of the environment's, which may be written as chat templates have it."""
-    call = given.get("function", given)
-    arguments = call.get("arguments", "{}")
-    return {
-        "id": _name(method, given.get("id", "")),
-        "name": _name(method, call["name"]),
-        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
-    }
+    call = given.get("function", given) if isinstance(given, Mapping) else None
+    if not isinstance(call, Mapping) or not call.get("name"):
+        raise _refused(method, f"returned a call without a name: {repr(given)}")
+    arguments = call.get("arguments", {})
+    if arguments in ("", None):
+        arguments = {}
+    try:
+        arguments = _object(arguments) if isinstance(arguments, str) else arguments
+        text = _text_of(arguments)
+    except ValueError as error:
+        raise _refused(method, f"returned a call whose arguments {error}") from None
+    name = _name(method, call["name"])
+    return {"id": _name(method, given.get("id", "")), "name": name, "arguments": text}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return the object in a text; raise ValueError, with what it is, where there is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"are not JSON: {error}") from None
+    _text_of(value)
+    return dict(value)
+
+
+def _text_of(value: object) -> str:
+    """Return an object as JSON; raise ValueError, with what it is, where it cannot be sent."""
+    if not isinstance(value, dict):
+        raise ValueError("are no JSON object")
+    if _is_deeper(value, DEEPEST):
+        raise ValueError(f"have more than {DEEPEST} levels")
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ValueError("hold what JSON does not have, such as a number that is not finite") from None
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return levels == 0 or any(
+        _is_deeper(part, levels - 1) for part in parts if isinstance(part, dict | list | tuple)
+    )
 
 
 def _name(method: Callable[..., Any], given: object) -> str:
-    if not isinstance(given, str) or len(given) > LONGEST_NAME or not given.isprintable():
+    if not isinstance(given, str) or len(given) > LONGEST_NAME or not is_one_line(given):
         raise _refused(
             method,
-            f"named something {repr(given)}, expected text of at most {LONGEST_NAME} characters that can be printed",
+            f"named something {repr(given)}, expected one line of at most {LONGEST_NAME} characters",
         )
     return given
 
 
 def _tools(method: Callable[..., Any], given: Sequence[Mapping[str, Any]]) -> list[str]:
-    functions = [tool.get("function", tool) for tool in given]
-    for function in functions:
-        if not function.get("name"):
-            raise _refused(method, f"returned a tool without a name: {repr(function)}")
-    tools = [json.dumps(function) for function in functions]
+    tools: list[str] = []
+    for tool in given:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if (
+            not isinstance(function, Mapping)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
+            raise _refused(method, f"returned a tool without a name: {repr(tool)}")
+        try:
+            tools.append(_text_of(dict(function)))
+        except ValueError as error:
+            raise _refused(method, f"returned a tool {repr(function['name'])} whose parts {error}") from None
     if len(tools) > MOST_MESSAGES or sum(map(len, tools)) > MOST_BYTES // 4:
         raise _refused(
             method, f"returned tools of {sum(map(len, tools)):,} bytes, of {MOST_BYTES // 4:,} at most"
@@ -240,6 +289,9 @@ def _number(method: Callable[..., Any], what: str, given: Any) -> float:
         number = float(given)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number) or isinstance(given, str):
-        raise _refused(method, f"returned {repr(given)} as {what}, expected a finite number")
+    if not math.isfinite(number) or abs(number) > LARGEST_NUMBER or isinstance(given, str):
+        raise _refused(
+            method,
+            f"returned {repr(given)} as {what}, expected a finite number of at most {LARGEST_NUMBER:g}",
+        )
     return number

@@ -232,6 +232,13 @@ def test_branches_that_do_not_cover_their_sample_are_refused(starts: list[int]) 
         read(group("g", [1], branched("a", [3, 4, 5], *((start, [8]) for start in starts))))
 
 
+def test_a_group_whose_samples_all_have_branches_needs_no_prompt() -> None:
+    batch = read(group("g", [], branched("a", [3, 4], (0, [8])), branched("b", [5], (0, [9]))))
+    assert batch.sequences().tokens.tolist() == [8, 3, 4, 9, 5]
+    with pytest.raises(InvalidRequest, match="there are no tokens"):
+        read(group("g", [], branched("a", [3, 4], (0, [8])), sample("b", [5])))
+
+
 def test_a_branch_without_a_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="there are no tokens"):
         read(group("g", [1], branched("a", [3, 4], (0, []))))

@@ -185,8 +185,8 @@ class EnvironmentConfig(ConfigModel):
     """Limit of the tokens of one history: prompt, turns, and what the environment says between them. Where no room is
     left, the environment gives its rewards for what there is."""
     episode_timeout_s: float = Field(default=600.0, gt=0, le=604_800)
-    """Limit of the time that the environment takes in one episode, all its answers together; where it takes longer the
-    episode has no reward and is not trained."""
+    """Limit of the time that the environment takes in one episode, all its answers together and waits for a worker or a
+    processor aside; where it takes longer the episode has no reward and is not trained."""
     call_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
     """Time limit of one answer of the environment; one that takes longer has failed."""
     trusted: bool = False

@@ -41,6 +41,8 @@ BECOMES_ANOTHER = 1 << 0 | 1 << 6 | 1 << 7 | 1 << 8
 FIRST_USER, USERS = 61_184, 4_096
 """The users that systemd would make on the fly: no account is among them."""
 OUT = "`trusted: true` in the term of the run lets this function out of it"
+SAME_ORDER = {"PYTHONHASHSEED": "0"}
+"""Sets have the same order in all processes, so that the same code makes the same of the same input again."""
 NO_NETWORK = (
     *(errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.ECONNREFUSED),
     *(socket.EAI_AGAIN, socket.EAI_NONAME),  # no server of names answers
@@ -122,7 +124,7 @@ class Jail:
         removes it. As root each slot has a user: it owns nothing, and the kernel counts its processes apart.
         """
         if self.level is Level.NONE:
-            yield Start([*command], dict(os.environ), ())
+            yield Start([*command], SAME_ORDER | os.environ, ())
             return
         variables, rights, user = self._variables(), _rights(), user_of(slot)
         # At the lower level a user that is the service's own has its threads counted too: Landlock's command adds them.
@@ -197,7 +199,8 @@ class Jail:
         # A jail shows the folders of packages of this process; those that a variable names are found by it alone.
         named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(path)]
         packages = {"PYTHONPATH": os.pathsep.join(named)} if named else {}
-        return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | packages | ours
+        fixed = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+        return fixed | SAME_ORDER | packages | ours
 
     def _limits(self) -> list[str]:
         bounds = self.bounds

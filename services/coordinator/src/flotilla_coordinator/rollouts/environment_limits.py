@@ -6,13 +6,12 @@ else's may not, so the coordinator checks them again, before anything of it is k
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
-from typing import Any
 
 from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_core.config import LARGEST_REWARD
+from flotilla_core.terminal import is_one_line
 
 MOST_MESSAGES = 1_000
 MOST_TOOLS = 1_000
@@ -25,6 +24,7 @@ MOST_TURN_REWARDS = 100_000
 MOST_STOPS = 16
 LONGEST_NAME = 200
 LONGEST_FAILURE = 2_000
+LONGEST_NEXT_STEP = 300
 LONGEST_TRACEBACK = 16_000
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -60,23 +60,19 @@ def check_ended(ended: pb.EpisodeEnded) -> None:
     _numbers("rewards of turns", ended.turn_rewards)
 
 
-def json_of(text: str) -> Any:
-    """Return the value of a text of JSON; raise ValueError for numbers that JSON does not have."""
-    return json.loads(text, parse_constant=_no_number)
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
 def _count(what: str, count: int, most: int) -> None:
     if count > most:
         raise ValueError(f"it has {count:,} {what}, of {most:,} at most")
 
 
 def _names(what: str, names: Iterable[str]) -> None:
-    if not all(name.isprintable() and len(name) <= LONGEST_NAME for name in names):
-        raise ValueError(f"the name of {what} is longer than {LONGEST_NAME} characters, or cannot be printed")
+    if not all(map(is_name, names)):
+        raise ValueError(f"the name of {what} is longer than {LONGEST_NAME} characters, or not of one line")
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text may be a name."""
+    return len(text) <= LONGEST_NAME and is_one_line(text)
 
 
 def _numbers(what: str, numbers: Iterable[float]) -> None:

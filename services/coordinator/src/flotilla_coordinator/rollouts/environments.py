@@ -3,7 +3,8 @@
 Invariants: one call is one episode, and leaving it ends the episode on the replica, too. A replica is lost when it is
 silent while it is waited for, never because it is slow: it gives signs of life while an environment works. The world of
 an episode is lost with its replica, so whoever plays it is told by `Unavailable`, and plays it again. An environment
-that failed or took too long is an ending, never a score.
+that failed or took too long is an ending, never a score. Where the replica is well and the world of an episode is gone,
+because another episode ended its worker, that is `FailedPrecondition`.
 """
 
 from __future__ import annotations
@@ -27,23 +28,25 @@ from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_coordinator.rollouts.environment_limits import (
     LONGEST_FAILURE,
     LONGEST_NAME,
+    LONGEST_NEXT_STEP,
     LONGEST_TRACEBACK,
     check_asked,
     check_ended,
-    json_of,
+    is_name,
 )
+from flotilla_coordinator.rollouts.own_time import OwnTime
 from flotilla_coordinator.rollouts.tool_calls import DEEPEST, is_deeper
 from flotilla_core import rpc
 from flotilla_core.config import EnvironmentConfig
 from flotilla_core.config.model import file_of_function
 from flotilla_core.errors import (
     DeadlineExceeded,
-    FailedPrecondition,
     FlotillaError,
     Internal,
     Unavailable,
     unicode_text,
 )
+from flotilla_core.json_text import finite_json
 from flotilla_core.rpc import Load, Replica, ReplicaPool
 
 if TYPE_CHECKING:
@@ -55,6 +58,8 @@ SILENT_S = 40.0
 LOOK_EVERY_S = 5.0
 """The time for which the file of the user's is taken to be as it was."""
 EPISODE = Load(1)
+TIMEOUT = "timeout"
+"""The ending of an episode whose environment took too long."""
 
 Chat = Sequence[Mapping[str, Any]]
 """Messages as chat templates know them."""
@@ -70,8 +75,6 @@ class EpisodeStart:
     info: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     attempt: int = 1
-    limit_s: float = math.inf
-    """Time of the whole episode, after which the environment gives its rewards for what there is."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,14 @@ class EpisodeCall:
         responses: AsyncGenerator[pb.RunEpisodeResponse],
         say: Callable[[pb.RunEpisodeRequest], None],
         lost: Callable[[FlotillaError], None],
+        limit_s: float,
     ) -> None:
+        """`limit_s` is the environment's own time, all its answers together."""
         self._responses = responses
         self._say = say
         self._lost = lost
+        self._time = OwnTime(limit_s)
+        self._turns = 0
         self.ended: Ended | None = None
 
     async def asked(self) -> Asked | None:
@@ -124,24 +131,43 @@ class EpisodeCall:
         if self.ended is not None:
             return None
         try:
-            async for response in self._responses:
-                match response.WhichOneof("part"):
-                    case "asked":
-                        return _asked(response.asked)
-                    case "ended":
-                        self.ended = _ended(response.ended)
-                        return None
-        except FailedPrecondition as error:
-            # The replica is well, and the world of this episode is gone.
-            raise Unavailable(error.what, where=error.where, why=error.why) from error
+            return await self._next()
+        except TimeoutError:
+            self.ended = Ended(TIMEOUT, {}, (), {}, str(self._late()))
         except (ValueError, RecursionError) as error:
-            self.ended = Ended("error", {}, (), {}, f"the environment said what cannot be read: {error}")
-            return None
+            why = f"the environment said what cannot be read: {error}; see the limits in docs/environments.md"
+            self.ended = Ended("error", {}, (), {}, why)
         except (Unavailable, DeadlineExceeded, Internal) as error:
             # A call that breaks while a turn is written is an internal error of gRPC (issue 36066).
             self._lost(error)
             raise Unavailable("the environment replica is lost", why=str(error)) from error
+        return None
+
+    async def _next(self) -> Asked | None:
+        """Return the next turn that is asked for; raise TimeoutError where the environment took too long."""
+        self._time.begin()
+        async with asyncio.timeout(self._time.most_s) as clock:
+            async for response in self._responses:
+                is_late = self._time.count(response.waited.ToNanoseconds() / 1e9)
+                part = response.WhichOneof("part")
+                if part == "ended":
+                    self.ended = _ended(response.ended)
+                    return None
+                if is_late:
+                    raise TimeoutError
+                if part == "asked":
+                    return _asked(response.asked)
+                if (most_s := self._time.most_s) is not None:
+                    clock.reschedule(asyncio.get_running_loop().time() + most_s)
         raise Unavailable("the environment left the episode without an end")
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the environment took longer than {self._time.limit_s:g} s over one episode",
+            why=f"it answered {self._turns} turns of the policy; their own time does not count, nor does a wait for a "
+            "worker or a processor",
+            next_step="raise environment.episode_timeout_s, or lower environment.max_turns",
+        )
 
     async def written(
         self,
@@ -154,11 +180,10 @@ class EpisodeCall:
     ) -> None:
         """Send what the policy wrote; `cut` says that it reached its most tokens, `unparsed` why a call is not read."""
         said = _message(message)
-        if any(not call.name.isprintable() or len(call.name) > LONGEST_NAME for call in said.tool_calls):
+        if not all(is_name(call.name) for call in said.tool_calls):
             del said.tool_calls[:]
             unparsed = (
-                unparsed
-                or f"the name of a call is longer than {LONGEST_NAME} characters, or cannot be printed"
+                unparsed or f"the name of a call is longer than {LONGEST_NAME} characters, or not of one line"
             )
         written = pb.TurnWritten(
             message=said,
@@ -167,6 +192,7 @@ class EpisodeCall:
             tokens_left=tokens_left,
             unparsed=unicode_text(unparsed),
         )
+        self._turns += 1
         self._say(pb.RunEpisodeRequest(written=written))
 
     async def stop(self, ending: str) -> Ended:
@@ -192,6 +218,7 @@ class Environments:
         *,
         trusted: bool = False,
         call_limit_s: float | None = None,
+        episode_limit_s: float = math.inf,
         offer: Callable[[Path], FolderReference] | None = None,
     ) -> None:
         """`offer` gives a file of the user's to replicas on other hosts; None where all are on this one."""
@@ -199,6 +226,7 @@ class Environments:
         self._pool = pool
         self._wait_limit_s = wait_limit_s
         self._call_limit_s = call_limit_s
+        self._episode_limit_s = episode_limit_s
         self._offer = offer
         self._spec = pb.EnvironmentSpec(
             environment=environment, parameters=_struct(parameters), trusted=trusted
@@ -224,6 +252,7 @@ class Environments:
             wait_limit_s,
             trusted=config.trusted,
             call_limit_s=config.call_timeout_s,
+            episode_limit_s=config.episode_timeout_s,
             offer=offer,
         )
 
@@ -240,7 +269,9 @@ class Environments:
             stack.callback(parts.put_nowait, None)
             responses = rpc.duplex(replica.stub.RunEpisode, _all_of(parts), idle_timeout_s=SILENT_S)
             await stack.enter_async_context(aclosing(responses))
-            yield EpisodeCall(responses, parts.put_nowait, lambda error: self._eject(replica, error))
+            yield EpisodeCall(
+                responses, parts.put_nowait, lambda error: self._eject(replica, error), self._episode_limit_s
+            )
 
     def _eject(self, replica: Replica[Any], error: FlotillaError) -> None:
         self._pool.eject(replica.instance_id, str(error))
@@ -263,7 +294,6 @@ class Environments:
             answer=start.answer,
             info=_struct(start.info),
             seed=start.seed,
-            limit=_duration(start.limit_s),
             call_limit=_duration(self._call_limit_s),
         )
 
@@ -296,7 +326,7 @@ def _tool(text: str) -> dict[str, Any]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    value = json_of(text)
+    value = finite_json(text)
     if not isinstance(value, dict) or is_deeper(value, DEEPEST):
         raise ValueError(f"{text[:80]!r} is no JSON object of at most {DEEPEST} levels")
     return value
@@ -305,13 +335,15 @@ def _object(text: str) -> dict[str, Any]:
 def _ended(ended: pb.EpisodeEnded) -> Ended:
     check_ended(ended)
     finding = ended.failure
-    failure = f"{finding.where}: {finding.what}" if finding.where else finding.what
+    failure = (f"{finding.where}: {finding.what}" if finding.where else finding.what)[:LONGEST_FAILURE]
+    if finding.next_step:
+        failure += f"; {finding.next_step[:LONGEST_NEXT_STEP]}"
     return Ended(
         ending=pb.Ending.Name(ended.ending).removeprefix("ENDING_").lower(),
         rewards=dict(ended.rewards),
         turn_rewards=tuple(ended.turn_rewards),
         metrics=dict(ended.metrics),
-        failure=failure[:LONGEST_FAILURE],
+        failure=failure,
         traceback=finding.why[-LONGEST_TRACEBACK:],
     )
 
@@ -357,7 +389,7 @@ def _struct(values: Mapping[str, Any]) -> Struct:
 
 
 def _duration(seconds: float | None) -> Duration | None:
-    if seconds is None or seconds == math.inf:
+    if seconds is None:
         return None
     duration = Duration()
     duration.FromNanoseconds(int(seconds * 1e9))

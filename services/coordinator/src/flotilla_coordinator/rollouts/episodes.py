@@ -4,8 +4,7 @@ Invariants: a sample is one whole episode, or a failure with its reason that nev
 is lost, the turn is generated again, and the environment does not notice. Where an environment is lost, or the
 coordinator was, the turns so far are played again from the start: the episode goes on where the environment says the
 same again. Else it begins anew under the next attempt, and nothing of the one before is trained. The turns and tokens
-of an episode and the seconds of its environment are bounded, whatever it asks for. Waits for a free environment and for
-turns of the policy are not in these seconds: they say nothing about an episode, and grow with staleness.
+of an episode and the seconds of its environment are bounded, whatever it asks for.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from flotilla_coordinator.data.renders import Renders
 from flotilla_coordinator.ledger.records import Branch, Episode, TokenSpan
 from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
 from flotilla_coordinator.rollouts.batch import RolloutSample
-from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeCall, EpisodeStart
+from flotilla_coordinator.rollouts.environments import TIMEOUT, Asked, Ended, EpisodeCall, EpisodeStart
 from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.played_turns import PlayedTurns, SaysOtherwiseError, TurnLog
 from flotilla_coordinator.rollouts.scoring import Outcome
@@ -58,8 +57,10 @@ ENVIRONMENT = "environment"
 SUM_OF_TURNS = "turns"
 """The part of that verdict that is the sum of the rewards of turns."""
 COMPLETED = "completed"
-MAX_TURNS, NO_ROOM, TIMEOUT, ERROR = "max_turns", "no_room", "timeout", "error"
-"""Endings of episodes that their environment did not end by itself."""
+MAX_TURNS, NO_ROOM, ERROR = "max_turns", "no_room", "error"
+"""Endings of episodes that their environment did not end by itself, as TIMEOUT."""
+MOST_BEGINNINGS = 100
+"""The most beginnings of one episode: where its worlds are gone for the sake of others, which have ended by then."""
 
 
 class _Lost(Exception):
@@ -78,14 +79,10 @@ class _Play:
     request: GenerationRequest
     attempt: int
     transcript: Transcript
-    left_s: float
-    """The time that the environment has left."""
     past: PlayedTurns
     """The turns so far, of which the first ones are played again."""
     to_repeat: int
     """The number of these."""
-    clock: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
-    """Runs while the environment is waited for."""
     last: RolloutSample | None = None
     """The last turn."""
     instance_ids: set[str] = field(default_factory=set)
@@ -100,23 +97,13 @@ class _Play:
         self.instance_ids |= piece.instance_ids
         self.again |= piece.attempt > 0
 
-    async def of_environment(self, said: Awaitable[T]) -> T:
-        """Return what the environment says, within its time."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        self.clock.reschedule(began + self.left_s)
-        try:
-            return await _of_environment(said)
-        finally:
-            self.left_s -= loop.time() - began
-            if not self.clock.expired():
-                self.clock.reschedule(None)
-
     def sample(self, ended: Ended) -> RolloutSample:
         """Return the whole episode, with the rewards that its environment gave or the reason why there are none."""
         sequences = self.transcript.sequences
         if not sequences and not ended.failure:
-            why = "there is no room for a first turn" if ended.ending == NO_ROOM else "no turn was asked for"
+            why = "its environment ended the episode before it; see its begin() or reply()"
+            if ended.ending == NO_ROOM:
+                why = "there is no room for a first turn: raise environment.episode_tokens, or shorten the prompt"
             ended = replace(ended, failure=f"the policy wrote nothing: {why}")
         played = _outcome(ended, self.transcript.turns)
         ending = ERROR if played.total is None and ended.ending != TIMEOUT else ended.ending
@@ -271,12 +258,17 @@ class Episodes:
     async def _whole(self, sample_id: str, request: GenerationRequest) -> RolloutSample:
         """Play an episode, as often as its environment is lost."""
         cause: FlotillaError | None = None
-        past = PlayedTurns(sample_id, request.turns.get(sample_id, ()), self._log)
+        if request.turns is None:
+            past = PlayedTurns(sample_id, (), None)
+        else:
+            past = PlayedTurns(sample_id, request.turns.get(sample_id, ()), self._log)
         losses = 0
-        while losses < request.max_attempts:
+        while losses < request.max_attempts and past.attempt < MOST_BEGINNINGS:
             play = self._play(request, past)
             try:
-                ended = await self._in_time(play)
+                ended = await self._played(play)
+                if play.transcript.turns < play.to_repeat and ended.ending != TIMEOUT:
+                    raise SaysOtherwiseError
             except SaysOtherwiseError:
                 self._begin_anew(past)
                 continue
@@ -294,42 +286,24 @@ class Episodes:
             self.figures.ended(play, sample, ended.metrics)
             return sample
         raise Exhausted(
-            f"the environment of an episode was lost {request.max_attempts} times",
+            f"the environment of an episode was lost {losses} times",
             where=sample_id,
-            why=str(cause),
+            why=str(cause)
+            if cause
+            else f"it began {past.attempt} times, and others ended its worker each time",
             next_step="see `flotilla logs environment`",
         )
 
     def _play(self, request: GenerationRequest, past: PlayedTurns) -> _Play:
         transcript = Transcript(self._tokenizer, self._render, self._config.episode_tokens)
-        limit_s, again = self._config.episode_timeout_s, len(past.played)
-        return _Play(past.sample_id, request, past.attempt, transcript, limit_s, past, again)
+        return _Play(past.sample_id, request, past.attempt, transcript, past, len(past.played))
 
     def _begin_anew(self, past: PlayedTurns) -> None:
         past.begin_anew()
         self.figures.repeated()
 
-    async def _in_time(self, play: _Play) -> Ended:
-        """Return the end of an episode; raise where it did not go as far again as its turns did."""
-        limit_s = self._config.episode_timeout_s
-        try:
-            async with play.clock:
-                ended = await self._played(play)
-            if play.transcript.turns < play.to_repeat:
-                raise SaysOtherwiseError
-            return ended
-        except TimeoutError:
-            if not play.clock.expired():
-                raise
-            late = DeadlineExceeded(
-                f"the environment took longer than {limit_s:g} s over one episode",
-                where=play.sample_id,
-                why=f"it answered {play.transcript.turns} turns of the policy, whose own time does not count",
-                next_step="raise environment.episode_timeout_s, or lower environment.max_turns",
-            )
-            return _failed(TIMEOUT, late)
-
     async def _played(self, play: _Play) -> Ended:
+        """Return the end of an episode."""
         prompt = play.request.prompt
         assert prompt is not None, "a request for episodes has its row"
         start = EpisodeStart(
@@ -342,12 +316,12 @@ class Episodes:
         )
         async with AsyncExitStack() as stack:
             call = await _of_environment(stack.enter_async_context(self._environments.begin(start)))
-            while (asked := await play.of_environment(call.asked())) is not None:
+            while (asked := await _of_environment(call.asked())) is not None:
                 over = await self._turn(play, call, asked)
                 if isinstance(over, Ended):
                     return over
                 if over is not None:
-                    return await play.of_environment(call.stop(over))
+                    return await _of_environment(call.stop(over))
             if call.ended is None:
                 raise _Lost(Unavailable("the environment ended an episode without a word"))
             return call.ended
@@ -374,14 +348,13 @@ class Episodes:
         if transcript.turns == play.to_repeat:
             transcript.record.append({"resumed": transcript.turns})
         tokens = len(piece.token_ids)
-        answer = call.written(
+        await call.written(
             written.message,
             cut=piece.truncated,
             tokens=tokens,
             tokens_left=max(room - tokens, 0),
             unparsed=written.unparsed,
         )
-        await play.of_environment(answer)
         return None
 
     async def _written(self, play: _Play, asked: Asked, room: int) -> RolloutSample:
@@ -415,6 +388,8 @@ async def _of_environment(said: Awaitable[T]) -> T:
     """Return what an environment says; raise _Lost where it is gone, which a generator's loss is not."""
     try:
         return await said
+    except FailedPrecondition as gone:
+        raise SaysOtherwiseError from gone
     except (Unavailable, DeadlineExceeded) as error:
         raise _Lost(error) from error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -59,8 +59,9 @@ class GenerationRequest:
     """The one replica that may answer; empty takes any."""
     prompt: Prompt | None = None
     """The row of the data set, where its samples are episodes."""
-    turns: Mapping[str, Sequence[TurnRecord]] = field(default_factory=dict)
-    """Recorded turns of episodes, by their slots; these go on where the turns end."""
+    turns: Mapping[str, Sequence[TurnRecord]] | None = None
+    """Recorded turns of episodes, by their slots; these go on where the turns end. None: the ledger has no such sample,
+    so no turn of its is recorded."""
     world: str = ""
     """The name from which the seed of an environment is made: one for all episodes that are compared."""
 

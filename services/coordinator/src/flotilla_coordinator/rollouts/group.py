@@ -64,7 +64,7 @@ class GreedyBaseline:
         request = replace(
             beside,
             sample_ids=(f"{wanted.group_id}/greedy",),
-            turns={},
+            turns=None,
             sampling=beside.sampling.model_copy(update={"temperature": 0.0}),
         )
         response = await self._response(request)
@@ -99,6 +99,8 @@ class GroupRequest:
     """The staleness bound by which it was admitted."""
     recorded: bool = False
     """True where the ledger has it from before."""
+    oldest_turn: int = 0
+    """The oldest step of the versions of recorded turns that are young enough for its update."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,6 @@ def _item(sample: RolloutSample, wanted: GroupRequest, needs: Needs, group: str 
     return score_item(
         sample.sample_id, wanted.prompt, sample.text, group=group, token_ids=token_ids, step=wanted.step
     )
-
-
-def _goes_on(record: SampleRecord, wanted: GroupRequest) -> bool:
-    """Return whether the recorded turns of a sample are young enough for the step of its group."""
-    oldest_step = wanted.step - wanted.max_staleness
-    return bool(record.turns) and may_go_on(record.turns, wanted.version, oldest_step)
 
 
 class GroupRollout:
@@ -186,7 +182,11 @@ class GroupRollout:
                 gather_s=GATHER_S,
                 priority=wanted.step,
                 prompt=wanted.prompt,
-                turns={record.sample_id: record.turns for record in records if _goes_on(record, wanted)},
+                turns={
+                    record.sample_id: record.turns
+                    for record in records
+                    if record.turns and may_go_on(record.turns, wanted.version, wanted.oldest_turn)
+                },
                 world=wanted.group_id.partition("/")[2],
             )
             recorded = recorded_samples(records)

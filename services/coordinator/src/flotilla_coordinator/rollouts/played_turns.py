@@ -20,7 +20,7 @@ from flotilla_core.version import Version
 
 
 class SaysOtherwiseError(Exception):
-    """An environment did not say the same to turns that are played again."""
+    """An environment did not say the same to turns that were played again: to us, or to the replica it runs on."""
 
 
 class TurnLog:

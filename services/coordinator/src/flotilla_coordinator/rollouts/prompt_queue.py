@@ -152,5 +152,9 @@ class PromptQueue:
         bound = self._config.max_staleness
         if recorded is not None and recorded.max_staleness is not None:
             bound = recorded.max_staleness
-        request = GroupRequest(prompt, group_id, step, version, limit_s, bound, recorded is not None)
+        # Not every step makes a version. With `over_issue` a group may wait beyond its step, to the end of the bound.
+        oldest_turn = version.step if self._config.over_issue else version.step + ahead - bound
+        request = GroupRequest(
+            prompt, group_id, step, version, limit_s, bound, recorded is not None, oldest_turn
+        )
         return GroupTask(request, next(self._places), self._start(request))

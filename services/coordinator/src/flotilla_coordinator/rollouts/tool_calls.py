@@ -10,7 +10,9 @@ import json
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NoReturn
+from typing import Any
+
+from flotilla_core.json_text import finite_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 LIST = "[TOOL_CALLS]"
@@ -126,7 +128,7 @@ def _of_object(text: str) -> Answer:
 
 def _json(text: str) -> Any:
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = finite_json(text)
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise _Unreadable(f"a call has more than {DEEPEST} levels") from None
@@ -135,10 +137,6 @@ def _json(text: str) -> Any:
     except ValueError as error:
         raise _Unreadable(f"a call is not JSON: {error}"[:200]) from None
     return value
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def _call(value: Any) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def list_samples(
             limit,
             _position(request.page_token),
         )
-    page = pb.ListSamplesResponse(samples=map(_message, records))
+    messages = not request.without_messages
+    page = pb.ListSamplesResponse(samples=(_message(record, messages=messages) for record in records))
     complete(page, directory)
     if len(records) == limit:
         page.next_page_token = str(records[-1].position)
@@ -99,7 +100,7 @@ def _position(page_token: str) -> int:
     return int(page_token or 0)
 
 
-def _message(record: SampleRecord) -> pb.Sample:
+def _message(record: SampleRecord, *, messages: bool) -> pb.Sample:
     message = pb.Sample(
         sample_id=record.sample_id,
         state=pb.SampleState.ValueType(int(record.state)),
@@ -129,7 +130,7 @@ def _message(record: SampleRecord) -> pb.Sample:
                 turns=episode.turns,
                 turn_rewards=episode.turn_rewards,
                 branches=len(episode.branches),
-                messages_json=episode.messages,
+                messages_json=episode.messages if messages else "",
             )
         )
     return message

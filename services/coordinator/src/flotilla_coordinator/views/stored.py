@@ -59,11 +59,16 @@ class StoredAnswers:
         state: pb.SampleState.ValueType = pb.SAMPLE_STATE_UNSPECIFIED,
         limit: int = 100,
         page_token: str = "",
+        messages: bool = True,
     ) -> pb.ListSamplesResponse:
         """Return one page of samples, which may be longer than `limit`."""
         record = self._read(lambda db: queries.run(db, run_id))
         request = pb.ListSamplesRequest(
-            step=step, state=state, limit=max(limit, LEAST_PAGE), page_token=page_token
+            step=step,
+            state=state,
+            limit=max(limit, LEAST_PAGE),
+            page_token=page_token,
+            without_messages=not messages,
         )
         return views.list_samples(self._ledger, record.run_id, RunDirectory(Path(record.directory)), request)
 

@@ -24,6 +24,7 @@ from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
 from flotilla_trainer.batch.packing import Sequences
 from flotilla_trainer.batch.tokens import (
+    NO_TOKENS,
     ModelLimits,
     Pieces,
     check_ids,
@@ -94,21 +95,7 @@ class UpdateBatch:
         ids = [sample.sample_id for sample in samples]
         check_ids(ids)
         sizes = np.array([len(group.samples) for group in groups])
-        prompts = [
-            token_ids(group.prompt_token_ids, f"prompt of group {group.group_id!r}") for group in groups
-        ]
-        pieces = Pieces.of(
-            [
-                pieces_of(
-                    prompt,
-                    sample.token_ids,
-                    sample.branches,
-                    sample_place(sample.sample_id),
-                )
-                for group, prompt in zip(groups, prompts, strict=True)
-                for sample in group.samples
-            ]
-        )
+        pieces = Pieces.of([of_sample for group in groups for of_sample in _pieces_of_group(group)])
         lengths = pieces.sample_lengths
         tokens = joined_tokens(pieces, ids, limits)
         staleness, fresh = ages(samples, lengths, version)
@@ -163,6 +150,16 @@ class UpdateBatch:
             lengths=self.pieces.lengths,
             scored=response_places(self.pieces.prompt_lengths, self.pieces.response_lengths),
         )
+
+
+def _pieces_of_group(group: pb.TrainGroup) -> list[list[tuple[NDArray[Any], NDArray[Any]]]]:
+    """Return the sequences of each sample; a group of episodes alone needs no prompt of its own."""
+    own = all(sample.branches for sample in group.samples)
+    prompt = NO_TOKENS if own else token_ids(group.prompt_token_ids, f"prompt of group {group.group_id!r}")
+    return [
+        pieces_of(prompt, sample.token_ids, sample.branches, sample_place(sample.sample_id))
+        for sample in group.samples
+    ]
 
 
 def numbers(

@@ -733,12 +733,15 @@ class ListSamplesRequest(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    WITHOUT_MESSAGES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     step: _builtins.int
     """Only those of one step, where set."""
     state: Global___SampleState.ValueType
     limit: _builtins.int
     page_token: _builtins.str
+    without_messages: _builtins.bool
+    """Leave out the conversations of episodes, which may be long."""
     def __init__(
         self,
         *,
@@ -747,10 +750,11 @@ class ListSamplesRequest(_message.Message):
         state: Global___SampleState.ValueType = ...,
         limit: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        without_messages: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "limit", b"limit", "page_token", b"page_token", "run_id", b"run_id", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "limit", b"limit", "page_token", b"page_token", "run_id", b"run_id", "state", b"state", "step", b"step", "without_messages", b"without_messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015

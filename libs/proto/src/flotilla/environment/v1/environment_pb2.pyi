@@ -58,6 +58,7 @@ class _EndingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ending.ValueTy
     ENDING_NO_ROOM: _Ending.ValueType  # 3
     """The tokens of the episode are used up."""
     ENDING_TIMEOUT: _Ending.ValueType  # 4
+    """The environment took too long. Never a reward."""
     ENDING_ERROR: _Ending.ValueType  # 5
     """The environment failed. Never a reward."""
 
@@ -70,6 +71,7 @@ ENDING_MAX_TURNS: Ending.ValueType  # 2
 ENDING_NO_ROOM: Ending.ValueType  # 3
 """The tokens of the episode are used up."""
 ENDING_TIMEOUT: Ending.ValueType  # 4
+"""The environment took too long. Never a reward."""
 ENDING_ERROR: Ending.ValueType  # 5
 """The environment failed. Never a reward."""
 Global___Ending: _TypeAlias = Ending  # noqa: Y015
@@ -213,7 +215,6 @@ class EpisodeStart(_message.Message):
     ANSWER_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
-    LIMIT_FIELD_NUMBER: _builtins.int
     CALL_LIMIT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     episode_id: _builtins.str
@@ -236,10 +237,6 @@ class EpisodeStart(_message.Message):
         """Further columns of the data set."""
 
     @_builtins.property
-    def limit(self) -> _duration_pb2.Duration:
-        """Time of the whole episode from its start, turns of the policy included; absent: no limit here."""
-
-    @_builtins.property
     def call_limit(self) -> _duration_pb2.Duration:
         """Time of each piece of work of the environment's: a beginning, a reply, an end. Absent: 30 s."""
 
@@ -254,12 +251,11 @@ class EpisodeStart(_message.Message):
         answer: _builtins.str = ...,
         info: _struct_pb2.Struct | None = ...,
         seed: _builtins.int = ...,
-        limit: _duration_pb2.Duration | None = ...,
         call_limit: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call_limit", b"call_limit", "environment", b"environment", "info", b"info", "limit", b"limit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call_limit", b"call_limit", "environment", b"environment", "info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "call_limit", b"call_limit", "environment", b"environment", "episode_id", b"episode_id", "info", b"info", "limit", b"limit", "messages", b"messages", "run_id", b"run_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "attempt", b"attempt", "call_limit", b"call_limit", "environment", b"environment", "episode_id", b"episode_id", "info", b"info", "messages", b"messages", "run_id", b"run_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -310,7 +306,7 @@ class EpisodeStop(_message.Message):
 
     ENDING_FIELD_NUMBER: _builtins.int
     ending: Global___Ending.ValueType
-    """MAX_TURNS, NO_ROOM or TIMEOUT."""
+    """MAX_TURNS or NO_ROOM."""
     def __init__(
         self,
         *,
@@ -331,22 +327,30 @@ class RunEpisodeResponse(_message.Message):
     ASKED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    WAITED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def asked(self) -> Global___TurnAsked: ...
     @_builtins.property
     def ended(self) -> Global___EpisodeEnded: ...
     @_builtins.property
     def beat(self) -> Global___Beat: ...
+    @_builtins.property
+    def waited(self) -> _duration_pb2.Duration:
+        """Time for which the episode has waited here so far: for its worker, or for a processor. It is no time of the
+        environment's own.
+        """
+
     def __init__(
         self,
         *,
         asked: Global___TurnAsked | None = ...,
         ended: Global___EpisodeEnded | None = ...,
         beat: Global___Beat | None = ...,
+        waited: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "beat", b"beat", "ended", b"ended", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "beat", b"beat", "ended", b"ended", "part", b"part", "waited", b"waited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "beat", b"beat", "ended", b"ended", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "beat", b"beat", "ended", b"ended", "part", b"part", "waited", b"waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["asked", "ended", "beat"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
