@@ -116,7 +116,11 @@ MATRIX: dict[Row, list[tuple[Fault, Moment]]] = {
     for victim in Victim
     if not victim.plays
 } | {
-    Row(victim, episodes=True): [(fault, moment) for fault in BRIEF for moment in (*OF_EPISODES, *OF_STEPS)]
+    # Those that also take part in other runs are stopped there at the moments of a step.
+    Row(victim, episodes=True): [
+        *((fault, moment) for fault in BRIEF for moment in OF_EPISODES),
+        *((fault, moment) for fault in (BRIEF if victim.plays else (Fault.KILL,)) for moment in OF_STEPS),
+    ]
     for victim in PLAYERS
 }
 

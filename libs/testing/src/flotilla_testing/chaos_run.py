@@ -24,9 +24,9 @@ from flotilla_testing.fault_victims import guardian_of, launcher_of, lives, nats
 from flotilla_testing.runs import LEARNS, MADE_UP, any_reward, example_rows, run_on, written
 from flotilla_testing.stack import BOOTED_WITHIN_S, Stack, running_stack, wait_until
 
-_, HEARS, JUDGES = MARKS = ("first-turn", "second-turn", "last-turn")
-"""Files that an environment makes in the folder of its run while it thinks about this turn of an episode."""
-TURNS = len(MARKS)
+TURNS = 3
+HEARS, JUDGES = "hears-a-turn", "gives-a-reward"
+"""Files that an environment makes in the folder of its run while it does this."""
 ENVIRONMENT = f'''
 import time
 from pathlib import Path
@@ -45,11 +45,12 @@ class Sums(Environment):
 
     def reply(self, turn: Turn) -> Reply:
         self.said.append(turn.content)
-        mark = self.folder / {MARKS}[len(self.said) - 1]
+        done = len(self.said) == {TURNS}
+        mark = self.folder / ("{JUDGES}" if done else "{HEARS}")
         mark.touch()
         time.sleep(0.01)
         mark.unlink(missing_ok=True)
-        if len(self.said) < {TURNS}:
+        if not done:
             return Reply("2+3=")
         return Reply(done=True, rewards={{"said": float(sum(map(ord, "".join(self.said))) % 7)}})
 '''

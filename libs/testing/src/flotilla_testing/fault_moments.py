@@ -29,11 +29,11 @@ class Moment(StrEnum):
     """The progress of a run within a step, and of an episode within both."""
 
     ASKED = "turn asked for"
-    """The environment of an episode has replied to its second turn, and the next one is on its way to a generator."""
+    """The environment of an episode has replied, and the next turn is on its way to a generator."""
     ROLLOUT = "rollout"
     """A generator decodes, in episodes a turn: any moment, for a victim that takes no part in the others."""
     HEARD = "turn delivered"
-    """The environment has the second turn, and thinks about it."""
+    """The environment has a turn, and thinks about it."""
     JUDGED = "reward"
     """The environment has the last turn, and thinks about the reward."""
     SCORED = "scored"
@@ -48,6 +48,7 @@ class Moment(StrEnum):
     """A checkpoint is begun and not sealed."""
 
 
+# At the first three of these, the ledger has turns of episodes that have not ended.
 OF_EPISODES = (Moment.ASKED, Moment.HEARD, Moment.JUDGED, Moment.SCORED)
 OF_STEPS = tuple(moment for moment in Moment if moment not in OF_EPISODES)
 WEIGHT_PHASES = {
@@ -61,10 +62,10 @@ async def reached(run: ChaosRun, moment: Moment, generator: str) -> None:
     where = generator if moment in WEIGHT_PHASES else "coordinator"
     async with run.stack.channel(where) as channel:
         looks: dict[Moment, Callable[[], Awaitable[bool]]] = {
-            Moment.ASKED: _Mark(run.folder / HEARS, ends=True),
+            Moment.ASKED: _Mark(run, HEARS, ends=True),
             Moment.ROLLOUT: partial(owes_work, channel, generator),
-            Moment.HEARD: _Mark(run.folder / HEARS),
-            Moment.JUDGED: _Mark(run.folder / JUDGES),
+            Moment.HEARD: _Mark(run, HEARS),
+            Moment.JUDGED: _Mark(run, JUDGES),
             Moment.SCORED: partial(_scored, run),
             Moment.BEFORE_PUBLISH: partial(_trains, channel, run.run_id),
             Moment.MID_CHECKPOINT: _Saves(Path(run.started["directory"]) / "checkpoints"),
@@ -81,15 +82,22 @@ async def reached(run: ChaosRun, moment: Moment, generator: str) -> None:
 class _Mark:
     """Whether the environment made this mark since then, and with `ends` whether it took it away again."""
 
-    def __init__(self, mark: Path, *, ends: bool = False) -> None:
-        self._mark, self._ends, self._seen = mark, ends, False
-        mark.unlink(missing_ok=True)  # of a worker that died
+    def __init__(self, run: ChaosRun, name: str, *, ends: bool = False) -> None:
+        self._run, self._mark, self._ends, self._seen = run, run.folder / name, ends, False
+        self._mark.unlink(missing_ok=True)  # of a worker that died
 
     async def __call__(self) -> bool:
-        there = self._mark.exists()
-        met = self._seen and not there if self._ends else there
-        self._seen = self._seen or there
-        return met
+        there, before = self._mark.exists(), self._seen
+        self._seen = there
+        return (before and not there if self._ends else there) and self._are_recorded()
+
+    def _are_recorded(self) -> bool:
+        question = (
+            "SELECT EXISTS (SELECT 1 FROM turns t JOIN samples s ON s.key = t.sample "
+            "JOIN runs r ON r.key = s.run WHERE r.run_id = ?)"
+        )
+        ((found,),) = self._run.ask_ledger(question)
+        return bool(found)
 
 
 async def _scored(run: ChaosRun) -> bool:
