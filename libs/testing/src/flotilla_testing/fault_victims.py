@@ -40,7 +40,7 @@ class Victim(StrEnum):
 
 
 PLAYERS = (Victim.GENERATOR, Victim.COORDINATOR, Victim.ENVIRONMENT, Victim.ENVIRONMENT_WORKER)
-"""Those that an episode passes through."""
+"""An episode passes through these."""
 RANKS = {Victim.RANK_0: 0, Victim.RANK_1: 1}
 WORKER = "flotilla_workers.worker"
 WORKER_WITHIN_S = 60.0

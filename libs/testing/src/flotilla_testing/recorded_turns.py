@@ -1,4 +1,4 @@
-"""What the ledger has of episodes when something happens to their run, and what is trained of them.
+"""Compares the turns that the ledger has when something happens to a run with those that are trained later.
 
 Invariant: turns that are recorded are trained as they were recorded, tokens and log-probabilities, byte for byte.
 """
