@@ -50,7 +50,7 @@ async def test_a_generator_that_cannot_be_reached(
             with TcpProxy((BEHIND_PROXY, port), ("127.0.0.1", port)) as proxy:
                 for moment, there in PARTITIONS:
                     wait_until(f"{NAME} to serve", lambda: _serves(run), LIMIT_S)
-                    await reached(stack, run.started, moment, NAME)
+                    await reached(run, moment, NAME)
                     proxy.cut(there=there)
                     cut, done, lineage = time.monotonic(), run.lines, run.lineage
                     run.wait_for_steps(2, done, f"without {NAME}")

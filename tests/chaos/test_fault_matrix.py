@@ -1,8 +1,8 @@
 """Every process of a fleet is killed, and stopped, at every moment of a step: nothing is lost or trained twice.
 
-A row of the matrix is a victim, and one run. Its cells are a fault at a moment of a step (`Moment`), in an order that
-the seed draws (`FLOTILLA_CHAOS_SEED`). After each cell the run makes steps again, the ledger balances and generators
-with one version hold equal weights; after the last one the run is told its last step and ends by itself.
+A row of the matrix is a victim, and one run. Its cells are a fault at a moment (`Moment`), in an order that the seed
+draws (`FLOTILLA_CHAOS_SEED`). After each cell the run makes steps again, the ledger balances and generators with one
+version hold equal weights; after the last one the run is told its last step and ends by itself.
 
 | victim         | kill -9                                         | SIGSTOP                                     |
 |----------------|-------------------------------------------------|---------------------------------------------|
@@ -14,10 +14,19 @@ with one version hold equal weights; after the last one the run is told its last
 | NATS           | nobody waits for it                             | nobody waits for it                         |
 | launcher       | so, too; the next one adopts all that lives     | nobody waits for it                         |
 | guardian       | so, too; the launcher starts another one        | nobody waits for it                         |
-| environment    | its episodes begin again on the other one       | a pause is waited for                       |
-| its worker     | its episodes are played again in the next one   | a pause is waited for                       |
 
-Generators have a second row, with the real engine and its canary. After its last cell each version is still compared.
+Runs of episodes have rows of their own, with the moments of an episode as well. Turns that the ledger has when a fault
+happens are trained as they were recorded, byte for byte.
+
+| victim         | kill -9                                         | SIGSTOP                                     |
+|----------------|-------------------------------------------------|---------------------------------------------|
+| generator      | the turn that it wrote goes to another one      | so, too                                     |
+| coordinator    | the next one plays the recorded turns again     | it goes on                                  |
+| environment    | the other one gets the turns so far again       | a pause is waited for                       |
+| its worker     | its service plays them again in the next one    | a pause is waited for                       |
+
+Engines are simulated. Generators have one more row, with the real engine and its canary. After its last cell each
+version is still compared. Episodes of the real engine are in test_episode_kills.py.
 """
 
 from __future__ import annotations
@@ -33,6 +42,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -42,15 +52,16 @@ from flotilla.coordinator.v1.run_pb2 import RUN_STATE_SUCCEEDED
 from flotilla_core.process_identity import ProcessIdentity
 from flotilla_testing.chaos_run import VLLM, ChaosRun, chaos_fleet
 from flotilla_testing.coordinator_faults import is_new
-from flotilla_testing.fault_moments import Moment, reached
+from flotilla_testing.fault_moments import OF_EPISODES, OF_STEPS, Moment, reached
 from flotilla_testing.fault_victims import (
+    PLAYERS,
     Victim,
     guardian_of,
     launcher_of,
-    nats_of,
     process_of,
     processes_of,
 )
+from flotilla_testing.recorded_turns import RecordedTurns
 from flotilla_testing.runs import live_checks
 from flotilla_testing.stack import Stack, wait_until
 
@@ -76,6 +87,8 @@ class Fault(StrEnum):
 
 RANKS = (Victim.RANK_0, Victim.RANK_1)
 NOBODY_WAITS = (Victim.GENERATOR, Victim.NATS, Victim.LAUNCHER, Victim.GUARDIAN)
+PLAYED_AGAIN = (Victim.COORDINATOR, Victim.ENVIRONMENT)
+"""Those whose death the coordinator knows in episodes: a turn is repeated, and a worker's episodes are, without it."""
 KEEPERS = {Victim.LAUNCHER: launcher_of, Victim.GUARDIAN: guardian_of}
 # Where a pause is waited for, one that is not.
 LONG_STOPS = {
@@ -84,12 +97,33 @@ LONG_STOPS = {
     Victim.COORDINATOR: Moment.ROLLOUT,
     Victim.NATS: Moment.ROLLOUT,
 }
-MATRIX: dict[Victim, list[tuple[Fault, Moment]]] = {
-    victim: [
-        *((fault, moment) for fault in (Fault.KILL, Fault.STOP) for moment in Moment),
+
+
+class Row(NamedTuple):
+    """A victim, in a run of single responses or of episodes."""
+
+    victim: Victim
+    episodes: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.victim} in episodes" if self.episodes else str(self.victim)
+
+
+BRIEF = (Fault.KILL, Fault.STOP)
+MATRIX: dict[Row, list[tuple[Fault, Moment]]] = {
+    Row(victim): [
+        *((fault, moment) for fault in BRIEF for moment in OF_STEPS),
         *((Fault.LONG_STOP, moment) for one, moment in LONG_STOPS.items() if one is victim),
     ]
     for victim in Victim
+    if not victim.plays
+} | {
+    # Those that also take part in other runs are stopped there at the moments of a step.
+    Row(victim, episodes=True): [
+        *((fault, moment) for fault in BRIEF for moment in OF_EPISODES),
+        *((fault, moment) for fault in (BRIEF if victim.plays else (Fault.KILL,)) for moment in OF_STEPS),
+    ]
+    for victim in PLAYERS
 }
 
 
@@ -106,18 +140,20 @@ class Strike:
     at: float
     lived: dict[str, ProcessIdentity | None]
     """Every process that the launcher had written down."""
+    episodes: int
+    """The number of those that had turns in the ledger, and had not ended."""
 
 
-@pytest.mark.parametrize("victim", MATRIX, ids=lambda victim: victim.replace(" ", "-"))
+@pytest.mark.parametrize("row", MATRIX, ids=lambda row: str(row).replace(" ", "-"))
 async def test_nothing_is_lost_or_trained_twice(
     fleet_of_faults: Stack,
     arithmetic: Path,
     tmp_path: Path,
-    victim: Victim,
+    row: Row,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with ChaosRun(fleet_of_faults, arithmetic, tmp_path, episodes=victim.plays) as run:
-        await _row(run, victim, capsys)
+    with ChaosRun(fleet_of_faults, arithmetic, tmp_path, episodes=row.episodes) as run:
+        await _struck_in(run, row, capsys)
 
 
 @pytest.mark.timeout(REAL_ROW_WITHIN_S)
@@ -128,44 +164,66 @@ async def test_nothing_is_lost_or_trained_twice_with_the_real_engine(
         chaos_fleet(arithmetic / "model", tmp_path, VLLM) as fleet,
         ChaosRun(fleet, arithmetic, tmp_path) as run,
     ):
-        last = await _row(run, Victim.GENERATOR, capsys)
+        last = await _struck_in(run, Row(Victim.GENERATOR), capsys)
         found = live_checks(fleet.metrics(run.started)[last.steps + 1 :])
     assert len(found) > 1, "each version is compared, also after the last fault"
     _print(capsys, f"canary after the last fault: {len(found)} checks, differences up to {max(found):.1e}")
 
 
-async def _row(run: ChaosRun, victim: Victim, capsys: pytest.CaptureFixture[str]) -> Strike:
-    """All cells of a victim, and the end of the run; the last of the faults."""
-    draw = random.Random(f"{SEED} {victim}")
+async def _struck_in(run: ChaosRun, row: Row, capsys: pytest.CaptureFixture[str]) -> Strike:
+    """All cells of a row, and the end of the run; the last of the faults."""
+    draw = random.Random(f"{SEED} {row}")
     began = time.monotonic()
+    turns = RecordedTurns(run)
     run.wait_for_steps(2, 0, "at the start")
-    for fault, moment in draw.sample(MATRIX[victim], len(MATRIX[victim])):
-        run.wait_until("a fleet that can lose one", lambda: _can_lose_one(run))
-        strike = await _struck(run, fault, victim, moment, draw)
+    for fault, moment in draw.sample(MATRIX[row], len(MATRIX[row])):
+        strike = await _struck(run, fault, row.victim, moment, turns, draw)
         recovered_s = _recovered(run, strike)
         verdict = assert_accounted_for(run.stack, run.run_id)
-        line = f"{victim:16}{fault:19}{moment:26}{recovered_s:6.1f} s"
-        if victim is Victim.GENERATOR:
+        turns.compare()
+        line = f"{row!s:32}{fault:19}{moment:26}{recovered_s:6.1f} s"
+        if row.episodes:
+            line += f"  {strike.episodes:2} episodes with recorded turns"
+        elif row.victim is Victim.GENERATOR:
             line += _issued_again(run, strike)
         _print(capsys, f"{line}  lost {verdict.lost}, trained twice {verdict.trained_twice}")
     ended = run.ends_by_itself()
     assert ended.state == RUN_STATE_SUCCEEDED, ended.reason
+    turns.compare()
     seconds = time.monotonic() - began
     verdict = assert_accounted_for(run.stack, run.run_id)
-    _print(capsys, f"{victim:16}ended by itself after {seconds:.0f} s, seed {SEED}: {verdict}")
+    _print(capsys, f"{row!s:32}ended by itself after {seconds:.0f} s, seed {SEED}: {verdict}")
+    if row.episodes:
+        _went_on(run, row, turns, capsys)
     return strike
 
 
-async def _struck(run: ChaosRun, fault: Fault, victim: Victim, moment: Moment, draw: random.Random) -> Strike:
+def _went_on(run: ChaosRun, row: Row, turns: RecordedTurns, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every episode with recorded turns was trained with them; the coordinator played those again that it had to."""
+    assert turns.trained and not turns.waiting, f"{turns.trained} were trained, and not {turns.waiting}"
+    steps = run.stack.metrics(run.started)
+    resumed, anew = (
+        sum(step.get(f"episodes/{name}", 0.0) for step in steps) for name in ("resumed", "repeated")
+    )
+    assert bool(resumed) is (row.victim in PLAYED_AGAIN)
+    line = f"{turns.trained} episodes trained with their recorded turns, {resumed:.0f} went on, {anew:.0f} began anew"
+    _print(capsys, f"{row!s:32}{line}")
+
+
+async def _struck(
+    run: ChaosRun, fault: Fault, victim: Victim, moment: Moment, turns: RecordedTurns, draw: random.Random
+) -> Strike:
     """Let it happen at that moment; a stopped process is let go on when that is due."""
-    generator = draw.choice(run.serving())
+    generator = draw.choice(run.when_whole())
     slot = f"reward-{draw.randrange(2)}" if victim is Victim.REWARD else generator
     slot = f"environment-{draw.randrange(2)}" if victim.plays else slot
     process = process_of(run.stack, victim, slot)
-    await reached(run.stack, run.started, moment, generator)
-    lived = processes_of(run.stack)
-    strike = Strike(fault, victim, slot, process, run.lines, run.lineage, time.time(), lived)
+    await reached(run, moment, generator)
+    # At once: some moments are over in ten milliseconds.
+    at = time.time()
     process.send_signal(signal.SIGKILL if fault is Fault.KILL else signal.SIGSTOP)
+    noted, lived = turns.note(), processes_of(run.stack)
+    strike = Strike(fault, victim, slot, process, run.lines, run.lineage, at, lived, noted)
     if fault is not Fault.KILL:
         try:
             _held(run, strike)
@@ -222,13 +280,6 @@ def _kept(stack: Stack, strike: Strike) -> None:
 
 def _is_another(found: psutil.Process | None, former: psutil.Process) -> bool:
     return found is not None and found != former
-
-
-def _can_lose_one(run: ChaosRun) -> bool:
-    """The run also goes on while NATS, the launcher or the guardian is still being started again."""
-    pairs = all(len(run.working(kind)) == 2 for kind in ("reward", "environment"))
-    replicas = len(run.serving()) >= run.engine.serving and pairs
-    return replicas and all(find(run.stack) is not None for find in (nats_of, launcher_of, guardian_of))
 
 
 def _misses_trainer(run: ChaosRun) -> bool:

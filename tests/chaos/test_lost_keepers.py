@@ -33,7 +33,7 @@ async def test_without_launcher_and_guardian_the_fleet_ends_and_up_goes_on(
         wait_until("a guardian", lambda: guardian_of(stack) is not None, LIMIT_S)
         keepers = [launcher_of(stack), guardian_of(stack)]
         assert len(processes_below(stack)) > len(keepers)
-        await reached(stack, run.started, Moment.BEFORE_ACK, run.serving()[0])
+        await reached(run, Moment.BEFORE_ACK, run.serving()[0])
         shared = shared_memory.held_by(process.pid for process in processes_below(stack))
         stack.process(run.serving()[-1]).suspend()
         for keeper in keepers:

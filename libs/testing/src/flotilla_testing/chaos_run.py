@@ -9,6 +9,7 @@ and named.
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,13 @@ from flotilla.coordinator.v1 import run_pb2
 from flotilla_core.config import StackConfig, load
 from flotilla_core.errors import FlotillaError
 from flotilla_core.version import Version
-from flotilla_testing.fault_victims import lives
+from flotilla_testing.fault_victims import guardian_of, launcher_of, lives, nats_of
 from flotilla_testing.runs import LEARNS, MADE_UP, any_reward, example_rows, run_on, written
 from flotilla_testing.stack import BOOTED_WITHIN_S, Stack, running_stack, wait_until
 
 TURNS = 3
+HEARS, JUDGES = "hears-a-turn", "gives-a-reward"
+"""Files that an environment makes in the folder of its run while it does this."""
 ENVIRONMENT = f'''
 import time
 from pathlib import Path
@@ -34,18 +37,20 @@ from flotilla_environment import Begun, Environment, Reply, Task, Turn
 class Sums(Environment):
     """Asks for three turns, and gives rewards by which all episodes differ."""
 
-    def __init__(self, *, marker: str) -> None:
-        self.marker, self.said = Path(marker), []
+    def __init__(self, *, folder: str) -> None:
+        self.folder, self.said = Path(folder), []
 
     def begin(self, task: Task) -> Begun:
         return Begun(task.messages)
 
     def reply(self, turn: Turn) -> Reply:
-        self.marker.touch()
-        time.sleep(0.01)
-        self.marker.unlink(missing_ok=True)
         self.said.append(turn.content)
-        if len(self.said) < {TURNS}:
+        done = len(self.said) == {TURNS}
+        mark = self.folder / ("{JUDGES}" if done else "{HEARS}")
+        mark.touch()
+        time.sleep(0.01)
+        mark.unlink(missing_ok=True)
+        if not done:
             return Reply("2+3=")
         return Reply(done=True, rewards={{"said": float(sum(map(ord, "".join(self.said))) % 7)}})
 '''
@@ -120,11 +125,11 @@ class ChaosRun:
     """One run under observation."""
 
     def __init__(self, stack: Stack, arithmetic: Path, folder: Path, *, episodes: bool = False) -> None:
-        """Start it. With `episodes` its samples have several turns, and their environment marks when it works."""
+        """Start it. With `episodes` its samples have several turns, and their environment marks what it does."""
         self.stack = stack
+        self.folder = folder
         self.engine = ENGINES[load(StackConfig, [stack.file]).generator.engine]
-        self.marker = folder / "environment-works"
-        file = _run_file(arithmetic, folder, self.engine, self.marker if episodes else None)
+        file = _run_file(arithmetic, folder, self.engine, episodes=episodes)
         self.started: dict[str, Any] = stack.ok("run", "start", str(file))
         self.run_id: str = self.started["run_id"]
 
@@ -146,6 +151,12 @@ class ChaosRun:
     def lineage(self) -> int:
         """The number of its fall-backs to a checkpoint."""
         return int(self.stack.metrics(self.started)[-1]["lineage"])
+
+    def ask_ledger(self, question: str, *values: int) -> list[Any]:
+        """Return the rows of a query whose first parameter is the run's id."""
+        file = self.stack.directory / "ledger.sqlite"
+        with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as ledger:
+            return ledger.execute(question, (self.run_id, *values)).fetchall()
 
     def wait_until(self, what: str, condition: Callable[[], bool]) -> None:
         """Wait for as long as anything on this fleet is waited for."""
@@ -185,6 +196,22 @@ class ChaosRun:
             assert known == one.digest, f"{one.name} holds {one.digest} as {version}, others hold {known}"
         return [one.name for one in held]
 
+    def when_whole(self) -> list[str]:
+        """Wait until the fleet can lose one of anything; return the generators that serve then.
+
+        The run also goes on while NATS, the launcher or the guardian is still being started again.
+        """
+        serving: list[str] = []
+
+        def is_whole() -> bool:
+            pairs = all(len(self.working(kind)) == 2 for kind in ("reward", "environment"))
+            serving[:] = self.serving()
+            keepers = all(find(self.stack) is not None for find in (nats_of, launcher_of, guardian_of))
+            return pairs and keepers and len(serving) >= self.engine.serving
+
+        self.wait_until("a fleet that can lose one", is_whole)
+        return serving
+
     def working(self, kind: str) -> list[str]:
         """Replicas of a kind that may get work and live, by name."""
         try:
@@ -196,7 +223,7 @@ class ChaosRun:
         return [one.name for one in ready if one.name.startswith(f"{kind}-") and lives(self.stack, one)]
 
 
-def _run_file(arithmetic: Path, folder: Path, engine: Engine, marker: Path | None) -> Path:
+def _run_file(arithmetic: Path, folder: Path, engine: Engine, *, episodes: bool) -> Path:
     run = run_on(
         example_rows(arithmetic),
         "chaos",
@@ -209,12 +236,12 @@ def _run_file(arithmetic: Path, folder: Path, engine: Engine, marker: Path | Non
         checkpoint={"every_steps": 1},
         export_final=False,
     )
-    if marker is not None:
+    if episodes:
         file = folder / "sums.py"
         file.write_text(ENVIRONMENT)
         run["environment"] = {
             "name": f"{file}:Sums",
-            "parameters": {"marker": str(marker)},
+            "parameters": {"folder": str(folder)},
             "max_turns": TURNS + 1,
             "episode_tokens": 60,
         }

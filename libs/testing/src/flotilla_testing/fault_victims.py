@@ -39,6 +39,8 @@ class Victim(StrEnum):
         return self in (Victim.ENVIRONMENT, Victim.ENVIRONMENT_WORKER)
 
 
+PLAYERS = (Victim.GENERATOR, Victim.COORDINATOR, Victim.ENVIRONMENT, Victim.ENVIRONMENT_WORKER)
+"""An episode passes through these."""
 RANKS = {Victim.RANK_0: 0, Victim.RANK_1: 1}
 WORKER = "flotilla_workers.worker"
 WORKER_WITHIN_S = 60.0
