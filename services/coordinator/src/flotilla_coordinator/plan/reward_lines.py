@@ -25,8 +25,8 @@ _TRIED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 def rewards_chapter(config: RunConfig, stack: StackConfig) -> Entries:
     """Describe each reward and the environment: who gives it, and how far what it runs is kept from the host."""
     if (own := config.environment) is not None:
-        section = stack.environment
-        where = _where(own.name, own.trusted, section.isolation, bool(section.attach), "environment")
+        plays = stack.environment
+        where = _where(own.name, own.trusted, plays.isolation, bool(plays.attach), "environment")
         episode = f"up to {own.max_turns} turns in {own.episode_tokens:,} tokens"
         yield Line(f"environment {own.name}", _kind(own.name, "a class"), f"{episode}; {where}")
     for key, term in terms_of(config):
@@ -36,9 +36,9 @@ def rewards_chapter(config: RunConfig, stack: StackConfig) -> Entries:
         elif term.judge:
             who, where = f"judge {term.judge}", _place_of_judge(stack, term.judge)
         else:
-            section, name = stack.reward, str(term.reward)
+            scores, name = stack.reward, str(term.reward)
             who = _kind(name, "a function")
-            where = _where(name, term.trusted, section.isolation, bool(section.attach), "reward")
+            where = _where(name, term.trusted, scores.isolation, bool(scores.attach), "reward")
         asked = term.agreement
         agreed = (
             f"; agrees with {asked.examples}, by {asked.at_least:g} at least" if asked is not None else ""
