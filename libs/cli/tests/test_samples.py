@@ -157,7 +157,7 @@ def test_whole_sample_has_answer_columns_and_parts(flotilla: Command, run_dir: P
         "reward 1  version 0.0  2 tokens",
         "parts  exact 1, mine.py:shape 0.5, mine.py:shape[acc] 1\n",
         "judged exact scored 1, by flotilla 0.3.0, rules 2, in 1.5 ms\n",
-        "judged mine.py:shape scored 0.5, by an unknown version, in 0.0 ms, read '12'\n",
+        "judged mine.py:shape scored 0.5, read '12'\n",
         '{"level": 1}',
         "--- answer\n12",
     ):

@@ -382,11 +382,12 @@ def _verdict(verdict: dict[str, Any]) -> str:
     said = (
         verdict["outcome"] if verdict.get("value") is None else f"{verdict['outcome']} {verdict['value']:.4g}"
     )
-    told = [
-        f"{short_reward(verdict['reward'])} {said}",
-        f"by {verdict.get('version') or 'an unknown version'}",
-        f"in {verdict.get('seconds', 0.0) * 1000:.1f} ms",
-    ]
+    told = [f"{short_reward(verdict['reward'])} {said}"]
+    # An environment has neither: it scores while it plays.
+    if verdict.get("version"):
+        told.append(f"by {verdict['version']}")
+    if verdict.get("seconds"):
+        told.append(f"in {verdict['seconds'] * 1000:.1f} ms")
     if verdict.get("extracted"):
         told.append(f"read {_short(verdict['extracted'])!r}")
     if verdict.get("message"):

@@ -12,7 +12,7 @@ from flotilla_coordinator.plan.chapter import Chapter
 from flotilla_coordinator.plan.checks import config_errors, fleet_warnings, role_errors
 from flotilla_coordinator.plan.functions import jail_of
 from flotilla_coordinator.plan.reward_lines import reward_model_chapter, rewards_chapter
-from flotilla_core.config import RunConfig, StackConfig
+from flotilla_core.config import EnvironmentConfig, RunConfig, StackConfig
 from flotilla_testing.model_folders import write_header, write_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -177,6 +177,29 @@ def test_a_plan_says_of_each_reward_who_gives_it_where_and_in_which_jail(tmp_pat
             f"weight 1; /m/judge, on 1 generators of the fleet; {agrees}",
         ),
     ]
+
+
+def test_a_plan_says_of_an_environment_where_and_in_which_jail_it_plays() -> None:
+    def line(stack: StackConfig, **environment: Any) -> tuple[str, str, str]:
+        own = EnvironmentConfig(max_turns=3, episode_tokens=1200, **environment)
+        config = run_with({"reward": "exact"}).model_copy(update={"environment": own})
+        return Chapter.of(rewards_chapter(config, stack)).lines[0]
+
+    stack = StackConfig()
+    level = jail_of(stack.environment.isolation).isolation
+    assert line(stack, name="/m/guess.py:Guess") == (
+        "environment /m/guess.py:Guess",
+        "a class",
+        "up to 3 turns in 1,200 tokens; in the jail, of level landlock at least; the host of this plan has "
+        + level,
+    )
+    assert line(stack, name="/m/guess.py:Guess", trusted=True)[2].endswith(
+        "OUTSIDE OF THE JAIL, as the environment service itself"
+    )
+    assert line(stack, name="calculator")[1:] == (
+        "built in, or an entry point",
+        "up to 3 turns in 1,200 tokens; in the environment service; in its jail where it runs code of others",
+    )
 
 
 def test_a_folder_that_is_no_model_is_said_so(tmp_path: Path) -> None:

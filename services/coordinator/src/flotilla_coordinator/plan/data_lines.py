@@ -7,13 +7,14 @@ are sent, after the weights under them were sent once to each weight group.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from flotilla_coordinator.data.prompts import PromptFile
+from flotilla_coordinator.data.prompts import Prompt, PromptFile
 from flotilla_coordinator.data.training_sets import LoadedSet, data_remarks, reads_of
 from flotilla_coordinator.plan.chapter import STARTING_WEIGHTS, Entries, Line, shown_bytes
 from flotilla_coordinator.plan.gpu_memory import token_bytes
@@ -167,7 +168,7 @@ def evaluation_chapter(run: RunFacts) -> Entries:
             f"{'ranked' if pairs else how}: before, {f'every {every} steps, ' if every else ''}after"
             + ("" if pairs else right),
         )
-        yield from overlap_warnings(run.data, file, name)
+        yield from overlap_warnings(run.data, file, name, config.environment is not None)
         if pairs:
             yield from run.limit.answers_beyond(longest_given(file))
         else:
@@ -175,14 +176,20 @@ def evaluation_chapter(run: RunFacts) -> Entries:
             yield from run.limit.responses_beyond(file.longest_prompt, one.max_response_tokens, key)
 
 
-def overlap_warnings(data: PromptFile, held_out: PromptFile, name: str) -> Entries:
-    """Warn of held-out prompts that the run also trains on; nobody has read the prompts that are streamed."""
+def overlap_warnings(data: PromptFile, held_out: PromptFile, name: str, episodes: bool) -> Entries:
+    """Warn of held-out prompts that the run also trains on; nobody has read the prompts that are streamed.
+
+    Rows of episodes are compared whole: where the environment asks, all prompts may be equal.
+    """
     if data.streamed:
         return
-    # An environment reads the text of a prompt, of which a small vocabulary may leave nothing.
-    trained = {(prompt.prompt_text, prompt.token_ids.tobytes()) for prompt in data.prompts}
-    shared = sum((prompt.prompt_text, prompt.token_ids.tobytes()) in trained for prompt in held_out.prompts)
-    if shared:
+
+    def seen(prompt: Prompt) -> tuple[bytes, str]:
+        row = json.dumps([prompt.answer, prompt.info], sort_keys=True) if episodes else ""
+        return prompt.token_ids.tobytes(), row
+
+    trained = {seen(prompt) for prompt in data.prompts}
+    if shared := sum(seen(prompt) in trained for prompt in held_out.prompts):
         of = f" of {name}" if name else ""
         yield warning(
             f"{shared} of {len(held_out.prompts)} held-out prompts{of} are also in the training data: "

@@ -1,4 +1,6 @@
-"""Describes the rewards of a run: who gives each, where, and in which jail; and what its reward models cannot score.
+"""Describes the environment and the rewards of a run: who gives each, where, and in which jail.
+
+It also finds what reward models of the run cannot score.
 
 Invariant: no weight is read; the labels of a model are the rows of its head of scores.
 """
@@ -9,7 +11,7 @@ from flotilla_coordinator.plan.chapter import Entries, Line, refusal, shown_byte
 from flotilla_coordinator.plan.functions import jail_of, terms_of
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import scoring_bytes
-from flotilla_core.config import FleetJudgeConfig, RewardTermConfig, RunConfig, StackConfig
+from flotilla_core.config import FleetJudgeConfig, IsolationConfig, RewardTermConfig, RunConfig, StackConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_core.gangs import gang_of, model_of, started
 from flotilla_core.model_folder import SCORE_HEADS, model_folder, score_head
@@ -21,7 +23,12 @@ _TRIED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 
 
 def rewards_chapter(config: RunConfig, stack: StackConfig) -> Entries:
-    """Describe each reward: its kind, who gives it, and how far what it runs is kept from the host."""
+    """Describe each reward and the environment: who gives it, and how far what it runs is kept from the host."""
+    if (own := config.environment) is not None:
+        plays = stack.environment
+        where = _where(own.name, own.trusted, plays.isolation, bool(plays.attach), "environment")
+        episode = f"up to {own.max_turns} turns in {own.episode_tokens:,} tokens"
+        yield Line(f"environment {own.name}", _kind(own.name, "a class"), f"{episode}; {where}")
     for key, term in terms_of(config):
         gate = "" if term.gate_at is None else f", gate at {term.gate_at:g}"
         if term.model is not None:
@@ -29,7 +36,9 @@ def rewards_chapter(config: RunConfig, stack: StackConfig) -> Entries:
         elif term.judge:
             who, where = f"judge {term.judge}", _place_of_judge(stack, term.judge)
         else:
-            who, where = _function(term, stack)
+            scores, name = stack.reward, str(term.reward)
+            who = _kind(name, "a function")
+            where = _where(name, term.trusted, scores.isolation, bool(scores.attach), "reward")
         asked = term.agreement
         agreed = (
             f"; agrees with {asked.examples}, by {asked.at_least:g} at least" if asked is not None else ""
@@ -54,23 +63,20 @@ def _place_of_judge(stack: StackConfig, name: str) -> str:
     return f"{judge.model} at {judge.url}"
 
 
-def _function(term: RewardTermConfig, stack: StackConfig) -> tuple[str, str]:
-    """Say of a function what it is and where it runs."""
-    asked = stack.reward.isolation
-    if ".py:" not in str(term.reward):
-        return (
-            "built in, or an entry point",
-            "in the reward service; in its jail where it runs code of others",
-        )
-    if term.trusted or asked.unsafe:
-        return "a function", "OUTSIDE OF THE JAIL, as the reward service itself"
-    if stack.reward.attach:
-        return "a function", f"in the jail, {_OF_OTHERS}"
+def _kind(name: str, of_file: str) -> str:
+    return of_file if ".py:" in name else "built in, or an entry point"
+
+
+def _where(name: str, trusted: bool, asked: IsolationConfig, attached: bool, service: str) -> str:
+    """Say where a function or an environment runs."""
+    if ".py:" not in name:
+        return f"in the {service} service; in its jail where it runs code of others"
+    if trusted or asked.unsafe:
+        return f"OUTSIDE OF THE JAIL, as the {service} service itself"
+    if attached:
+        return f"in the jail, {_OF_OTHERS}"
     jail = jail_of(asked)
-    return (
-        "a function",
-        f"in the jail, of level {asked.at_least} at least; the host of this plan has {jail.isolation}",
-    )
+    return f"in the jail, of level {asked.at_least} at least; the host of this plan has {jail.isolation}"
 
 
 def reward_model_chapter(config: RunConfig, stack: StackConfig) -> Entries:
