@@ -159,7 +159,9 @@ async def play(
                     ended.metrics.update(episode.metrics(outcome))
                 yield pb.RunEpisodeResponse(ended=ended)
                 return
-            asked = pb.TurnAsked(messages=outcome.messages, tools=outcome.tools, afresh=outcome.afresh)
+            asked = pb.TurnAsked(
+                messages=outcome.messages, tools=outcome.tools, afresh=outcome.afresh, state=outcome.state
+            )
             yield pb.RunEpisodeResponse(asked=asked)
             # Whoever writes a turn is not surprised by an end: the time is looked at when it has come.
             part = await anext(parts, None)
