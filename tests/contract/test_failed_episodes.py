@@ -42,6 +42,11 @@ VERSION = Version(0, 3)
 UPDATES, GROUPS, MOST_SAMPLES = 8, 3, 7
 NEEDED: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 2}, "gdpo": {"weights": [1.0, 0.5]}}
 """Parameters of advantages that groups of two samples allow, or that a run fills in."""
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "gae": {"unit": "turn"},
+    "gigpo": {"gamma": 0.8, "step_weight": 0.5, "normalize_std": False},
+}
+"""Other parameters of advantages that look at turns."""
 
 
 @dataclass
@@ -97,6 +102,7 @@ def episode(sample_id: str, seed: int | None) -> RolloutSample:
             "[]",
             tuple(Branch(s, np.array([1], np.int32)) for s in starts),
             tuple(ends),
+            tuple(chance.integers(0, 3, len(ends)).tolist()),
         ),
     )
 
@@ -129,10 +135,10 @@ async def sent(ledger: Ledger, name: str, seeds: list[int | None]) -> pb.TrainGr
     return message
 
 
-def columns_of(kind: str, groups: list[pb.TrainGroup]) -> tuple[bytes, ...]:
+def columns_of(kind: str, groups: list[pb.TrainGroup], changed: dict[str, Any]) -> tuple[bytes, ...]:
     """Return advantages and weights as the trainer makes them, bit by bit."""
     critic: dict[str, Any] = {"critic": {}} if kind == "gae" else {}
-    written = {"advantage": {"type": kind, **NEEDED.get(kind, {})}, **critic}
+    written = {"advantage": {"type": kind, **NEEDED.get(kind, {}), **changed}, **critic}
     section = PolicyConfig.model_validate(written).model_dump(mode="json")
     objective = PolicyObjective(ObjectiveSettings.from_wire(wire_objective("policy", section)))
     batch = UpdateBatch.read(groups, ModelLimits(9, 0), VERSION)
@@ -150,9 +156,9 @@ async def test_a_failed_episode_changes_no_bit_of_what_any_estimator_gives_the_o
         failing = [_with_failures(chance, seeds) for seeds in drawn]
         with_failed = [await sent(ledger, f"{update}/{n}", seeds) for n, seeds in enumerate(failing)]
         without = [await sent(ledger, f"{update}/{n + GROUPS}", [*seeds]) for n, seeds in enumerate(drawn)]
-        for kind in ADVANTAGES:
-            found = columns_of(kind, with_failed)
-            assert found == columns_of(kind, without), kind
+        for kind, changed in [*((kind, {}) for kind in ADVANTAGES), *OTHERWISE.items()]:
+            found = columns_of(kind, with_failed, changed)
+            assert found == columns_of(kind, without, changed), kind
             assert any(found[0]), f"{kind} gives something"
 
 

@@ -42,6 +42,7 @@ AXES = Axes(
         f"{A}.keep_mean_below": [0.9],
         f"{A}.gamma": [0.8],
         f"{A}.lam": [0.7],
+        f"{A}.step_weight": [0.5],
         f"{A}.k": [2],
         f"{A}.right_at": [0.5],
         f"{A}.coefficient": [0.6],
@@ -203,7 +204,7 @@ def makes_no_sense(settings: Settings) -> bool:
         settings.get(f"{A}.reward_normalization.mean"),
         settings.get(f"{A}.reward_normalization.std"),
     )
-    divides = settings.get(f"{A}.normalize_std", kind in ("grpo", "grpo_passk", "step_reinforce"))
+    divides = settings.get(f"{A}.normalize_std", kind in ("grpo", "grpo_passk", "step_reinforce", "gigpo"))
     baseline = settings.get(f"{A}.baseline", "group")
     own_scale = kind not in ("gae", *USERS) and (
         (divides and (kind != "grpo" or baseline != "running"))
@@ -267,7 +268,10 @@ def is_foreign(key: str, section: str, kind: str) -> bool:
 def run_of(settings: Settings) -> dict[str, Any]:
     """The document of a run with these settings."""
     made = document(settings)
+    # Only an environment names states.
+    acts = settings.get(f"{A}.type") == "gigpo"
     return made | {
+        "environment": {"name": "frozen_lake"} if acts else None,
         "name": "pairs",
         "steps": 2,
         "data": {"train": "/train.jsonl"},

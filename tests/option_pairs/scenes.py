@@ -98,6 +98,7 @@ def drawn(rewards: list[list[float]], wanted: int, plan: StepPlan, seed: int) ->
             truncated=rng.random(samples) < 0.4,
             rewards=total,
             turn_rewards=rewards_of_turns(trained, branches, starts, seed),
+            turn_states=states_of_turns(trained, branches, starts, seed),
             terms=np.stack([total - 0.5 * bonus, bonus], axis=1),
             greedy_rewards=rng.integers(0, 3, len(sizes)) / 2,
         ),
@@ -117,11 +118,26 @@ def drawn(rewards: list[list[float]], wanted: int, plan: StepPlan, seed: int) ->
 def rewards_of_turns(trained: np.ndarray, branches: np.ndarray, starts: np.ndarray, seed: int) -> np.ndarray:
     """What the environment gave for most of the turns, each at the last token of its turn."""
     rng = np.random.default_rng(seed + 4000)
+    given = rng.integers(-2, 3, len(trained)) / 4
+    rewarded: np.ndarray = np.where(
+        ends_of_turns(trained, branches, starts) & (rng.random(len(trained)) < 0.7), given, 0.0
+    )
+    return rewarded
+
+
+def states_of_turns(trained: np.ndarray, branches: np.ndarray, starts: np.ndarray, seed: int) -> np.ndarray:
+    """In which of two states each turn was asked, at its last token; 0 where it has no name."""
+    drawn = np.random.default_rng(seed + 5000).integers(0, 5, len(trained))
+    states: np.ndarray = np.where(ends_of_turns(trained, branches, starts), (drawn + 1) // 2, 0)
+    return states
+
+
+def ends_of_turns(trained: np.ndarray, branches: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Which tokens are the last ones of turns."""
     goes_on = np.append(trained[1:] & ~branches[1:], False)
     goes_on[starts[1:] - 1] = False
-    given = rng.integers(-2, 3, len(trained)) / 4
-    rewarded: np.ndarray = np.where(trained & ~goes_on & (rng.random(len(trained)) < 0.7), given, 0.0)
-    return rewarded
+    ends: np.ndarray = trained & ~goes_on
+    return ends
 
 
 def single(numbers: np.ndarray) -> np.ndarray:
@@ -204,7 +220,9 @@ def whole_groups(given: Drawn) -> list[RolloutGroup]:
                     teacher_logprobs=rollouts.teacher_logprobs[own].astype(np.float32),
                     teacher_top_token_ids=rollouts.teacher_ids[own].astype(np.int32),
                     teacher_top_logprobs=rollouts.teacher_id_logprobs[own].astype(np.float32),
-                    episode=episode_of(rollouts.branches[own], rollouts.turn_rewards[own]),
+                    episode=episode_of(
+                        rollouts.branches[own], rollouts.turn_rewards[own], rollouts.turn_states[own]
+                    ),
                 )
             )
         group.teacher = teacher_role(str(rollouts.teacher_of_group[number]))
@@ -212,17 +230,17 @@ def whole_groups(given: Drawn) -> list[RolloutGroup]:
     return groups
 
 
-def episode_of(begins: np.ndarray, turn_rewards: np.ndarray) -> Episode | None:
-    """Return what a sample of several sequences or with rewards of turns has in addition."""
-    ends = np.flatnonzero(turn_rewards) + 1
-    rewards = tuple(turn_rewards[ends - 1].tolist())
+def episode_of(begins: np.ndarray, turn_rewards: np.ndarray, turn_states: np.ndarray) -> Episode | None:
+    """Return what a sample of several sequences, or with rewards or states of turns has in addition."""
+    ends = np.flatnonzero((turn_rewards != 0) | (turn_states != 0)) + 1
+    rewards, states = (tuple(column[ends - 1].tolist()) for column in (turn_rewards, turn_states))
     starts = [0, *np.flatnonzero(begins).tolist()]
     branches = tuple(Branch(start, np.array([2, start % VOCABULARY], np.int32)) for start in starts)
     if len(starts) == 1 and not rewards:
         return None
     # What the policy sees of a sample of one sequence is the prompt of its group.
     branches = branches if len(starts) > 1 else ()
-    return Episode("completed", len(starts), rewards, "[]", branches, tuple(ends.tolist()))
+    return Episode("completed", len(starts), rewards, "[]", branches, tuple(ends.tolist()), states)
 
 
 @cache

@@ -42,6 +42,8 @@ LEADS = [list(RNG.normal(0, 1, n)) for n in LENGTHS]
 CUT = [bool(RNG.integers(0, 2)) for _ in LENGTHS]
 SQUARES = [[float(x) for x in RNG.uniform(0, 2, n)] for n in LENGTHS]
 AFTER = [float(RNG.normal()) for _ in LENGTHS]
+STATES = [[int(x) for x in RNG.integers(0, 3, n)] for n in LENGTHS]
+"""The key of the state of the turn that ends at a token; 0 is none."""
 Rows = list[list[float]]
 
 
@@ -60,6 +62,7 @@ def outcomes_of(samples: list[int], sizes: list[int], groups: list[int]) -> Outc
         teacher_lead=[x for i in samples for x in LEADS[i]],
         terms=np.array(TERMS)[:, samples],
         greedy_rewards=np.array(GREEDY)[groups],
+        turn_states=[x for i in samples for x in STATES[i]],
     )
 
 
@@ -170,6 +173,25 @@ def sums_of_errors(gamma: float, lam: float, bootstrap: bool) -> Rows:
     return rows
 
 
+def sums_of_errors_of_turns(gamma: float, lam: float) -> Rows:
+    """Generalised advantages where a turn is one step, from the critic's estimate before its first token on."""
+    rows = []
+    parts = zip(REWARDS, PENALTIES, VALUES, TRAINED, CUT, AFTER, strict=True)
+    for reward, penalties, values, mask, cut, after in parts:
+        runs, row = turns_of(mask), [0.0] * len(mask)
+        errors = []
+        for number, run in enumerate(runs):
+            ends = number == len(runs) - 1
+            following = (after if cut else 0.0) if ends else values[runs[number + 1][0]]
+            earned = (reward if ends else 0.0) - sum(penalties[place] for place in run)
+            errors.append(earned + gamma * following - values[run[0]])
+        for number, run in enumerate(runs):
+            for place in run:
+                row[place] = sum((gamma * lam) ** (k - number) * errors[k] for k in range(number, len(runs)))
+        rows.append(row)
+    return rows
+
+
 def plus(rows: Rows, others: Rows) -> Rows:
     return [[x + y for x, y in zip(*pair, strict=True)] for pair in zip(rows, others, strict=True)]
 
@@ -223,8 +245,8 @@ def turns_of(mask: list[bool]) -> list[list[int]]:
     return runs
 
 
-def returns_of_turns(gamma: float, baseline: str, normalize: bool) -> Rows:
-    """The return of each turn, less the mean of all turns that it is compared with, over their deviation."""
+def worth_of_turns(gamma: float) -> list[list[float]]:
+    """What each turn and the later ones of its sample earn."""
     worth: list[list[float]] = []
     for reward, penalties, mask in zip(REWARDS, PENALTIES, TRAINED, strict=True):
         gains = [-sum(penalties[place] for place in run) for run in turns_of(mask)]
@@ -232,6 +254,32 @@ def returns_of_turns(gamma: float, baseline: str, normalize: bool) -> Rows:
         worth.append(
             [sum(gamma ** (k - j) * gains[k] for k in range(j, len(gains))) for j in range(len(gains))]
         )
+    return worth
+
+
+def beside_equal_states(gamma: float, weight: float, normalize: bool) -> Rows:
+    """The sample within its group, and `weight` times each turn among those of the group in its state."""
+    worth = worth_of_turns(gamma)
+    group_of = [group for group, size in enumerate(SIZES) for _ in range(size)]
+    rows = by_group(standardised if normalize else centred)
+    met: dict[tuple[int, int], list[tuple[float, int, list[int]]]] = {}
+    for sample, mask in enumerate(TRAINED):
+        for number, run in enumerate(turns_of(mask)):
+            if state := STATES[sample][run[-1]]:
+                found = met.setdefault((group_of[sample], state), [])
+                found.append((worth[sample][number], sample, run))
+    for turns in met.values():
+        values = [value for value, *_ in turns]
+        compared = (standardised if normalize else centred)(values, [])
+        for value, (_, sample, run) in zip(compared, turns, strict=True):
+            for place in run:
+                rows[sample][place] += weight * value
+    return rows
+
+
+def returns_of_turns(gamma: float, baseline: str, normalize: bool) -> Rows:
+    """The return of each turn, less the mean of all turns that it is compared with, over their deviation."""
+    worth = worth_of_turns(gamma)
     group_of = [group for group, size in enumerate(SIZES) for _ in range(size)]
     rows: Rows = []
     for sample, mask in enumerate(TRAINED):
@@ -296,6 +344,19 @@ TABLE: dict[str, tuple[str, dict[str, Any], Rows]] = {
         {"gamma": 0.98, "lam": 0.9, "bootstrap_truncated": False},
         sums_of_errors(0.98, 0.9, False),
     ),
+    "gae_of_turns": (
+        "gae",
+        {"gamma": 0.9, "lam": 0.8, "bootstrap_truncated": True, "unit": "turn"},
+        sums_of_errors_of_turns(0.9, 0.8),
+    ),
+    **{
+        f"gigpo_{weight}{'_std' if normalize else ''}": (
+            "gigpo",
+            {"gamma": gamma, "step_weight": weight, "normalize_std": normalize},
+            beside_equal_states(gamma, weight, normalize),
+        )
+        for gamma, weight, normalize in [(0.95, 1.0, True), (0.8, 0.5, True), (1.0, 2.0, False)]
+    },
     "distill": ("distill", {"coefficient": 2.0, "reward_weight": 0.0}, scaled(LEADS, 2.0)),
     "distill_and_task": (
         "distill",
@@ -399,7 +460,13 @@ def test_an_update_of_equal_rewards_teaches_exactly_nothing(row: str) -> None:
     name, parameters, _ = TABLE[row]
     parameters = parameters | ({"gamma": 1.0} if "gamma" in parameters else {})
     squares = RNG.uniform(0, 2, 19)
-    equal = Outcomes.of([0.3] * 7, [4, 3], [2, 3, 1, 4, 2, 2, 5], score_squares=squares)
+    equal = Outcomes.of(
+        [0.3] * 7,
+        [4, 3],
+        [2, 3, 1, 4, 2, 2, 5],
+        score_squares=squares,
+        turn_states=RNG.integers(1, 3, 19),
+    )
     assert not token_advantages(ADVANTAGES[name], equal, parameters).any()
 
 
@@ -445,6 +512,7 @@ NEEDS = [
     ("distill", "of a teacher"),
     ("gdpo", "every term"),
     ("remax", "greedy response"),
+    ("gigpo", "state in which each turn was asked"),
     ("optimal_token_baseline", "distribution at each token"),
     ("tir_optimal_token_baseline", "distribution at each token"),
 ]
@@ -457,6 +525,7 @@ def test_an_advantage_says_what_it_lacks(name: str, needs: str) -> None:
         "distill": {"coefficient": 1.0, "reward_weight": 0.0},
         "gdpo": {"weights": [1.0]},
         "remax": {},
+        "gigpo": {"gamma": 1.0, "step_weight": 1.0, "normalize_std": True},
         "optimal_token_baseline": {"lone_tail": "silent"},
         "tir_optimal_token_baseline": {"lone_tail": "return"},
     }

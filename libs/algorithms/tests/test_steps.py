@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from flotilla_algorithms import Outcomes, Step, gigpo, step_reinforce
+from flotilla_algorithms import Outcomes, Step, gae, gigpo, step_reinforce
 from flotilla_algorithms.table import ADVANTAGES
 
 TOLERANCE = 1e-9
@@ -130,3 +130,52 @@ def test_gae_by_tokens_pays_the_reward_of_a_turn_at_its_last_token() -> None:
     given = Outcomes.of([1.5], [1], [4], values=values, turn_rewards=[0.0, 0.5, 0.0, 0.0])
     found = ADVANTAGES["gae"](given, gamma=0.5, lam=1.0, bootstrap_truncated=True)
     assert found.tolist() == [0.375, 0.75, 0.5, 1.0]
+
+
+def test_turns_in_equal_states_are_compared_as_steps_of_a_clients_own_are() -> None:
+    walks = [walk(length) for length in LENGTHS]
+    lengths, trained, rewards, states = [], [], [], []
+    for own in walks:
+        for number, step in enumerate(own):
+            # Context stands between turns, and belongs to none of them.
+            trained += [*([False] if number else []), *[True] * step.tokens]
+            rewards += [*[0.0] * (step.tokens - 1 + bool(number)), step.reward]
+            states += [*[0] * (step.tokens - 1 + bool(number)), 7 - int(str(step.state))]
+        lengths.append(sum(step.tokens for step in own) + len(own) - 1)
+    totals = [sum(step.reward for step in own) for own in walks]
+    given = Outcomes.of(totals, SIZES, lengths, trained, turn_rewards=rewards, turn_states=states)
+    asked = {"gamma": 0.9, "step_weight": 0.5, "normalize_std": True}
+    found = ADVANTAGES["gigpo"](given, **asked)[given.trained]
+    expected = gigpo(Outcomes.of(totals, SIZES, LENGTHS), walks, **asked)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=TOLERANCE)
+
+
+def test_a_turn_without_a_state_is_compared_with_no_other() -> None:
+    asked = {"gamma": 1.0, "step_weight": 1.0, "normalize_std": False}
+    alike, unnamed = (
+        Outcomes.of([1.0, 0.0], [2], [3, 1], [True, False, True, True], turn_states=[3, 0, last, 3])
+        for last in (5, 0)
+    )
+    assert ADVANTAGES["gigpo"](alike, **asked).tolist() == [1.0, 0.5, 0.5, -1.0]
+    assert ADVANTAGES["gigpo"](unnamed, **asked).tolist() == [1.0, 0.5, 0.5, -1.0]
+    nothing = Outcomes.of([1.0, 0.0], [2], [3, 1], [True, False, True, True], turn_states=[0, 0, 0, 0])
+    assert ADVANTAGES["gigpo"](nothing, **asked).tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_gae_by_turns_has_one_step_a_turn_and_the_critic_learns_the_return_of_the_turn() -> None:
+    values = [0.5, 9.0, 7.0, 0.25, 9.0]
+    given = Outcomes.of(
+        [1.5],
+        [1],
+        [5],
+        [True, True, False, True, True],
+        [0.0, 0.125, 0.0, 0.0, 0.0],
+        values=values,
+        turn_rewards=[0.0, 0.5, 0.0, 0.0, 0.0],
+    )
+    asked = {"gamma": 0.5, "lam": 1.0, "bootstrap_truncated": True, "unit": "turn"}
+    advantages, returns = gae(given, values, **asked)
+    # The second turn earns 1; the first one 0.5 less the penalty of its token, and half of what comes after it.
+    assert returns.tolist() == [0.875, 0.875, 7.0, 1.0, 1.0]
+    assert advantages.tolist() == [0.375, 0.375, 0.0, 0.75, 0.75]
+    assert ADVANTAGES["gae"](given, **asked).tolist() == advantages.tolist()

@@ -33,6 +33,7 @@ def test_turns_say_who_wrote_them_and_what_they_earned(capsys: pytest.CaptureFix
             "turn": 1,
             "tokens": 9,
             "versions": ["0.3"],
+            "state": "3f2a91c0",
         },
         {"role": "tool", "content": "3"},
         {
@@ -53,7 +54,7 @@ def test_turns_say_who_wrote_them_and_what_they_earned(capsys: pytest.CaptureFix
         "--- tools: add",
         "--- user",
         "1 + 2?",
-        "--- assistant (turn 1, 9 tokens, 0.3, reward 0.5)",
+        "--- assistant (turn 1, 9 tokens, 0.3, state 3f2a91c0, reward 0.5)",
         'call add {"a": 1, "b": "\\u001b[2J"}',
         "--- tool",
         "3",

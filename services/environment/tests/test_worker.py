@@ -138,6 +138,7 @@ class Says(Environment):
         (Reply("on", rewards={"a": 1.0, "b": 0.0}), "gives rewards and is not done: a, b would be lost"),
         (Reply("on", metrics={"a": 1.0}), "gives metrics and is not done: a would be lost"),
         (Reply(done=True, rewards={"turns": 1.0}), "names a reward turns, which is the sum of the rewards"),
+        (Reply("on", state=3), "returned 3 as state, expected text"),  # type: ignore[arg-type]
         (Reply([{"role": "assistant", "tool_calls": CALLS}]), "says 2,6.* bytes as JSON, of 983,040 at most"),
         (Reply("\U0001f600" * 90_000), "says 1,080,.* bytes as JSON"),
         (Reply(done=True, rewards={"a": 1e39}), "returned 1e.39 as rewards a, expected a finite number"),
@@ -158,7 +159,8 @@ class Says(Environment):
         (calls({"name": "f", "arguments": DEEP}), "returned a call whose arguments have more than 32 levels"),
     ],
     ids=[
-        *("rewards", "metrics", "turns", "names of calls", "text beyond 16 bits", "reward beyond float32"),
+        *("rewards", "metrics", "turns", "state", "names of calls", "text beyond 16 bits"),
+        "reward beyond float32",
         *(
             "reward of a turn beyond float32",
             "metric of two lines",
@@ -220,6 +222,11 @@ def _said(what: Reply) -> dict[str, Any]:
     episodes = Episodes(Says, {"what": what})
     episodes.answer(begin())
     return episodes.answer(reply())
+
+
+def test_the_state_of_the_next_turn_is_told_and_an_end_has_none() -> None:
+    assert _said(Reply("x", state="at 3"))["state"] == "at 3" and _said(Reply("x"))["state"] == ""
+    assert _said(Reply(done=True, state="at 3"))["state"] == ""
 
 
 def test_a_stop_has_no_reward_of_a_turn() -> None:

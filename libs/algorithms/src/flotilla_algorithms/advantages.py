@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from flotilla_algorithms.outcomes import Floats, Ints, Outcomes, checked_sizes, finite_rewards, segment_sums
+from flotilla_algorithms.turns import Turns
 
 STD_EPSILON = 1e-6
 """Keeps groups with nearly equal rewards from exploding when they are divided by their deviation."""
@@ -277,27 +278,57 @@ def _sums_so_far(values: Floats, lengths: Ints) -> Floats:
 
 
 def gae(
-    outcomes: Outcomes, values: ArrayLike, *, gamma: float, lam: float, bootstrap_truncated: bool
+    outcomes: Outcomes,
+    values: ArrayLike,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap_truncated: bool,
+    unit: str = "token",
 ) -> tuple[Floats, Floats]:
     """GAE: return advantages and returns of every token; `values` is the critic's estimate before each token.
 
     The reward of a turn comes with its last token, the rest with the last trained token of a response. The value after
     that is 0, unless the response was cut off and `bootstrap_truncated` is true: then it is the critic's estimate after
     the last token. Tokens that are context are passed over: they have no advantage, and their return is the critic's
-    estimate.
+    estimate. With the `unit` turn a turn is one step, from the estimate before its first token on: all of its tokens
+    have its advantage and its return.
     """
     estimates = np.asarray(values, dtype=np.float64)
     if estimates.shape != outcomes.penalties.shape or not np.isfinite(estimates).all():
         raise ValueError(f"values must be {outcomes.penalties.size} finite numbers, one a token")
+    if unit == "turn":
+        return _gae_of_turns(outcomes, estimates, gamma, lam, bootstrap_truncated)
     own, lengths = outcomes.trained, outcomes.trained_lengths
-    expected = estimates[own]
+    after = _expected_at_the_end(outcomes, bootstrap_truncated)
+    advantages = np.zeros_like(estimates)
+    advantages[own] = _sums_of_errors(estimates[own], outcomes.gains(), lengths, after, gamma, lam)
+    return advantages, advantages + estimates
+
+
+def _gae_of_turns(
+    outcomes: Outcomes, estimates: Floats, gamma: float, lam: float, bootstrap_truncated: bool
+) -> tuple[Floats, Floats]:
+    turns = Turns.of(outcomes)
+    expected = estimates[outcomes.trained][turns.first]
+    after = _expected_at_the_end(outcomes, bootstrap_truncated)
+    sums = _sums_of_errors(expected, turns.sums(outcomes.gains()), turns.counts, after, gamma, lam)
+    returns = np.where(outcomes.trained, turns.to_tokens(sums + expected, outcomes), estimates)
+    return turns.to_tokens(sums, outcomes), returns
+
+
+def _sums_of_errors(
+    expected: Floats, gains: Floats, lengths: Ints, after: Floats, gamma: float, lam: float
+) -> Floats:
+    """Return the discounted errors of the critic from each step on; `lengths` has the number of steps of each sample.
+
+    `after` is what is still to come after the last step of a sample.
+    """
     last = (np.cumsum(lengths) - 1)[lengths > 0]
     following = np.append(expected[1:], 0.0)[: expected.size]
-    following[last] = _expected_at_the_end(outcomes, bootstrap_truncated)[lengths > 0]
-    errors = gamma * following - expected + outcomes.gains()
-    advantages = np.zeros_like(estimates)
-    advantages[own] = discounted(errors, lengths, gamma * lam)
-    return advantages, advantages + estimates
+    following[last] = after[lengths > 0]
+    errors = gamma * following - expected + gains
+    return discounted(errors, lengths, gamma * lam)
 
 
 def _expected_at_the_end(outcomes: Outcomes, bootstrap_truncated: bool) -> Floats:
@@ -310,12 +341,14 @@ def _expected_at_the_end(outcomes: Outcomes, bootstrap_truncated: bool) -> Float
     return np.where(cut, outcomes.value_after, 0.0)
 
 
-def gae_of_values(outcomes: Outcomes, *, gamma: float, lam: float, bootstrap_truncated: bool) -> Floats:
+def gae_of_values(
+    outcomes: Outcomes, *, gamma: float, lam: float, bootstrap_truncated: bool, unit: str = "token"
+) -> Floats:
     """Return the advantages, from the values that came with the outcomes."""
     if outcomes.values is None:
         raise ValueError("gae needs the values of a critic")
     advantages, _ = gae(
-        outcomes, outcomes.values, gamma=gamma, lam=lam, bootstrap_truncated=bootstrap_truncated
+        outcomes, outcomes.values, gamma=gamma, lam=lam, bootstrap_truncated=bootstrap_truncated, unit=unit
     )
     return advantages
 

@@ -74,6 +74,8 @@ class RewardHistory:
 
 
 NO_HISTORY = RewardHistory()
+NO_STATE = 0
+"""The key of a turn whose state nobody named."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,9 @@ class Outcomes:
     """One a token: whether a sequence of its sample begins with it; None where each sample is one sequence."""
     turn_rewards: Floats | None = None
     """One a token: the part of the reward that comes with the turn that ends there; None where no turn has one."""
+    turn_states: Ints | None = None
+    """One a token: the key of the state in which the turn that ends there was asked, `NO_STATE` elsewhere; None where
+    no turn has one."""
 
     @classmethod
     def of(
@@ -131,6 +136,7 @@ class Outcomes:
         greedy_rewards: Floats | None = None,
         begins: ArrayLike | None = None,
         turn_rewards: ArrayLike | None = None,
+        turn_states: ArrayLike | None = None,
     ) -> Self:
         """Return checked arrays; by default responses of one trained token without penalty, rewards as they came."""
         totals = finite_rewards(rewards)
@@ -154,6 +160,9 @@ class Outcomes:
         first = None if begins is None else np.asarray(begins, dtype=np.bool_)
         if first is not None and first.shape != (tokens,):
             raise ValueError(f"{first.size} flags of beginnings do not belong to {tokens} tokens")
+        states = None if turn_states is None else np.asarray(turn_states, dtype=np.int64)
+        if states is not None and states.shape != (tokens,):
+            raise ValueError(f"{states.size} keys of states do not belong to {tokens} tokens")
         return cls(
             totals,
             outcomes,
@@ -171,6 +180,7 @@ class Outcomes:
             greedy_rewards=greedy_rewards,
             begins=first,
             turn_rewards=_one_each(turn_rewards, tokens, "tokens"),
+            turn_states=states,
         )
 
     def only(self, kept: NDArray[np.bool_]) -> Self:
@@ -195,6 +205,7 @@ class Outcomes:
             greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[groups],
             begins=None if self.begins is None else self.begins[tokens],
             turn_rewards=None if self.turn_rewards is None else self.turn_rewards[tokens],
+            turn_states=None if self.turn_states is None else self.turn_states[tokens],
         )
 
     def gains(self) -> Floats:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flotilla_algorithms.advantages import discounted, group_advantages
-from flotilla_algorithms.outcomes import Floats, Ints, Outcomes
+from flotilla_algorithms.outcomes import NO_STATE, Floats, Ints, Outcomes
+from flotilla_algorithms.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -39,29 +40,51 @@ def gigpo(
     sample.
     """
     check_steps(outcomes, steps)
+    counts = np.array([len(sample) for sample in steps], dtype=np.int64)
+    earned = np.array([step.reward for sample in steps for step in sample])
+    numbers: dict[Hashable, int] = {}
+    states = [numbers.setdefault(step.state, len(numbers)) for sample in steps for step in sample]
+    met = _beside_equal_states(
+        discounted(earned, counts, gamma), counts, np.array(states, np.int64), outcomes, normalize_std
+    )
     whole = group_advantages(outcomes.totals, outcomes.group_sizes, normalize_std=normalize_std)
-    groups = np.repeat(np.arange(outcomes.group_sizes.size), outcomes.group_sizes)
-    places: dict[tuple[int, Hashable], list[int]] = {}
-    returns: list[float] = []
-    for group, sample in zip(groups.tolist(), steps, strict=True):
-        for step, value in zip(sample, _returns(sample, gamma), strict=True):
-            places.setdefault((group, step.state), []).append(len(returns))
-            returns.append(value)
-    own = np.zeros(len(returns))
-    for members in places.values():
-        compared = [returns[member] for member in members]
-        own[members] = group_advantages(compared, [len(members)], normalize_std=normalize_std)
     lengths = [step.tokens for sample in steps for step in sample]
-    advantages: Floats = outcomes.to_tokens(whole) + step_weight * np.repeat(own, lengths)
+    advantages: Floats = outcomes.to_tokens(whole) + step_weight * np.repeat(met, lengths)
     return advantages
 
 
-def _returns(sample: Sequence[Step], gamma: float) -> list[float]:
-    later, returns = 0.0, []
-    for step in reversed(sample):
-        later = step.reward + gamma * later
-        returns.append(later)
-    return returns[::-1]
+def gigpo_of_turns(outcomes: Outcomes, *, gamma: float, step_weight: float, normalize_std: bool) -> Floats:
+    """Return the same where a step is a turn.
+
+    Each turn earns what came with it, the last one the rest of the reward; each penalty is that of its token's turn. A
+    turn without a state is compared with no other.
+    """
+    if outcomes.turn_states is None:
+        raise ValueError("gigpo needs the state in which each turn was asked")
+    turns = Turns.of(outcomes)
+    states = outcomes.turn_states[outcomes.trained][turns.last]
+    returns = discounted(turns.sums(outcomes.gains()), turns.counts, gamma)
+    met = _beside_equal_states(returns, turns.counts, states, outcomes, normalize_std)
+    met[states == NO_STATE] = 0.0
+    whole = group_advantages(outcomes.totals, outcomes.group_sizes, normalize_std=normalize_std)
+    return outcomes.to_tokens(whole) + step_weight * turns.to_tokens(met, outcomes)
+
+
+def _beside_equal_states(
+    returns: Floats, counts: Ints, states: Ints, outcomes: Outcomes, normalize_std: bool
+) -> Floats:
+    """Return each return less the mean of those of its group that were taken in its state.
+
+    `counts` has the number of returns of each sample. Equal states keep the order of their samples, so that each sum
+    is made in an order that other states and other groups do not change.
+    """
+    groups = np.repeat(np.repeat(np.arange(outcomes.group_sizes.size), outcomes.group_sizes), counts)
+    order = np.lexsort((states, groups))
+    changes = (np.diff(groups[order]) != 0) | (np.diff(states[order]) != 0)
+    edges = np.concatenate([[0], np.flatnonzero(changes) + 1, [returns.size]])
+    met = np.zeros(returns.size)
+    met[order] = group_advantages(returns[order], np.diff(np.unique(edges)), normalize_std=normalize_std)
+    return met
 
 
 def check_steps(outcomes: Outcomes, steps: Sequence[Sequence[Step]]) -> None:
@@ -99,21 +122,13 @@ def step_reinforce(
 def step_reinforce_of_turns(
     outcomes: Outcomes, *, gamma: float, baseline: str, normalize_std: bool
 ) -> Floats:
-    """Return the same where a step is a turn: a run of trained tokens, up to the next context, sequence or the end.
+    """Return the same where a step is a turn.
 
     Each turn earns what came with it, the last one the rest of the reward; each penalty is that of its token's turn.
     """
-    own = outcomes.trained
-    first = np.zeros(own.size, np.bool_) if outcomes.begins is None else outcomes.begins.copy()
-    first[np.cumsum(outcomes.response_lengths) - outcomes.response_lengths] = True
-    begins = own & (first | ~np.concatenate([[False], own[:-1]]))
-    counts = outcomes.sample_sums(begins.astype(np.float64)).astype(np.int64)
-    turn = np.cumsum(begins)[own] - 1
-    earned: Floats = np.bincount(turn, outcomes.gains(), minlength=int(begins.sum())).astype(np.float64)
-    values = _compared(discounted(earned, counts, gamma), counts, outcomes, baseline, normalize_std)
-    advantages = np.zeros(own.size)
-    advantages[own] = values[turn]
-    return advantages
+    turns = Turns.of(outcomes)
+    returns = discounted(turns.sums(outcomes.gains()), turns.counts, gamma)
+    return turns.to_tokens(_compared(returns, turns.counts, outcomes, baseline, normalize_std), outcomes)
 
 
 def _compared(

@@ -31,7 +31,7 @@ from flotilla_algorithms.advantages import (
     whitened,
 )
 from flotilla_algorithms.outcomes import Floats, Outcomes
-from flotilla_algorithms.steps import step_reinforce_of_turns
+from flotilla_algorithms.steps import gigpo_of_turns, step_reinforce_of_turns
 
 AdvantageFunction = Callable[..., Floats]
 
@@ -46,6 +46,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "pass_at_k": pass_at_k,
     "grpo_passk": grpo_passk,
     "step_reinforce": step_reinforce_of_turns,
+    "gigpo": gigpo_of_turns,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": tir_optimal_token_baseline,
     "gae": gae_of_values,

@@ -476,6 +476,8 @@ def _of_turn(entry: dict[str, Any], turn_rewards: list[float]) -> str:
     facts = [f"turn {entry['turn']}", f"{entry['tokens']} tokens", *entry["versions"]]
     if entry.get("cut_off"):
         facts.append("cut off")
+    if entry.get("state"):
+        facts.append(f"state {entry['state']}")
     if len(turn_rewards) >= entry["turn"]:
         facts.append(f"reward {turn_rewards[entry['turn'] - 1]:.4g}")
     return f" ({', '.join(facts)})"

@@ -46,7 +46,8 @@ def test_every_preset_has_a_name_in_the_schema_and_the_other_way_round() -> None
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_written_out_resolved_and_read_back_equal(preset: str) -> None:
-    config = load_text(RunConfig, f"{RUN}algorithm: {{type: {preset}}}")
+    acts = "environment: {name: frozen_lake}\n" if preset == "gigpo" else ""
+    config = load_text(RunConfig, f"{RUN}{acts}algorithm: {{type: {preset}}}")
     assert isinstance(config.algorithm, PolicyConfig)
     assert config.algorithm.loss.type == PRESETS[preset]["loss"]["type"]
     assert load_text(RunConfig, dump_yaml(config)) == config
@@ -142,8 +143,9 @@ def test_functions_of_the_user_are_taken_from_the_directory_of_the_command(tmp_p
         ("{sample_weights: {by_reward: max_min, power: 3}}", "power belongs to sample_weights.by_reward pow"),
         ("{type: distillation, sample_weights: {by_difficulty: {}}}", "by_difficulty look at rewards"),
         ("{type: step_reinforce, advantage: {baseline: none}}", "set normalize_std to false"),
-        ("{advantage: {type: gigpo}}", "in a loop of your own (loop: client) with flotilla_algorithms.gigpo"),
-        ("{advantage: {type: agentic_reinforce}}", "take step_reinforce"),
+        ("{type: gigpo}", "in a loop of your own (loop: client) with flotilla_algorithms.gigpo"),
+        ("{type: gigpo, advantage: {step_weight: 0}}", "greater than 0"),
+        ("{advantage: {type: agentic_reinforce}}", "take step_reinforce with baseline none"),
         ("{type: distillation, shuffle_rewards: true}", "shuffle_rewards permutes rewards, which"),
         (
             "{type: distillation, advantage: {reward_clip: 1}}",

@@ -40,6 +40,7 @@ RELEASED = {
         "5b30a486666780e4",
         "5d3c066f6b8b19b9",
         "cb08de77a76f4e97",
+        "fd39036377d3a2f7",
     ],
     "spans": ["7552e8ae33ec47e1"],
 }
@@ -139,7 +140,8 @@ async def test_an_episode_from_before_turns_had_ends_is_read_without_them(tmp_pa
     (trained, _) = await ledger.samples(RUN)
     ledger.close()
     for episode in (shown.episode, trained.episode):
-        assert episode is not None and (episode.turn_rewards, episode.turn_ends) == ((0.5,), ())
+        assert episode is not None and episode.turn_rewards == (0.5,)
+        assert (episode.turn_ends, episode.turn_states) == ((), ())
 
 
 async def test_a_migration_that_fails_leaves_the_file_as_it_was(

@@ -71,7 +71,9 @@ def played(sample_id: str, ending: str = "completed") -> FinishedSample:
         (TokenSpan(Version(0, 0), 0, 1), TokenSpan(Version(0, 0), 2, 3)),
         trained=np.array([True, False, True]),
         reward=1.5,
-        episode=Episode(ending, 2, (0.5, 1.0), '[{"role":"user","content":"ü\\u001b"}]', branches, (1, 3)),
+        episode=Episode(
+            ending, 2, (0.5, 1.0), '[{"role":"user","content":"ü\\u001b"}]', branches, (1, 3), (7, -(2**63))
+        ),
     )
 
 
@@ -106,7 +108,7 @@ async def test_an_episode_comes_back_as_it_was_and_may_be_trained_again(ledger: 
         2,
         (0.5, 1.0),
     )
-    assert again.episode.turn_ends == (1, 3)
+    assert again.episode.turn_ends == (1, 3) and again.episode.turn_states == (7, -(2**63))
     assert again.episode.messages == '[{"role":"user","content":"ü\\u001b"}]'
     assert again.trained is not None and again.trained.tolist() == [True, False, True]
 

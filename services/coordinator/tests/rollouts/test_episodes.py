@@ -47,6 +47,8 @@ class Generator:
     tokenizer: Tokenizer
     says: str = "blue"
     dies: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+    """The answers without a token."""
     version: int = 3
     asked: list[gen.GenerateRequest] = field(default_factory=list)
     instance_id: str = "generator-0"
@@ -62,6 +64,8 @@ class Generator:
             raise Unavailable("the generator is gone")
         (slot,) = request.samples
         tokens = [*self.tokenizer.encode(self.says), self.tokenizer.eos_id]
+        if len(self.asked) in self.silent:
+            tokens = []
         cut = len(tokens) > request.sampling.max_tokens
         tokens = tokens[: request.sampling.max_tokens]
         piece = gen.GeneratedSample(
@@ -184,6 +188,7 @@ def play(tokenizer: Tokenizer) -> Play:
         environments: Environments, slots: Sequence[str] = SLOTS[:1], says: str = "blue", **options: Any
     ) -> Played:
         generator = Generator(tokenizer, says, options.pop("dies", set()))
+        generator.silent = options.pop("silent", set())
         pool: Any = Pool(generator)
         lost: list[tuple[str, ...]] = []
 
@@ -348,7 +353,29 @@ async def test_each_reward_of_a_turn_goes_to_the_trainer_with_the_place_where_it
     assert not trained[turns[0].end] and turns[1].end == len(trained)
 
 
-async def test_an_episode_without_rewards_of_turns_sends_no_turns(play: Play) -> None:
+async def test_the_state_of_a_turn_goes_to_the_trainer_with_the_place_where_its_turn_ends(play: Play) -> None:
+    script = [asks("One?", state=7), asks("Two?", state=-9), asks("Three?"), ends(a=1.0)]
+    played = await play(Environments(script))
+    message = trainer_pb2.TrainGroup()
+    fill(message, RolloutGroup("g", "", np.array([1], np.int32), [played.one]))
+    turns = message.samples[0].turns
+    assert [(turn.state, turn.reward) for turn in turns] == [(7, 0.0), (-9, 0.0), (0, 0.0)]
+    assert all(played.one.trained[turn.end - 1] for turn in turns)
+    shown = [entry.get("state") for entry in json.loads(played.one.episode.messages) if "turn" in entry]
+    assert shown == [f"{7:016x}", f"{2**64 - 9:016x}", None]
+
+
+async def test_a_turn_without_tokens_ends_nowhere_and_the_others_keep_their_rewards(play: Play) -> None:
+    script = [asks("One?", state=7), asks("Two?", state=7), asks("Three?", state=8), ends((0.5, -1.0, 0.25))]
+    played = await play(Environments(script), silent={2})
+    message = trainer_pb2.TrainGroup()
+    fill(message, RolloutGroup("g", "", np.array([1], np.int32), [played.one]))
+    turns = message.samples[0].turns
+    assert [turn.end for turn in turns] == [turns[0].end, 0, len(played.one.trained)]
+    assert [turn.reward for turn in turns] == [0.5, -1.0, 0.25] and played.one.played.total == -0.25
+
+
+async def test_an_episode_without_rewards_or_states_of_turns_sends_no_turns(play: Play) -> None:
     played = await play(Environments([asks("One?"), asks("Two?"), ends(a=1.0)]))
     message = trainer_pb2.TrainGroup()
     fill(message, RolloutGroup("g", "", np.array([1], np.int32), [played.one]))

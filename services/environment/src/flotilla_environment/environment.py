@@ -88,6 +88,8 @@ class Begun:
     """Messages, or the text of one of the user's."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Functions that the policy may call: `name`, `description` and `parameters`, a JSON Schema."""
+    state: str = ""
+    """The state in which the first turn is asked, as text; empty where it has no name."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,9 @@ class Reply:
     """Further numbers of the episode by name, only where it is done."""
     afresh: bool = False
     """True where `messages` replace the whole history, as after a summary."""
+    state: str = ""
+    """The state in which the next turn is asked, as text; empty where it has no name. The advantage `gigpo` compares
+    turns that the samples of a prompt take in the same state."""
 
 
 class Environment:

@@ -162,7 +162,9 @@ async def play(
                     ended.metrics.update(episode.metrics(outcome))
                 yield episode.says(ended=ended)
                 return
-            asked = pb.TurnAsked(messages=outcome.messages, tools=outcome.tools, afresh=outcome.afresh)
+            asked = pb.TurnAsked(
+                messages=outcome.messages, tools=outcome.tools, afresh=outcome.afresh, state=outcome.state
+            )
             yield episode.says(asked=asked)
             part = await anext(parts, None)
             if part is None:

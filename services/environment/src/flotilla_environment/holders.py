@@ -57,6 +57,7 @@ class Said:
     tools: list[Tool]
     done: bool
     afresh: bool
+    state: str
     reward: float | None
     rewards: dict[str, float]
     metrics: dict[str, float]
@@ -81,6 +82,7 @@ def read(value: Any) -> Said:
             [Tool(function=unicode_text(text)) for text in value["tools"]],
             _of(bool, value["done"]),
             _of(bool, value["afresh"]),
+            unicode_text(value["state"]),
             None if value["reward"] is None else _of(float, value["reward"]),
             {unicode_text(key): _of(float, number) for key, number in value["rewards"].items()},
             {unicode_text(key): _of(float, number) for key, number in value["metrics"].items()},

@@ -40,6 +40,7 @@ NOTHING: dict[str, Any] = {
     "tools": [],
     "done": True,
     "afresh": False,
+    "state": "",
     "reward": None,
     "rewards": {},
     "metrics": {},
@@ -96,7 +97,7 @@ class Episodes:
             if not isinstance(begun, Begun):
                 raise _refused(environment.begin, f"returned {repr(begun)}, expected a Begun")
             self._tools[episode] = _tools(environment.begin, begun.tools)
-            reply, method = Reply(begun.messages), environment.begin
+            reply, method = Reply(begun.messages, state=begun.state), environment.begin
         else:
             environment = self._playing[episode]
             if question["do"] == "stop":
@@ -112,6 +113,7 @@ class Episodes:
             "messages": _messages(method, reply.messages),
             "tools": [] if done else self._tools[episode],
             "afresh": bool(reply.afresh),
+            "state": "" if done else _state(method, reply.state),
             "done": done,
             "reward": None if reply.reward is None else _number(method, "reward", reply.reward),
             "rewards": _numbers(method, "rewards", reply.rewards),
@@ -168,6 +170,12 @@ def _may_go_on(method: Callable[..., Any], said: dict[str, Any]) -> None:
             )
     if not said["messages"]:
         raise _refused(method, "returned no messages and is not done: the policy has nothing to answer to")
+
+
+def _state(method: Callable[..., Any], given: object) -> str:
+    if not isinstance(given, str):
+        raise _refused(method, f"returned {repr(given)} as state, expected text")
+    return given
 
 
 def _messages(method: Callable[..., Any], given: object) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from flotilla_environment import Begun, Call, Environment, Reply, Task, Turn
 from flotilla_environment.builtin import Dialogue
 from flotilla_environment.builtin.calculator import Calculator, calculate
 from flotilla_environment.builtin.frozen_lake import MOVES, FrozenLake, drawn_map
-from flotilla_environment.builtin.gymnasium import Gymnasium
+from flotilla_environment.builtin.gymnasium import Gymnasium, state_of
 from flotilla_environment.builtin.search import Search
 from flotilla_workers.functions import Refusal
 
@@ -137,6 +137,13 @@ def test_samples_of_one_line_walk_on_one_map_and_slip_apart() -> None:
     assert walks == [walk(seed) for seed in range(20)]
 
 
+def test_a_walk_is_in_the_same_state_again_where_it_comes_back() -> None:
+    environment = FrozenLake(size=3, holes=0.0)
+    states = [environment.begin(Task([])).state]
+    states += [environment.reply(Turn(move)).state for move in ("right", "left", "none", "down")]
+    assert states == ["PFF\nFFF\nFFG", "FPF\nFFF\nFFG", *["PFF\nFFF\nFFG"] * 2, "FFF\nPFF\nFFG"]
+
+
 def test_a_hole_the_last_move_and_a_stop_are_no_success() -> None:
     for turns in (["right"], ["up"] * 3):
         environment = FrozenLake(most_moves=3)
@@ -211,15 +218,19 @@ class Walk:
     steps: int = 0
     action_space = SimpleNamespace(n=2)
 
-    def reset(self, seed: int) -> None:
+    def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
         self.steps = 0
+        return self._seen(), {}
 
     def render(self) -> str:
         return f"at {self.steps}"
 
-    def step(self, action: int) -> tuple[None, float, bool, bool, dict[str, Any]]:
+    def _seen(self) -> Any:
+        return {"at": SimpleNamespace(tolist=lambda: [0, self.steps // 2]), "left": (3,)}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.steps += 1
-        return None, 0.5, self.steps == 3, False, {}
+        return self._seen(), 0.5, self.steps == 3, False, {}
 
 
 def test_the_rewards_of_a_game_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +241,15 @@ def test_the_rewards_of_a_game_count_once(monkeypatch: pytest.MonkeyPatch) -> No
         replies = [game.reply(Turn(turn)) for turn in turns]
         end = replies[-1] if replies[-1].done else game.stop("max_turns")
         assert end.rewards == {"return": returned} and {reply.reward for reply in (*replies, end)} == {None}
+
+
+def test_the_observation_of_a_game_is_the_state_of_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(make=lambda *_, **__: Walk()))
+    game = Gymnasium("Walk-v0")
+    begun = game.begin(Task([]))
+    states = [begun.state, *(game.reply(Turn(turn)).state for turn in ("x", "1", "0", "1"))]
+    assert states == [*['{"at": [0, 0], "left": [3]}'] * 3, '{"at": [0, 1], "left": [3]}', ""]
+    assert state_of(object()) == ""
 
 
 def test_a_dialogue_asks_all_questions_and_needs_an_answer_to_each() -> None:

@@ -30,8 +30,9 @@ def sample(name: str, tokens: list[int], reward: float = 0.0, **fields: Any) -> 
     )
 
 
-def turned(one: pb.TrainSample, *turns: tuple[int, float]) -> pb.TrainSample:
-    one.turns.extend(pb.RewardedTurn(end=end, reward=reward) for end, reward in turns)
+def turned(one: pb.TrainSample, *turns: tuple[int, float] | tuple[int, float, int]) -> pb.TrainSample:
+    for end, reward, *state in turns:
+        one.turns.add(end=end, reward=reward, state=sum(state))
     return one
 
 
@@ -73,6 +74,28 @@ def test_the_reward_of_a_turn_stands_at_its_last_token() -> None:
     rewards = read(one).turn_rewards
     assert rewards is not None and rewards.tolist() == [0.0, 0.0, 0.5, 0.0, -1.0]
     assert read(group("g", [1], sample("a", [2, 3]))).turn_rewards is None
+
+
+def test_the_state_of_a_turn_stands_at_its_last_token() -> None:
+    least, most = -(2**63), 2**63 - 1
+    one = group(
+        "g", [1], turned(sample("a", [2, 3]), (2, 0.0, most)), turned(sample("b", [4, 5]), (1, 0.5, least))
+    )
+    states = read(one).turn_states
+    assert states is not None and states.tolist() == [0, most, least, 0]
+    assert read(group("g", [1], turned(sample("a", [2, 3]), (2, 1.0)))).turn_states is None
+
+
+def test_a_turn_without_tokens_earns_with_the_rest_and_has_no_state() -> None:
+    one = group("g", [1], turned(sample("a", [2, 3, 4]), (0, 0.5, 7), (1, 0.25, 3), (0, 1.0, 7), (3, 0.0, 3)))
+    batch = read(one)
+    assert batch.turn_rewards is not None and batch.turn_states is not None
+    assert batch.turn_rewards.tolist() == [0.25, 0.0, 0.0] and batch.turn_states.tolist() == [3, 0, 3]
+
+
+def test_turns_that_end_at_the_same_token_have_their_rewards_together() -> None:
+    rewards = read(group("g", [1], turned(sample("a", [2, 3]), (1, 0.5), (1, 0.25)))).turn_rewards
+    assert rewards is not None and rewards.tolist() == [0.75, 0.0]
 
 
 def spans(*parts: tuple[int, int, int, int]) -> list[version_pb2.VersionSpan]:
@@ -124,8 +147,7 @@ WRONG = {
     "mask short": ([group("g", [1], sample("bad", [2, 3], mask=np.array([True])))], "bad"),
     "mask of numbers": ([group("g", [1], sample("bad", [2], mask=np.array([1], np.int32)))], "bad"),
     "turn beyond the tokens": ([group("g", [1], turned(sample("bad", [2, 3]), (3, 0.5)))], "bad"),
-    "turn of nothing": ([group("g", [1], turned(sample("bad", [2, 3]), (0, 0.5)))], "bad"),
-    "turn twice": ([group("g", [1], turned(sample("bad", [2, 3]), (1, 0.5), (1, 0.5)))], "bad"),
+    "turn beyond the end": ([group("g", [1], turned(sample("bad", [2, 3]), (3, 0.5)))], "bad"),
     "reward of a turn": ([group("g", [1], turned(sample("bad", [2, 3]), (1, float("nan"))))], "bad"),
     "nothing trained": ([group("g", [1], sample("a", [2], mask=np.array([False])))], "no token"),
 }

@@ -108,6 +108,8 @@ def make_groups(sizes: list[int], seed: int = 0) -> list[pb.TrainGroup]:
             sample.greedy_reward = 0.25 * (index % 3)
             if number == 1:
                 sample.mask.CopyFrom(to_tensor(np.arange(len(response)) % 3 > 0))
+            for end in range(3, len(response) + 3, 3):
+                sample.turns.add(end=min(end, len(response)), state=1 + (index + end) % 2)
             sample.teacher_top_token_ids.CopyFrom(to_tensor(top.indices[response].int().numpy()))
             sample.teacher_top_logprobs.CopyFrom(to_tensor(top.values[response].numpy()))
             span = sample.version_spans.add(start=0, end=len(response) // 2)

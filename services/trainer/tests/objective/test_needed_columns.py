@@ -70,6 +70,18 @@ def test_an_advantage_without_what_it_is_made_of_is_refused(
         front_of(advantage, parameters).sequences(batch_with(*columns), 0)
 
 
+def test_states_that_no_environment_names_are_missed_with_the_way_to_name_them() -> None:
+    group = group_with("logprobs")
+    for sample in group.samples:
+        sample.turns.add(end=COUNT, reward=0.5)
+    with pytest.raises(InvalidRequest, match=r"g/0.*names its state.*`state` of Begun and Reply"):
+        front_of("gigpo", {}).sequences(UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0)), 0)
+    group.samples[1].turns[0].state = -7
+    batch = UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0))
+    made, _ = front_of("gigpo", {}).sequences(batch, 0)
+    assert made.columns["advantages"].any()
+
+
 TAUGHT = {"top_k": 3, "divergence": "forward", "coefficient": 0.5, "tail": True}
 
 

@@ -230,6 +230,26 @@ class StepReinforceAdvantage(AdvantageConfig):
         return self
 
 
+class GigpoAdvantage(AdvantageConfig):
+    """Group-relative, and group-relative again among the turns of a group that were asked in the same state."""
+
+    type: Literal["gigpo"] = "gigpo"
+    gamma: float = Field(default=0.95, gt=0, le=1)
+    """Discount per turn of the returns that are compared."""
+    step_weight: float = Field(default=1.0, gt=0, le=1000)
+    """Factor of the comparison of turns, which is added to that of whole samples."""
+    normalize_std: bool = True
+    """Divide centred rewards, and centred returns, by the standard deviation of those that they are compared with."""
+
+    @property
+    def compares_over(self) -> Compared:
+        return "group" if self.gamma == 1 else "none"
+
+    @property
+    def scales_over(self) -> Compared:
+        return "group" if self.normalize_std else super().scales_over
+
+
 class RlooAdvantage(AdvantageConfig):
     """Reward minus the mean of the other samples of its group."""
 
@@ -318,8 +338,11 @@ class GaeAdvantage(AdvantageConfig):
     """Generalised advantage estimation over the values of a critic."""
 
     type: Literal["gae"] = "gae"
+    unit: Literal["token", "turn"] = "token"
+    """The step of the estimation: a token, or a turn as a whole, which the critic judges by the value before its first
+    token."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token."""
+    """Discount per `unit`."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Weight of later rewards and values against the critic's expectation; 1 relies on the rewards alone."""
     bootstrap_truncated: bool = True
@@ -445,6 +468,7 @@ AdvantageSection = Annotated[
     | Annotated[StepReinforceAdvantage, Tag("step_reinforce")]
     | Annotated[OptimalTokenBaselineAdvantage, Tag("optimal_token_baseline")]
     | Annotated[TirOptimalTokenBaselineAdvantage, Tag("tir_optimal_token_baseline")]
+    | Annotated[GigpoAdvantage, Tag("gigpo")]
     | Annotated[RlooAdvantage, Tag("rloo")]
     | Annotated[ReinforceAdvantage, Tag("reinforce")]
     | Annotated[ReinforcePlusPlusAdvantage, Tag("reinforce_plus_plus")]

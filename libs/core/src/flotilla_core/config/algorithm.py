@@ -220,10 +220,9 @@ class CorrectionConfig(ConfigModel):
         return self
 
 
-WITHOUT_A_RUN = {
-    "gigpo": "compares steps that were taken in the same state, which a run does not record: take step_reinforce, or "
-    "compute advantages in a loop of your own (loop: client) with flotilla_algorithms.gigpo",
-    "agentic_reinforce": "has another name here: take step_reinforce with baseline batch",
+NAMED_OTHERWISE = {
+    "agentic_reinforce": "has another name here: take step_reinforce with baseline none and normalize_std false, and "
+    "normalise rewards by advantage.reward_normalization",
 }
 """Advantages over turns that others have, and the way to them."""
 
@@ -248,6 +247,7 @@ class PolicyConfig(ConfigModel):
         "remax",
         "grpo_passk",
         "step_reinforce",
+        "gigpo",
         "optimal_token_baseline",
         "tir_optimal_token_baseline",
         "lite_ppo",
@@ -322,8 +322,8 @@ class PolicyConfig(ConfigModel):
     def _over_its_preset(cls, written: Any) -> Any:
         advantage = written.get("advantage") if isinstance(written, dict) else None
         asked = advantage.get("type") if isinstance(advantage, dict) else None
-        if isinstance(asked, str) and asked in WITHOUT_A_RUN:
-            raise ValueError(f"advantage.type {asked} {WITHOUT_A_RUN[asked]}")
+        if isinstance(asked, str) and asked in NAMED_OTHERWISE:
+            raise ValueError(f"advantage.type {asked} {NAMED_OTHERWISE[asked]}")
         name = written.get("type", "grpo") if isinstance(written, dict) else None
         return with_preset(written, name) if isinstance(name, str) and name in PRESETS else written
 

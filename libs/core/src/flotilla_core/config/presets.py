@@ -48,6 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gdpo": {"advantage": {"type": "gdpo"}, "loss": PPO},
     "grpo_passk": {"advantage": {"type": "grpo_passk"}, "loss": PPO},
     "step_reinforce": {"advantage": {"type": "step_reinforce"}, "loss": PPO},
+    "gigpo": {"advantage": {"type": "gigpo"}, "loss": PPO},
     "optimal_token_baseline": {"advantage": {"type": "optimal_token_baseline"}, "loss": PPO},
     "tir_optimal_token_baseline": {"advantage": {"type": "tir_optimal_token_baseline"}, "loss": PPO},
     "lite_ppo": {

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from flotilla_core.config.advantages import GdpoAdvantage
+from flotilla_core.config.advantages import GdpoAdvantage, GigpoAdvantage
 from flotilla_core.config.algorithm import AlgorithmConfig, DpoConfig, PolicyConfig, RewardModelConfig
 from flotilla_core.config.data import (
     DataConfig,
@@ -467,9 +467,15 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _acts_where_it_samples(self) -> RunConfig:
+        advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
+        if isinstance(advantage, GigpoAdvantage) and self.environment is None:
+            raise ValueError(
+                "algorithm.advantage.type gigpo compares turns that were asked in the same state, which an environment "
+                "names, and environment is not set: set it, take grpo, or compute advantages in a loop of your own "
+                "(loop: client) with flotilla_algorithms.gigpo"
+            )
         if self.environment is None:
             return self
-        advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
         why = ""
         if advantage is None:
             why = f"algorithm.type {self.algorithm.type} samples nothing"

@@ -101,12 +101,10 @@ def step_reinforce(judgement: Judgement, *, gamma: float, baseline: str, normali
     numbers, groups, returns = [], [], []
     for sample, own in enumerate(rollouts.own_tokens):
         turns = np.unique(rollouts.segments[own])
-        of_tokens = judgement.gains(sample)
-        gains = np.array([of_tokens[rollouts.segments[own] == turn].sum() for turn in turns])
         if len(turns):
             numbers.append(turns)
             groups.append(np.full(len(turns), rollouts.group_of_sample[sample]))
-            returns.append(_discounted(gains, gamma))
+            returns.append(_discounted(judgement.gains_of_turns(sample), gamma))
     turn, group = np.concatenate(numbers), np.concatenate(groups)
     value: Floats = np.concatenate(returns)
     formula = _standardised if normalize_std else _centred
@@ -120,6 +118,26 @@ def step_reinforce(judgement: Judgement, *, gamma: float, baseline: str, normali
     made = np.zeros(len(rollouts.tokens))
     own = np.flatnonzero(rollouts.trained)
     made[own] = value[np.searchsorted(turn, rollouts.segments[own])]
+    return made
+
+
+def gigpo(judgement: Judgement, *, gamma: float, step_weight: float, normalize_std: bool) -> Floats:
+    """Return the sample within its group, and each turn among those of the group that were asked in its state."""
+    rollouts = judgement.rollouts
+    formula = _standardised if normalize_std else _centred
+    made = _by_group(judgement, judgement.totals, formula)[rollouts.sample_of_token]
+    met: dict[tuple[int, int], list[tuple[Any, float]]] = {}
+    for sample in range(rollouts.samples):
+        turns = rollouts.turns(sample)
+        returns = _discounted(judgement.gains_of_turns(sample), gamma)
+        for turn, value in zip(turns, returns, strict=True):
+            state = int(rollouts.turn_states[turn[-1]])
+            if state:
+                met.setdefault((int(rollouts.group_of_sample[sample]), state), []).append((turn, value))
+    for compared in met.values():
+        values = formula(np.array([value for _, value in compared]))
+        for (turn, _), value in zip(compared, values, strict=True):
+            made[turn] += step_weight * value
     return made
 
 
@@ -203,19 +221,37 @@ def pass_at_k(judgement: Judgement, *, k: int, right_at: float) -> Floats:
     return _by_group(judgement, judgement.earned, formula)
 
 
-def gae(judgement: Judgement, *, gamma: float, lam: float, bootstrap_truncated: bool) -> Floats:
-    """Return the sum over later tokens of (gamma lam)^distance times the error of the critic there."""
+def gae(judgement: Judgement, *, gamma: float, lam: float, bootstrap_truncated: bool, unit: str) -> Floats:
+    """Return the sum over later steps of (gamma lam)^distance times the error of the critic there.
+
+    A step is a token, or a turn, of which the critic's value is that before its first token.
+    """
     rollouts = judgement.rollouts
     made = np.zeros(len(judgement.penalties))
     for sample, own in enumerate(rollouts.own_tokens):
         if not len(own):
             continue
+        by_turn = unit == "turn"
+        steps = rollouts.turns(sample) if by_turn else [own[place : place + 1] for place in range(len(own))]
+        gains = judgement.gains_of_turns(sample) if by_turn else judgement.gains(sample)
         goes_on = bootstrap_truncated and rollouts.truncated[sample]
-        values = rollouts.values[own]
+        values = np.array([rollouts.values[step[0]] for step in steps])
         following = np.append(values[1:], rollouts.values_after[sample] if goes_on else 0.0)
-        gains = judgement.gains(sample)
-        made[own] = _discounted(gains + gamma * following - values, gamma * lam)
+        sums = _discounted(gains + gamma * following - values, gamma * lam)
+        for step, value in zip(steps, sums, strict=True):
+            made[step] = value
     return made
+
+
+def gae_returns(section: Any, judgement: Judgement) -> Floats:
+    """Return what a critic learns for each token: the advantage of its step, and the value before that step."""
+    rollouts = judgement.rollouts
+    before = rollouts.values.copy()
+    if section.unit == "turn":
+        for sample in range(rollouts.samples):
+            for turn in rollouts.turns(sample):
+                before[turn] = rollouts.values[turn[0]]
+    return gae(judgement, **section.arguments) + before
 
 
 def taught(section: Any, rollouts: Rollouts) -> Floats:
@@ -296,6 +332,7 @@ FORMULAS: dict[str, Callable[..., Floats]] = {
     "grpo": grpo,
     "grpo_passk": grpo_passk,
     "step_reinforce": step_reinforce,
+    "gigpo": gigpo,
     "rloo": rloo,
     "reinforce": reinforce,
     "reinforce_plus_plus": reinforce_plus_plus,

@@ -202,17 +202,17 @@ def selected_by_covariance(
 
 
 def critic_loss(
-    critic: CriticConfig, rollouts: Rollouts, advantages: Floats, values: torch.Tensor, inside: Bools
+    critic: CriticConfig, rollouts: Rollouts, returns: Floats, values: torch.Tensor, inside: Bools
 ) -> torch.Tensor:
     """Half the squared distance of a critic from the returns, clipped as in PPO.
 
-    The mean over the trained tokens inside; a return is the advantage by `gae` plus the expected value.
+    The mean over the trained tokens inside.
     """
     own = torch.from_numpy(np.flatnonzero(rollouts.trained & inside))
     old = torch.from_numpy(rollouts.values)[own]
-    returns = torch.from_numpy(advantages)[own] + old
-    squares = (values[own] - returns) ** 2
+    wanted = torch.from_numpy(returns)[own]
+    squares = (values[own] - wanted) ** 2
     if critic.value_clip is not None:
         near = torch.max(torch.min(values[own], old + critic.value_clip), old - critic.value_clip)
-        squares = torch.max(squares, (near - returns) ** 2)
+        squares = torch.max(squares, (near - wanted) ** 2)
     return squares.mean() / 2

@@ -57,6 +57,12 @@ class Judgement:
             made[-1] += self.rewards[sample] - at_once.sum()
         return made
 
+    def gains_of_turns(self, sample: int) -> Floats:
+        """Return what each turn of a sample earns."""
+        of_token = dict(zip(self.rollouts.own_tokens[sample].tolist(), self.gains(sample), strict=True))
+        turns = self.rollouts.turns(sample)
+        return np.array([sum(of_token[token] for token in turn.tolist()) for turn in turns])
+
     def of_kept(self) -> Judgement:
         """Return the same, as if the samples that are left out had never been drawn."""
         return Judgement(

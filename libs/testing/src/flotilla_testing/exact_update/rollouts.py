@@ -53,6 +53,8 @@ class Rollouts:
     """One a sample."""
     turn_rewards: Floats
     """One a token: the part of the reward that came with the turn that ends there."""
+    turn_states: Ints
+    """One a token: the number of the state in which the turn that ends there was asked; 0 where it has no name."""
     terms: Floats
     """[samples, terms]: what each term of the reward gave."""
     greedy_rewards: Floats
@@ -106,6 +108,11 @@ class Rollouts:
         )
         return np.cumsum(changes)
 
+    def turns(self, sample: int) -> list[Ints]:
+        """Return the trained tokens of each turn of a sample."""
+        own = self.own_tokens[sample]
+        return [own[self.segments[own] == turn] for turn in np.unique(self.segments[own])]
+
     def sums_of_samples(self, of_tokens: Floats) -> Floats:
         """Return the sum over the tokens of each sample."""
         sums = np.bincount(self.sample_of_token, weights=of_tokens, minlength=self.samples)
@@ -133,6 +140,7 @@ class Rollouts:
             truncated=self.truncated[chosen],
             rewards=self.rewards[chosen],
             turn_rewards=self.turn_rewards[tokens],
+            turn_states=self.turn_states[tokens],
             terms=self.terms[chosen],
             greedy_rewards=self.greedy_rewards[groups],
         )

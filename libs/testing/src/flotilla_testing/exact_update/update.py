@@ -11,7 +11,7 @@ import torch
 
 from flotilla_core.config import PolicyConfig
 from flotilla_testing.exact_update import divergences
-from flotilla_testing.exact_update.advantages import advantages_of, gae
+from flotilla_testing.exact_update.advantages import advantages_of, gae_returns
 from flotilla_testing.exact_update.corrections import mean_importance, proximal_logprobs, token_weights
 from flotilla_testing.exact_update.losses import Tokens, critic_loss, losses_of, selected_by_covariance
 from flotilla_testing.exact_update.rewards import Judgement, judged
@@ -261,14 +261,13 @@ def _critic_steps(whole: _Whole, parts: Ints) -> list[Step]:
     critic = whole.algorithm.critic
     if critic is None:
         return []
-    section = whole.algorithm.advantage
     part_of_token = parts[whole.rollouts.group_of_token]
-    advantages = gae(whole.judgement, **section.arguments)
+    returns = gae_returns(whole.algorithm.advantage, whole.judgement)
     steps = []
     for number, values in zip(range(int(parts.max()) + 1), whole.policies.critic, strict=False):
         inside = part_of_token == number
         leaf = values.clone().requires_grad_()
-        loss = critic_loss(critic, whole.rollouts, advantages, leaf, inside)
+        loss = critic_loss(critic, whole.rollouts, returns, leaf, inside)
         (gradient,) = torch.autograd.grad(loss, leaf)
         steps.append(Step(loss.item(), gradient.numpy()))
     return steps

@@ -20,7 +20,8 @@ def store(db: sqlite3.Connection, samples: Iterable[tuple[int, FinishedSample]])
     """Insert the episodes of samples, each with the key of its row."""
     rows.for_all(
         db,
-        "INSERT INTO episodes (sample, ending, turns, turn_rewards, messages, branches, turn_ends) VALUES {rows}",
+        "INSERT INTO episodes (sample, ending, turns, turn_rewards, messages, branches, turn_ends, "
+        "turn_states) VALUES {rows}",
         [
             (
                 key,
@@ -30,6 +31,7 @@ def store(db: sqlite3.Connection, samples: Iterable[tuple[int, FinishedSample]])
                 episode.messages,
                 b"".join(_branch_bytes(branch) for branch in episode.branches),
                 np.array(episode.turn_ends, "<i4").tobytes(),
+                np.array(episode.turn_states, "<i8").tobytes(),
             )
             for key, episode in ((key, sample.episode) for key, sample in samples)
             if episode is not None
@@ -42,18 +44,24 @@ def load(db: sqlite3.Connection, keys: Sequence[int]) -> dict[int, Episode]:
     """Return the episodes of these rows."""
     found: dict[int, Episode] = {}
     columns = [name for _, name, *_ in db.execute("PRAGMA table_info (episodes)")]
-    # A ledger that no coordinator of this release has opened does not say where turns end.
-    ends_column = "turn_ends" if "turn_ends" in columns else "x''"
+    # A ledger that no coordinator of this release has opened says neither where turns end nor in which states.
+    ends_column, states_column = (name if name in columns else "x''" for name in ("turn_ends", "turn_states"))
     for start in range(0, len(keys), rows.MOST_ROWS):
         some = keys[start : start + rows.MOST_ROWS]
-        for key, ending, turns, rewards, messages, branches, ends in db.execute(
-            f"SELECT sample, ending, turns, turn_rewards, messages, branches, {ends_column} FROM episodes "
-            f"WHERE sample IN ({', '.join('?' * len(some))})",
+        for key, ending, turns, rewards, messages, branches, ends, states in db.execute(
+            f"SELECT sample, ending, turns, turn_rewards, messages, branches, {ends_column}, {states_column} "
+            f"FROM episodes WHERE sample IN ({', '.join('?' * len(some))})",
             some,
         ):
-            turn_rewards = tuple(np.frombuffer(rewards, "<f8").tolist())
-            turn_ends = tuple(np.frombuffer(ends, "<i4").tolist())
-            found[key] = Episode(ending, turns, turn_rewards, messages, tuple(_branches(branches)), turn_ends)
+            found[key] = Episode(
+                ending,
+                turns,
+                tuple(np.frombuffer(rewards, "<f8").tolist()),
+                messages,
+                tuple(_branches(branches)),
+                tuple(np.frombuffer(ends, "<i4").tolist()),
+                tuple(np.frombuffer(states, "<i8").tolist()),
+            )
     return found
 
 

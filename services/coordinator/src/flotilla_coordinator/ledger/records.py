@@ -176,7 +176,11 @@ class Episode:
     """Its sequences: the first one starts at 0, and each further one is a history that does not go on from an earlier
     one."""
     turn_ends: tuple[int, ...] = ()
-    """The place after the last token of each turn that has a reward; none in a record of an older Flotilla."""
+    """The place after the last token of each turn, 0 of one without tokens; none where no turn has a reward or a state,
+    and in a record of an older Flotilla."""
+    turn_states: tuple[int, ...] = ()
+    """A number for each turn, equal where it was asked in the same state, 0 where that has no name; none where no turn
+    has one."""
 
     def shown(self) -> dict[str, Any]:
         """Return it as records for people have it."""

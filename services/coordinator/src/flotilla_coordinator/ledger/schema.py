@@ -218,6 +218,11 @@ _TURN_ENDS = """
 ALTER TABLE episodes ADD COLUMN turn_ends BLOB NOT NULL DEFAULT x'';
 """
 
+# In which state each turn of an episode was asked, so that turns of a group are compared that were asked in the same.
+_TURN_STATES = """
+ALTER TABLE episodes ADD COLUMN turn_states BLOB NOT NULL DEFAULT x'';
+"""
+
 MIGRATIONS: tuple[str, ...] = (
     _FIRST,
     _BEGINNINGS,
@@ -234,6 +239,7 @@ MIGRATIONS: tuple[str, ...] = (
     _EPISODES,
     _TURNS,
     _TURN_ENDS,
+    _TURN_STATES,
 )
 
 

@@ -89,6 +89,8 @@ class Asked:
     max_tokens: int = 0
     """Most tokens of the turn, where the environment wants fewer than the run allows."""
     stop: tuple[str, ...] = ()
+    state: int = 0
+    """Equal where the environment names the same state for the turn; 0 where it names none."""
     digest: bytes = field(default=b"", compare=False)
     """Equal where all of it is."""
 
@@ -314,8 +316,15 @@ def _asked(asked: pb.TurnAsked) -> Asked:
         afresh=asked.afresh,
         max_tokens=asked.max_tokens,
         stop=tuple(asked.stop),
+        state=_key(asked.state),
         digest=hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=16).digest(),
     )
+
+
+def _key(state: str) -> int:
+    """Return 64 bits that stand for a state; 0 for none."""
+    digest = hashlib.blake2b(state.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) if state else 0
 
 
 def _tool(text: str) -> dict[str, Any]:

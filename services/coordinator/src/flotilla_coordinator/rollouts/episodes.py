@@ -86,14 +86,17 @@ class _Play:
     last: RolloutSample | None = None
     """The last turn."""
     instance_ids: set[str] = field(default_factory=set)
+    states: list[int] = field(default_factory=list)
+    """The key of the state of each turn, 0 where it has no name."""
     again: bool = False
     """True where a turn was generated more than once."""
     policy_s: float = 0.0
     began_at: float = field(default_factory=time.monotonic)
 
-    def take(self, piece: RolloutSample) -> None:
-        """Take the next turn of the policy."""
+    def take(self, piece: RolloutSample, state: int) -> None:
+        """Take the next turn of the policy, and the key of the state in which it was asked."""
         self.last = piece
+        self.states.append(state)
         self.instance_ids |= piece.instance_ids
         self.again |= piece.attempt > 0
 
@@ -109,7 +112,7 @@ class _Play:
         ending = ERROR if played.total is None and ended.ending != TIMEOUT else ended.ending
         record = [*self.transcript.record, _last_entry(ending, ended, played)]
         starts = np.cumsum([0, *(len(one.token_ids) for one in sequences)]).tolist()
-        last = self.last
+        last, states = self.last, tuple(self.states) if any(self.states) else ()
         return RolloutSample(
             sample_id=self.sample_id,
             token_ids=_joined([one.token_ids for one in sequences], np.int32),
@@ -136,7 +139,8 @@ class _Play:
                 branches=tuple(
                     Branch(start, one.prompt_token_ids) for start, one in zip(starts, sequences, strict=False)
                 ),
-                turn_ends=_turn_ends(starts, sequences) if ended.turn_rewards else (),
+                turn_ends=_turn_ends(starts, sequences) if ended.turn_rewards or states else (),
+                turn_states=states,
             ),
         )
 
@@ -147,9 +151,9 @@ def _joined(columns: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
 
 
 def _turn_ends(starts: list[int], sequences: list[TokenSequence]) -> tuple[int, ...]:
-    """Return the place after each turn among the tokens of all sequences, turn by turn."""
+    """Return the place after each turn among the tokens of all sequences, turn by turn; 0 for one without tokens."""
     ends = {
-        turn: start + end
+        turn: start + end if end else 0
         for start, one in zip(starts, sequences, strict=False)
         for turn, end in one.turn_ends.items()
     }
@@ -343,8 +347,8 @@ class Episodes:
         if piece is None:
             piece = await self._written(play, asked, room)
             play.past.add(asked.digest, piece)
-        play.take(piece)
-        written = transcript.wrote(piece, asked.thread, shown=own.shown)
+        play.take(piece, asked.state)
+        written = transcript.wrote(piece, asked.thread, state=asked.state, shown=own.shown)
         if transcript.turns == play.to_repeat:
             transcript.record.append({"resumed": transcript.turns})
         tokens = len(piece.token_ids)

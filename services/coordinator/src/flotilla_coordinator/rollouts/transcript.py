@@ -68,7 +68,8 @@ class TokenSequence:
     """The tokens that the policy wrote in this sequence."""
     spans: tuple[TokenSpan, ...]
     turn_ends: dict[int, int]
-    """The place after the last token of each turn in this sequence, by the number of the turn."""
+    """The place after the last token of each turn in this sequence, 0 of one without tokens, by the number of the turn.
+    """
 
 
 @dataclass
@@ -95,7 +96,7 @@ class _Sequence:
         self.token_ids += token_ids
         self.trained += [True] * len(token_ids)
         self.logprobs += [] if piece.logprobs is None else piece.logprobs.tolist()
-        self.turn_ends[turn] = len(self.token_ids)
+        self.turn_ends[turn] = len(self.token_ids) if token_ids else 0
 
     def whole(self) -> TokenSequence:
         return TokenSequence(
@@ -198,8 +199,13 @@ class Transcript:
         """Return all tokens before the next turn of a thread."""
         return np.array(self._so_far(self._threads[thread]), np.int32)
 
-    def wrote(self, piece: FinishedSample, thread: str = "", *, shown: Callable[[str], str] = str) -> Written:
-        """Take the turn that the policy sampled after `prompt`; return its message, with the text that is `shown`."""
+    def wrote(
+        self, piece: FinishedSample, thread: str = "", *, state: int = 0, shown: Callable[[str], str] = str
+    ) -> Written:
+        """Take the turn that the policy sampled after `prompt`; return its message, with the text that is `shown`.
+
+        `state` is the key of the state in which it was asked; 0 for none.
+        """
         own = self._threads[thread]
         if own.sequence is None:
             own.sequence = _Sequence(own.heard)
@@ -223,6 +229,7 @@ class Transcript:
                 versions=[*versions],
                 cut_off=piece.truncated,
                 unparsed=own.last.answer.unparsed,
+                state=f"{state % 2**64:016x}" if state else "",
             )
         )
         return Written(message, own.last.answer.unparsed)

@@ -6,6 +6,7 @@ them; a field that a sample lacks stays empty in its message.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -132,13 +133,16 @@ def _branches(sample: RolloutSample) -> list[pb.Branch]:
 
 
 def _turns(sample: RolloutSample) -> list[pb.RewardedTurn]:
-    """Return the turns of an episode, where its environment rewarded them and their ends are known."""
+    """Return the turns of an episode, where its environment rewards them or names their states."""
     episode = sample.episode
     if episode is None or not episode.turn_ends:
         return []
+    none = itertools.repeat(0, len(episode.turn_ends))
     return [
-        pb.RewardedTurn(end=end, reward=reward)
-        for end, reward in zip(episode.turn_ends, episode.turn_rewards, strict=True)
+        pb.RewardedTurn(end=end, reward=reward, state=state)
+        for end, reward, state in zip(
+            episode.turn_ends, episode.turn_rewards or none, episode.turn_states or none, strict=True
+        )
     ]
 
 

@@ -65,7 +65,8 @@ class FrozenLake(Environment):
     def begin(self, task: Task) -> Begun:
         self._map = drawn_map(self._size, self._holes, int(task.info.get("seed", task.seed)))
         self._draw = random.Random(task.seed)
-        return Begun(RULES.format(slippery=SLIPPERY if self._slippery else "", map=self._shown()))
+        rules = RULES.format(slippery=SLIPPERY if self._slippery else "", map=self._shown())
+        return Begun(rules, state=self._shown())
 
     def reply(self, turn: Turn) -> Reply:
         self._moves += 1
@@ -76,7 +77,8 @@ class FrozenLake(Environment):
         tile = self._map[self._place[0]][self._place[1]]
         if tile in "GH" or self._moves >= self._most_moves:
             return self._ended(tile)
-        return Reply(self._shown() if found else f"No move was found in your answer.\n\n{self._shown()}")
+        shown = self._shown()
+        return Reply(shown if found else f"No move was found in your answer.\n\n{shown}", state=shown)
 
     def stop(self, ending: str) -> Reply:
         return self._ended("F")

@@ -5,6 +5,7 @@ Gymnasium is the user's: `pip install 'flotilla[gymnasium]'` beside the service.
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import import_module
 from typing import Any
@@ -14,6 +15,14 @@ from flotilla_environment.environment import Begun, Environment, Reply, Task, Tu
 HIGHLIGHTED = re.compile(r"\x1b\[(?:\d+;)*4\dm(.*?)\x1b\[0m")
 """The places that a game marks by a background, such as that of the player."""
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def state_of(seen: Any) -> str:
+    """Return an observation as text; empty where it has none that tells it from others."""
+    try:
+        return json.dumps(seen, default=lambda one: one.tolist(), sort_keys=True)
+    except (TypeError, ValueError, AttributeError):
+        return ""
 
 
 class Gymnasium(Environment):
@@ -39,19 +48,23 @@ class Gymnasium(Environment):
         self._rules = rules or f"{id}: answer with one action a turn."
         self._find = re.compile(rf"\b({'|'.join(map(re.escape, self._actions))})\b", re.IGNORECASE)
         self._sum, self._steps = 0.0, 0
+        self._state = ""
 
     def begin(self, task: Task) -> Begun:
-        self._game.reset(seed=int(task.info.get("seed", task.seed)) % 2**31)
-        return Begun(f"{self._rules} Actions: {', '.join(self._actions)}.\n\n{self._shown()}")
+        seen, _ = self._game.reset(seed=int(task.info.get("seed", task.seed)) % 2**31)
+        self._state = state_of(seen)
+        rules = f"{self._rules} Actions: {', '.join(self._actions)}."
+        return Begun(f"{rules}\n\n{self._shown()}", state=self._state)
 
     def reply(self, turn: Turn) -> Reply:
         found = self._find.findall(turn.content)
         if not found:
-            return Reply(f"No action was found in your answer.\n\n{self._shown()}")
+            return Reply(f"No action was found in your answer.\n\n{self._shown()}", state=self._state)
         names = [name.casefold() for name in self._actions]
-        _, reward, terminated, truncated, _ = self._game.step(names.index(found[-1].casefold()))
+        seen, reward, terminated, truncated, _ = self._game.step(names.index(found[-1].casefold()))
         self._sum, self._steps = self._sum + float(reward), self._steps + 1
-        return self._ended() if terminated or truncated else Reply(self._shown())
+        self._state = state_of(seen)
+        return self._ended() if terminated or truncated else Reply(self._shown(), state=self._state)
 
     def stop(self, ending: str) -> Reply:
         return self._ended()

@@ -56,6 +56,9 @@ class UpdateBatch:
     trained: NDArray[np.bool_]
     turn_rewards: NDArray[np.float64] | None
     """One number for each token: what came at once with the turn that ends with it; None where no turn has one."""
+    turn_states: NDArray[np.int64] | None
+    """One number for each token: the key of the state in which the turn that ends with it was asked, else 0; None where
+    no turn has one."""
     logprobs: NDArray[np.float32] | None
     advantages: NDArray[np.float32] | None
     """The advantages that the caller computed itself; None where it did not."""
@@ -100,6 +103,7 @@ class UpdateBatch:
         tokens = joined_tokens(pieces, ids, limits)
         staleness, fresh = ages(samples, lengths, version)
         top_ids, top_logprobs = teacher_tokens(samples, lengths, limits.vocabulary)
+        at_once, states = turn_columns(samples, lengths)
         batch = cls(
             sample_ids=ids,
             group_sizes=sizes,
@@ -110,7 +114,8 @@ class UpdateBatch:
             reward_terms=reward_terms(samples),
             greedy_reward=greedy_rewards(groups),
             trained=trained_mask(samples, lengths),
-            turn_rewards=turn_rewards(samples, lengths),
+            turn_rewards=at_once,
+            turn_states=states,
             logprobs=numbers("logprobs", samples, lengths),
             advantages=numbers("advantages", samples, lengths),
             values=numbers("values", samples, lengths),
@@ -243,27 +248,34 @@ def trained_mask(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> N
     return np.concatenate(masks)
 
 
-def turn_rewards(samples: list[pb.TrainSample], lengths: NDArray[np.int64]) -> NDArray[np.float64] | None:
-    """Read the rewards of turns, each at the last token of its turn."""
+def turn_columns(
+    samples: list[pb.TrainSample], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.float64] | None, NDArray[np.int64] | None]:
+    """Read the rewards of turns, and the keys of their states, each at the last token of its turn."""
     if not any(sample.turns for sample in samples):
-        return None
-    column = np.zeros(int(lengths.sum()))
+        return None, None
+    rewards, states = np.zeros(int(lengths.sum())), np.zeros(int(lengths.sum()), np.int64)
     starts = np.cumsum(lengths) - lengths
     for sample, start, length in zip(samples, starts.tolist(), lengths.tolist(), strict=True):
-        ends = [turn.end for turn in sample.turns]
-        if any(not 1 <= end <= length for end in ends) or len(set(ends)) < len(ends):
-            raise InvalidRequest(
-                f"its turns end at {ends}",
-                where=sample_place(sample.sample_id),
-                why=f"each ends at a place of its own among {length} tokens",
-            )
         for turn in sample.turns:
-            if not np.isfinite(turn.reward):
-                raise InvalidRequest(
-                    f"the reward of a turn is {turn.reward}", where=sample_place(sample.sample_id)
-                )
-            column[start + turn.end - 1] = turn.reward
-    return column
+            _check_turn(sample, turn, length)
+            if not turn.end:
+                continue  # It has no token, so its reward comes with the rest.
+            place = start + turn.end - 1
+            # An older coordinator tells of a turn without tokens that it ends where the one before it does.
+            rewards[place] += turn.reward
+            states[place] = states[place] or turn.state
+    return rewards, states if states.any() else None
+
+
+def _check_turn(sample: pb.TrainSample, turn: pb.RewardedTurn, length: int) -> None:
+    where = sample_place(sample.sample_id)
+    if turn.end > length:
+        raise InvalidRequest(
+            f"one of its turns ends at {turn.end}", where=where, why=f"it has {length} tokens"
+        )
+    if not np.isfinite(turn.reward):
+        raise InvalidRequest(f"the reward of a turn is {turn.reward}", where=where)
 
 
 def ages(

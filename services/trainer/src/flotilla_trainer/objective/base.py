@@ -103,7 +103,11 @@ def check_logprobs(batch: UpdateBatch, what: str) -> None:
 def check_advantage(batch: UpdateBatch, advantage: AdvantageConfig) -> None:
     """Refuse samples that lack what their advantages are made of; advantages that were sent need nothing."""
     name = advantage.type
-    if batch.advantages is not None or name not in ADVANTAGE_NEEDS:
+    if batch.advantages is not None:
+        return
+    if name == "gigpo":
+        _check_states(batch)
+    if name not in ADVANTAGE_NEEDS:
         return
     column, next_step = ADVANTAGE_NEEDS[name]
     _require(batch, column, f"the advantage {name} needs more than rewards", next_step)
@@ -111,6 +115,18 @@ def check_advantage(batch: UpdateBatch, advantage: AdvantageConfig) -> None:
         check_logprobs(batch, "the advantage distill")
     if isinstance(advantage, GaeAdvantage):
         _check_value_after(batch, advantage)
+
+
+def _check_states(batch: UpdateBatch) -> None:
+    """Refuse an update in which no turn names the state that it was asked in."""
+    if batch.turn_states is None:
+        raise InvalidRequest(
+            "the advantage gigpo compares turns that were asked in the same state",
+            where=sample_place(batch.sample_ids[0]),
+            why="no turn of the update names its state",
+            next_step="let the environment name them (`state` of Begun and Reply, or of TurnAsked), or take "
+            "step_reinforce or grpo",
+        )
 
 
 def check_values(batch: UpdateBatch, advantage: GaeAdvantage) -> None:

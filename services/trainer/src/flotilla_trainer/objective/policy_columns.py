@@ -104,6 +104,7 @@ def outcomes_of(
         greedy_rewards=greedy,
         begins=batch.pieces.begins,
         turn_rewards=batch.turn_rewards if _turns_tell(policy) else None,
+        turn_states=batch.turn_states,
     )
     # Two things may look at a history, and never both: normalisation at rewards, a baseline at what is left of them.
     return outcomes, history.after(outcomes.totals[kept]) if seen is None else seen

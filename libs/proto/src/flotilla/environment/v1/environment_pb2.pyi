@@ -385,12 +385,15 @@ class TurnAsked(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     thread: _builtins.str
     """One thread is one growing history: empty, or the name of a sub-agent."""
     afresh: _builtins.bool
     """The history was rewritten."""
     max_tokens: _builtins.int
     """Most tokens of the turn, where the environment wants fewer than the run allows; 0: as the run says."""
+    state: _builtins.str
+    """The state in which the turn is asked; empty: not named. Turns of a group with equal ones may be compared."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]:
         """What was said since the last turn of this thread; the whole history where it is afresh."""
@@ -412,10 +415,11 @@ class TurnAsked(_message.Message):
         tools: _abc.Iterable[_chat_pb2.Tool] | None = ...,
         max_tokens: _builtins.int = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
+        state: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["afresh", b"afresh", "max_tokens", b"max_tokens", "messages", b"messages", "stop", b"stop", "thread", b"thread", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["afresh", b"afresh", "max_tokens", b"max_tokens", "messages", b"messages", "state", b"state", "stop", b"stop", "thread", b"thread", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -353,7 +353,9 @@ class TrainSample(_message.Message):
 
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardedTurn]:
-        """Of an episode whose environment rewards turns: its turns. What they have not got of `reward` comes with the last one."""
+        """Of an episode whose environment rewards turns or names their states: its turns. What they have not got of `reward`
+        comes with the last one.
+        """
 
     def __init__(
         self,
@@ -400,18 +402,24 @@ class RewardedTurn(_message.Message):
 
     END_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     end: _builtins.int
-    """The place after its last token, among the tokens of the sample."""
+    """The place after its last token, among the tokens of the sample. 0 of a turn without tokens: its reward comes with the
+    last turn, and its state counts nowhere.
+    """
     reward: _builtins.float
+    state: _builtins.int
+    """Equal for turns that were asked in the same state; 0: not named."""
     def __init__(
         self,
         *,
         end: _builtins.int = ...,
         reward: _builtins.float = ...,
+        state: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "reward", b"reward", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
