@@ -200,7 +200,10 @@ def test_endless_function_ends_at_its_limit(flotilla: Command) -> None:
         flotilla, "run.yaml", 'rewards=[{reward: "mine.py:slow", timeout_s: 0.2}]', "-n", "1",
         "--response", "", code=1,
     )  # fmt: skip
-    assert one["failure"].endswith("mine.py:slow took longer than 0.2 s") and one["reward"] is None
+    assert (
+        one["failure"].endswith("mine.py:slow took longer than 0.2 s, by its timeout_s")
+        and one["reward"] is None
+    )
 
 
 @pytest.mark.parametrize("returned", ["float('nan')", "None", "'good'", "[][0]"])
@@ -214,7 +217,9 @@ def test_the_place_of_each_failure_is_shown_once(flotilla: Command, returned: st
 def test_the_place_of_an_endless_function_is_shown(flotilla: Command) -> None:
     slow = 'rewards=[{reward: "mine.py:slow", timeout_s: 0.2}]'
     code, out, _ = flotilla("reward", "test", "run.yaml", slow, "-n", "1", "--response", "")
-    assert code == 1 and f"took longer than 0.2 s (at {Path('mine.py').absolute()}:11)" in out
+    assert (
+        code == 1 and f"took longer than 0.2 s, by its timeout_s (at {Path('mine.py').absolute()}:11)" in out
+    )
 
 
 def test_prompts_of_text_are_tried_without_a_stack(flotilla: Command) -> None:

@@ -113,6 +113,19 @@ async def test_a_raise_is_an_error_with_its_traceback(pool: Workers) -> None:
     assert 'raise RuntimeError("the judge is at lunch")' in error.traceback
 
 
+async def test_what_a_library_raised_on_the_way_is_told_by_the_line_where_it_did(
+    pool: Workers, tmp_path: Path
+) -> None:
+    path = tmp_path / "calls.py"
+    path.write_text(
+        "from urllib.request import urlopen\n"
+        "def reward(prompt, response, answer, info):\n    return urlopen('http://localhost:9', timeout=1)\n"
+    )
+    told = (await score(pool, [spec(f"{path}:reward")], items("4")))["s0"].error.traceback
+    assert "line 3, in reward" in told and "ConnectionRefusedError" in told
+    assert told.count("  File ") == 2, "one of the library, and one of the user"
+
+
 async def test_an_exit_is_an_error_like_any_other(pool: Workers) -> None:
     error = (await score(pool, [spec(user("exits"))], items("4")))["s0"].error
     assert error.message.endswith(" in exits: SystemExit: 3")
@@ -221,9 +234,9 @@ async def test_samples_that_wait_for_a_worker_are_not_timed(pool: Workers) -> No
         ),
         (spec("/no/such/file.py:reward"), "(/no/such/file.py): No such file or directory"),
         (spec(str(USER_FILE)), f"Write it as {USER_FILE}:function."),
-        (spec(user("missing")), "has no missing; it has"),
+        (spec(user("missing")), "has no missing; it has beside, dies, exits, from_info, hangs, length, "),
         (spec(user("NO_FUNCTION")), "NO_FUNCTION is not a function but int"),
-        (spec(user("length"), size=3), "got an unexpected keyword argument 'size'"),
+        (spec(user("length"), size=3), "takes no parameter size"),
     ],
 )
 async def test_a_wrong_spec_fails_the_call_before_any_scoring(

@@ -29,7 +29,8 @@ TASKS = "reasoning_gym:"
 COLUMN = "reasoning_gym"
 """The column of a row that scoring needs."""
 PACKAGE = "reasoning-gym"
-INSTALL = "pip install 'flotilla[reasoning-gym]'"
+INSTALL = f"{sys.executable} -m pip install 'flotilla[reasoning-gym]'"
+"""Names the interpreter: a pip of another one would take another project called flotilla from the index."""
 
 SHARES = {0: "test", 1: "validation"}
 """The splits of two digests of eight; all others are for training."""

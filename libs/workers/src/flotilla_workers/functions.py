@@ -62,13 +62,19 @@ def user_function(target: Target) -> Callable[..., Any]:
     found: Any = module
     for part in target.function.split("."):
         if not hasattr(found, part):
-            names = sorted(name for name in vars(module) if not name.startswith("_"))
+            names = sorted(name for name, one in vars(module).items() if _is_defined(one, module))
             raise Refusal(f"{target.source} has no {target.function}; it has {', '.join(names) or 'nothing'}")
         found = getattr(found, part)
     if not callable(found):
         raise Refusal(f"{target.function} is not a function but {type(found).__name__}")
     function: Callable[..., Any] = found
     return function
+
+
+def _is_defined(found: Any, module: Any) -> bool:
+    """Return whether a module defines this function or class itself, under a name that is not private."""
+    own = callable(found) and getattr(found, "__module__", None) == module.__name__
+    return own and not getattr(found, "__name__", "_").startswith("_")
 
 
 def _import_file(path: str) -> Any:
@@ -94,7 +100,11 @@ def described(error: BaseException, ours: tuple[str, ...]) -> dict[str, Any]:
     told = traceback.TracebackException.from_exception(error)
     trimmed: traceback.TracebackException | None = told
     while trimmed is not None:
-        trimmed.stack = traceback.StackSummary.from_list(_users_frames(trimmed.stack, ours))
+        users, others = _frames(trimmed.stack, ours)
+        # Of what a library raised on the way, the last frame alone says where.
+        trimmed.stack = traceback.StackSummary.from_list(
+            users or (others if trimmed is told else others[-1:])
+        )
         trimmed = trimmed.__cause__ or trimmed.__context__
     # The text of an exception of the user's may raise in its turn; `told` has its text, or says that.
     message = f"{type(error).__name__}: {told}" if str(told) else type(error).__name__
@@ -138,10 +148,12 @@ def _missing_variable(error: BaseException) -> str:
     return error.args[0] if of_environment and error.args and type(error.args[0]) is str else ""
 
 
-def _users_frames(stack: traceback.StackSummary, ours: tuple[str, ...]) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's files; of code in an installed package, all that are not ours."""
+def _frames(
+    stack: traceback.StackSummary, ours: tuple[str, ...]
+) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
+    """Return the frames of the user's files, and those of installed packages with them; none of ours."""
     import sysconfig
 
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    users = [frame for frame in stack if not frame.filename.startswith((*ours, "<frozen ", *libraries))]
-    return users or [frame for frame in stack if not frame.filename.startswith((*ours, "<frozen "))]
+    others = [frame for frame in stack if not frame.filename.startswith((*ours, "<frozen "))]
+    return [frame for frame in others if not frame.filename.startswith((*libraries,))], others

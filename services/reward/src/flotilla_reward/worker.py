@@ -253,6 +253,8 @@ class Function:
         import inspect
 
         signature = inspect.signature(self._call)
+        if (unknown := {*self._parameters} - self._takes) and not self._takes_all:
+            raise Refusal(f"{target.function}{signature} takes no parameter {', '.join(sorted(unknown))}")
         try:
             signature.bind(**dict.fromkeys(given))
         except TypeError as error:

@@ -307,7 +307,7 @@ def _failed(outcome: pb.ScoreOutcome, before: Sequence[TermVerdict]) -> Outcome:
     if outcome.WhichOneof("outcome") == "timeout":
         late = outcome.timeout
         limit_s = _seconds(late.limit)
-        why = f"reward {late.reward} took longer than {limit_s:g} s"
+        why = f"reward {late.reward} took longer than {limit_s:g} s, by its timeout_s"
         verdict = TermVerdict(
             late.reward,
             Said.TIMEOUT,

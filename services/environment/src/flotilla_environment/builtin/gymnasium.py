@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -41,7 +42,7 @@ class Gymnasium(Environment):
             gymnasium = import_module("gymnasium")
         except ImportError as error:
             raise ModuleNotFoundError(
-                "Gymnasium is not here: pip install 'flotilla[gymnasium]' beside the service"
+                f"Gymnasium is not here: {sys.executable} -m pip install 'flotilla[gymnasium]' beside the service"
             ) from error
         self._game = gymnasium.make(id, render_mode="ansi", **(options or {}))
         self._actions = actions or [str(number) for number in range(int(self._game.action_space.n))]

@@ -7,6 +7,7 @@ generator of the module `random`, so each episode has a state of it of its own, 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -24,7 +25,7 @@ class TextArena(Environment):
             arena = import_module("textarena")
         except ImportError as error:
             raise ModuleNotFoundError(
-                "TextArena is not here: pip install 'flotilla[textarena]' beside the service"
+                f"TextArena is not here: {sys.executable} -m pip install 'flotilla[textarena]' beside the service"
             ) from error
         # The raw form tells what is new since the last turn; the other one repeats the whole game.
         self._game: Any = arena.make(id if id.endswith("-raw") else f"{id}-raw", **(options or {}))
