@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -164,6 +165,17 @@ async def test_an_end_ends_an_episode_whatever_is_asked_for_behind_it() -> None:
     async with served(*said) as run, run.begin(EpisodeStart("a")) as call:
         assert await call.asked() is None and await call.asked() is None
         assert call.ended is not None and call.ended.rewards == {"r": 1.0}
+
+
+async def test_the_end_of_a_call_costs_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(traceback, "format_exc", lambda: written.append("a traceback") or "")
+    async with served(pb.TurnAsked(messages=[HELLO]), None) as run:
+        async with run.begin(EpisodeStart("a")) as call:
+            assert await call.asked()
+            (sends,) = (task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task))
+        await asyncio.wait([sends], timeout=LIMIT_S)
+    assert sends.done() and not written
 
 
 async def test_a_server_that_asks_on_after_a_stop_gives_no_reward() -> None:

@@ -300,8 +300,12 @@ class Environments:
 
 async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest | None]) -> AsyncIterator[pb.RunEpisodeRequest]:
     """Yield the parts up to None: gRPC waits for further ones even after the end of a call."""
-    while (part := await parts.get()) is not None:
-        yield part
+    try:
+        while (part := await parts.get()) is not None:
+            yield part
+    except asyncio.CancelledError:
+        # It ends with its call. Where it raised, gRPC would write a traceback for each episode, which nobody reads.
+        return
 
 
 def _asked(asked: pb.TurnAsked) -> Asked:
