@@ -19,7 +19,7 @@ from flotilla.environment.v1.environment_pb2_grpc import (
     EnvironmentServiceServicer,
     add_EnvironmentServiceServicer_to_server,
 )
-from flotilla_coordinator.rollouts import environments, own_time
+from flotilla_coordinator.rollouts import environments
 from flotilla_coordinator.rollouts.environments import Environments, EpisodeStart
 from flotilla_core.errors import Unavailable
 from flotilla_testing.environment_process import pool_of
@@ -209,7 +209,7 @@ async def test_an_episode_of_a_server_that_gives_signs_of_life_for_ever_ends_at_
 
 
 async def test_an_episode_of_a_silent_server_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_time, "LATE_S", 0.1)
+    monkeypatch.setattr(environments, "LATE_S", 0.1)
     async with served(None, episode_limit_s=0.3) as run, run.begin(EpisodeStart("a")) as call:
         assert await call.asked() is None and call.ended is not None and call.ended.ending == "timeout"
 
