@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from flotilla.environment.v1.environment_pb2_grpc import (
     EnvironmentServiceServicer,
     add_EnvironmentServiceServicer_to_server,
 )
-from flotilla_coordinator.rollouts import environments, own_time
+from flotilla_coordinator.rollouts import environments
 from flotilla_coordinator.rollouts.environments import Environments, EpisodeStart
 from flotilla_core.errors import Unavailable
 from flotilla_testing.environment_process import pool_of
@@ -166,6 +167,17 @@ async def test_an_end_ends_an_episode_whatever_is_asked_for_behind_it() -> None:
         assert call.ended is not None and call.ended.rewards == {"r": 1.0}
 
 
+async def test_the_end_of_a_call_costs_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(traceback, "format_exc", lambda: written.append("a traceback") or "")
+    async with served(pb.TurnAsked(messages=[HELLO]), None) as run:
+        async with run.begin(EpisodeStart("a")) as call:
+            assert await call.asked()
+            (sends,) = (task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task))
+        await asyncio.wait([sends], timeout=LIMIT_S)
+    assert sends.done() and not written
+
+
 async def test_a_server_that_asks_on_after_a_stop_gives_no_reward() -> None:
     asked = pb.TurnAsked(messages=[HELLO])
     said = asked, asked, completed(rewards={"r": 1.0})
@@ -197,7 +209,7 @@ async def test_an_episode_of_a_server_that_gives_signs_of_life_for_ever_ends_at_
 
 
 async def test_an_episode_of_a_silent_server_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_time, "LATE_S", 0.1)
+    monkeypatch.setattr(environments, "LATE_S", 0.1)
     async with served(None, episode_limit_s=0.3) as run, run.begin(EpisodeStart("a")) as call:
         assert await call.asked() is None and call.ended is not None and call.ended.ending == "timeout"
 

@@ -34,7 +34,6 @@ from flotilla_coordinator.rollouts.environment_limits import (
     check_ended,
     is_name,
 )
-from flotilla_coordinator.rollouts.own_time import OwnTime
 from flotilla_coordinator.rollouts.tool_calls import DEEPEST, is_deeper
 from flotilla_core import rpc
 from flotilla_core.config import EnvironmentConfig
@@ -58,6 +57,8 @@ SILENT_S = 40.0
 LOOK_EVERY_S = 5.0
 """The time for which the file of the user's is taken to be as it was."""
 EPISODE = Load(1)
+LATE_S = 10.0
+"""Two beats of a replica: the time after the limit of an episode in which it may tell that the episode was waiting."""
 TIMEOUT = "timeout"
 """The ending of an episode whose environment took too long."""
 
@@ -108,6 +109,38 @@ class Ended:
     failure: str = ""
     """The failure, with the line of the user's file; empty where nothing failed."""
     traceback: str = ""
+
+
+class OwnTime:
+    """The time that the environment of one episode has left.
+
+    Turns of the policy and waits on the replica, for a worker or a processor, are not in it: they say nothing about an
+    episode, and grow with the load. The replica tells how long an episode has waited there, with all that it says.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._left_s = limit_s
+        self._waited_s = 0.0
+        """The waits that the replica has told so far."""
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """Count from now on: the environment has to say something."""
+        self._since = time.monotonic()
+
+    def count(self, waited_s: float) -> bool:
+        """Count what passed, but for waits, `waited_s` since the start of the episode; return whether too much has."""
+        now = time.monotonic()
+        passed_s = now - self._since
+        self._left_s -= passed_s - min(passed_s, max(0.0, waited_s - self._waited_s))
+        self._since, self._waited_s = now, waited_s
+        return self._left_s < 0
+
+    @property
+    def most_s(self) -> float | None:
+        """The time after which no word of the replica's can help any more; None: there is none."""
+        return self._left_s + LATE_S if self._left_s < math.inf else None
 
 
 class EpisodeCall:
@@ -302,8 +335,12 @@ class Environments:
 
 async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest | None]) -> AsyncIterator[pb.RunEpisodeRequest]:
     """Yield the parts up to None: gRPC waits for further ones even after the end of a call."""
-    while (part := await parts.get()) is not None:
-        yield part
+    try:
+        while (part := await parts.get()) is not None:
+            yield part
+    except asyncio.CancelledError:
+        # It ends with its call. Where it raised, gRPC would write a traceback for each episode, which nobody reads.
+        return
 
 
 def _asked(asked: pb.TurnAsked) -> Asked:
