@@ -268,10 +268,10 @@ def is_foreign(key: str, section: str, kind: str) -> bool:
 def run_of(settings: Settings) -> dict[str, Any]:
     """The document of a run with these settings."""
     made = document(settings)
-    # Only an environment names states.
+    # Only an environment names states; the limit of its episodes is that of the samples.
     acts = settings.get(f"{A}.type") == "gigpo"
     return made | {
-        "environment": {"name": "frozen_lake"} if acts else None,
+        "environment": {"name": "frozen_lake", "episode_tokens": LIMIT} if acts else None,
         "name": "pairs",
         "steps": 2,
         "data": {"train": "/train.jsonl"},

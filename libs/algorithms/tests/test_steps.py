@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from flotilla_algorithms import Outcomes, Step, gae, gigpo, step_reinforce
+from flotilla_algorithms import Outcomes, Step, compared_share, gae, gigpo, step_reinforce
 from flotilla_algorithms.table import ADVANTAGES
 
 TOLERANCE = 1e-9
@@ -160,6 +160,13 @@ def test_a_turn_without_a_state_is_compared_with_no_other() -> None:
     assert ADVANTAGES["gigpo"](unnamed, **asked).tolist() == [1.0, 0.5, 0.5, -1.0]
     nothing = Outcomes.of([1.0, 0.0], [2], [3, 1], [True, False, True, True], turn_states=[0, 0, 0, 0])
     assert ADVANTAGES["gigpo"](nothing, **asked).tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_the_share_of_turns_that_met_another_one_counts_those_of_the_same_group_and_state() -> None:
+    trained = [True, False, True, True, True, True]
+    given = Outcomes.of([1.0, 0.0, 0.5, 0.5], [2, 2], [3, 1, 1, 1], trained, turn_states=[3, 0, 5, 3, 3, 0])
+    assert compared_share(given) == 2 / 5
+    assert compared_share(given.only(np.array([False, True, True, True]))) == 0.0
 
 
 def test_gae_by_turns_has_one_step_a_turn_and_the_critic_learns_the_return_of_the_turn() -> None:

@@ -12,7 +12,7 @@ from flotilla_algorithms.rewards import (
     overlong_penalties,
     shuffled_rewards,
 )
-from flotilla_algorithms.steps import Step, gigpo, step_reinforce
+from flotilla_algorithms.steps import Step, compared_share, gigpo, step_reinforce
 from flotilla_algorithms.table import ADVANTAGES, AdvantageFunction, token_advantages
 from flotilla_algorithms.weights import (
     counted_units,
@@ -37,6 +37,7 @@ __all__ = [
     "RewardHistory",
     "Step",
     "adapted_coefficient",
+    "compared_share",
     "counted_units",
     "covariances",
     "difficulty_weights",

@@ -59,15 +59,35 @@ def gigpo_of_turns(outcomes: Outcomes, *, gamma: float, step_weight: float, norm
     Each turn earns what came with it, the last one the rest of the reward; each penalty is that of its token's turn. A
     turn without a state is compared with no other.
     """
-    if outcomes.turn_states is None:
-        raise ValueError("gigpo needs the state in which each turn was asked")
     turns = Turns.of(outcomes)
-    states = outcomes.turn_states[outcomes.trained][turns.last]
+    states = _states(outcomes, turns)
     returns = discounted(turns.sums(outcomes.gains()), turns.counts, gamma)
     met = _beside_equal_states(returns, turns.counts, states, outcomes, normalize_std)
     met[states == NO_STATE] = 0.0
     whole = group_advantages(outcomes.totals, outcomes.group_sizes, normalize_std=normalize_std)
     return outcomes.to_tokens(whole) + step_weight * turns.to_tokens(met, outcomes)
+
+
+def compared_share(outcomes: Outcomes) -> float:
+    """Return the share of turns that were asked in the state of another turn of their group."""
+    turns = Turns.of(outcomes)
+    states = _states(outcomes, turns)
+    pairs = np.stack([_groups(turns.counts, outcomes), states])
+    _, part, count = np.unique(pairs, axis=1, return_inverse=True, return_counts=True)
+    compared = (count[part.ravel()] > 1) & (states != NO_STATE)
+    return float(compared.mean()) if compared.size else 0.0
+
+
+def _states(outcomes: Outcomes, turns: Turns) -> Ints:
+    """Return the key of the state of each turn."""
+    if outcomes.turn_states is None:
+        raise ValueError("gigpo needs the state in which each turn was asked")
+    return outcomes.turn_states[outcomes.trained][turns.last]
+
+
+def _groups(counts: Ints, outcomes: Outcomes) -> Ints:
+    """Return the number of the group of each step; `counts` has the number of steps of each sample."""
+    return np.repeat(np.repeat(np.arange(outcomes.group_sizes.size), outcomes.group_sizes), counts)
 
 
 def _beside_equal_states(
@@ -78,7 +98,7 @@ def _beside_equal_states(
     `counts` has the number of returns of each sample. Equal states keep the order of their samples, so that each sum
     is made in an order that other states and other groups do not change.
     """
-    groups = np.repeat(np.repeat(np.arange(outcomes.group_sizes.size), outcomes.group_sizes), counts)
+    groups = _groups(counts, outcomes)
     order = np.lexsort((states, groups))
     changes = (np.diff(groups[order]) != 0) | (np.diff(states[order]) != 0)
     edges = np.concatenate([[0], np.flatnonzero(changes) + 1, [returns.size]])

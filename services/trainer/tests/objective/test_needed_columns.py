@@ -78,8 +78,11 @@ def test_states_that_no_environment_names_are_missed_with_the_way_to_name_them()
         front_of("gigpo", {}).sequences(UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0)), 0)
     group.samples[1].turns[0].state = -7
     batch = UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0))
-    made, _ = front_of("gigpo", {}).sequences(batch, 0)
-    assert made.columns["advantages"].any()
+    made, metrics = front_of("gigpo", {}).sequences(batch, 0)
+    assert made.columns["advantages"].any() and metrics["turns/compared_share"] == 0
+    group.samples[0].turns[0].state = -7
+    batch = UpdateBatch.read([group], ModelLimits(9, 0), Version(0, 0))
+    assert front_of("gigpo", {}).sequences(batch, 0)[1]["turns/compared_share"] == 1
 
 
 TAUGHT = {"top_k": 3, "divergence": "forward", "coefficient": 0.5, "tail": True}

@@ -21,7 +21,8 @@ class OverlongConfig(ConfigModel):
     """Punishment of responses that come near the length limit."""
 
     buffer_tokens: int = Field(ge=1, le=10_000_000)
-    """The punishment begins this many tokens before rollout.sampling.max_response_tokens."""
+    """The punishment begins this many tokens before rollout.sampling.max_response_tokens, or in a run with an
+    environment before environment.episode_tokens."""
     penalty: float = Field(default=1.0, gt=0, le=1e6)
     """Subtracted from the reward at the limit."""
 

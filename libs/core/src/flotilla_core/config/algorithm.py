@@ -52,7 +52,8 @@ class AggregationConfig(ConfigModel):
     divided by a constant; or
     the sum over all tokens, divided by nothing."""
     constant_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
-    """The divisor of `constant`; empty takes rollout.sampling.max_response_tokens."""
+    """The divisor of `constant`; empty takes rollout.sampling.max_response_tokens, of a run with an environment
+    environment.episode_tokens."""
 
 
 def _changed(section: ConfigModel, beside: tuple[str, ...] = ()) -> set[str]:

@@ -130,6 +130,12 @@ METRICS = (
     Metric("entropy", "nats", "Mean entropy of the policy at a trained token.", TRAINER),
     Metric("clip_fraction", "share", "Share of the trained tokens that the loss clips.", TRAINER),
     Metric("ratio_mean", "", "Mean ratio of the policy to the one that the loss compares with.", TRAINER),
+    Metric(
+        "turns/compared_share",
+        "share",
+        "Share of the turns that were asked in the state of another turn of their group, with `gigpo`.",
+        TRAINER,
+    ),
     Metric("advantages/std", "", "Standard deviation of the advantages of the tokens that count.", TRAINER),
     Metric(
         "probs_diff/mean", "probability", "Mean difference between rollout and trainer, by token.", TRAINER

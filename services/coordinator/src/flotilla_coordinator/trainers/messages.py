@@ -6,7 +6,6 @@ them; a field that a sample lacks stays empty in its message.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -137,7 +136,7 @@ def _turns(sample: RolloutSample) -> list[pb.RewardedTurn]:
     episode = sample.episode
     if episode is None or not episode.turn_ends:
         return []
-    none = itertools.repeat(0, len(episode.turn_ends))
+    none = (0,) * len(episode.turn_ends)
     return [
         pb.RewardedTurn(end=end, reward=reward, state=state)
         for end, reward, state in zip(

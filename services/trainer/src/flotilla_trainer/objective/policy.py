@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flotilla_algorithms import RewardHistory, adapted_coefficient, counted_units
+from flotilla_algorithms import RewardHistory, adapted_coefficient, compared_share, counted_units
 from flotilla_core.config import PolicyConfig
 from flotilla_core.errors import InvalidRequest
 from flotilla_trainer.batch.packing import Sequences
@@ -156,7 +156,7 @@ class PolicyObjective(SessionObjective):
         kept = columns.kept_samples(batch, policy.advantage)
         shares = columns.sample_shares(batch, policy.sample_weights, kept)
         counted = columns.counted_tokens(batch, kept, shares)
-        advantages = self._advantages(batch, kept, seed, penalties)
+        advantages = self._advantages(batch, kept, seed, penalties, metrics)
         weights = columns.weights_of(batch, policy.aggregation, self._limit, counted, parts, shares)
         weights = weights * policy.correction.staleness_decay**batch.staleness
         metrics["advantages/std"] = float(advantages[counted].std()) if counted.any() else 0.0
@@ -188,7 +188,12 @@ class PolicyObjective(SessionObjective):
         return made, metrics
 
     def _advantages(
-        self, batch: UpdateBatch, kept: NDArray[np.bool_], seed: int, penalties: Any
+        self,
+        batch: UpdateBatch,
+        kept: NDArray[np.bool_],
+        seed: int,
+        penalties: Any,
+        metrics: dict[str, float],
     ) -> NDArray[Any]:
         policy = self._policy
         if batch.advantages is not None:
@@ -197,6 +202,8 @@ class PolicyObjective(SessionObjective):
         outcomes, self._seen = columns.outcomes_of(
             batch, policy, self._limit, kept, seed, penalties, self._history
         )
+        if policy.advantage.type == "gigpo":
+            metrics["turns/compared_share"] = compared_share(outcomes.only(kept))
         return columns.advantages_of(outcomes, kept, policy.advantage, self._function)
 
 
