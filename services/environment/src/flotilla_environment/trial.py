@@ -2,9 +2,9 @@
 
 Run as `python -m flotilla_environment.trial ISOLATION`, a section of the stack as JSON. Each line of standard input is
 a `RunEpisodeRequest` as JSON, each of standard output a `RunEpisodeResponse`. It plays as the service does, in a worker
-that is killed at its limits. An error of the call is the last line, a `Finding`, with exit code REFUSED. What user code
-prints goes to standard error, after the level of its jail. Run as `python -m flotilla_environment.trial list` it prints a `ListEnvironmentsResponse`
-as JSON, with the environments that are installed.
+that is killed at its limits. An error of the call is the last line, a `Finding`, with exit code REFUSED. Standard error
+has the level of the jail of user code, and what such code prints. Run as `python -m flotilla_environment.trial list` it
+prints a `ListEnvironmentsResponse` as JSON, with the environments that are installed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ async def _played(results: TextIO) -> None:
         start = (await anext(parts)).start
         if ".py:" in (own := start.environment).environment:
             level = str(Level.NONE) if own.trusted else holders.jail.isolation
-            print(told(level), file=sys.stderr, flush=True)
+            sys.stderr.write(f"{told(level)}\n")
+            sys.stderr.flush()
         episode = Episode(start, catalog.resolve(start.environment), holders)
         async with aclosing(play(episode, start, parts)) as responses:
             async for response in responses:
