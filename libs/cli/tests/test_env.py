@@ -48,7 +48,9 @@ def test_an_episode_is_played_by_the_answers_of_a_file(flotilla: Command, folder
     code, out, err = flotilla("env", "test", "guess.py:Guess", "largest=7", "--seed", "8", *given)
     assert code == 0 and "\x1b" not in out + err and "begun" in err
     assert out.splitlines()[0] == "user: from 1 to 7" and "reward found: 1" in out
-    code, out, _ = flotilla("env", "test", "guess.py:Guess", "--seed", "8", *given, "--json")
+    assert any(f"at level {level}" in err for level in ("namespaces", "landlock"))
+    code, out, err = flotilla("env", "test", "guess.py:Guess", "--seed", "8", *given, "--json", "--trusted")
+    assert "at level none: NOT in a jail" in err
     told = json.loads(out)
     assert (code, told["ending"], told["turn_rewards"]) == (0, "ENDING_MAX_TURNS", [-0.5, -0.5])
 

@@ -458,7 +458,7 @@ def test_held_out_data_without_answers_are_refused(flotilla: Command) -> None:
 
 def test_a_size_is_that_of_the_rows_and_no_key_that_ends_like_it() -> None:
     sizes = [one.size for one in _tasks(["a?grid_size=5", "a?size=7", "a?grid_size=5&size=9", "a"])]
-    assert sizes == [TASK_ROWS, 7, 9, TASK_ROWS]
+    assert sizes == [TASK_ROWS[False], 7, 9, TASK_ROWS[False]]
 
 
 @pytest.mark.parametrize(
@@ -474,3 +474,49 @@ def test_a_size_is_that_of_the_rows_and_no_key_that_ends_like_it() -> None:
 def test_data_or_tasks_are_named_and_well(flotilla: Command, arguments: tuple[str, ...], told: str) -> None:
     code, _, err = flotilla("init", "--model", "model", *arguments)
     assert code != 0 and told in err and not Path("run.yaml").exists()
+
+
+def test_an_environment_of_a_file_that_is_not_there_is_written_and_plays_at_once(flotilla: Command) -> None:
+    made = init(flotilla, SUMS, "--environment", "game.py:Sums")
+    assert "game.py" in made["files"] and made["reward"] is None
+    run, stack = run_file(), load(StackConfig, ["stack.yaml"])
+    assert run.environment is not None and run.environment.name == "game.py:Sums" and not run.rewards
+    assert stack.environment.replicas == 1 and stack.reward.replicas == 0
+    assert stack.generator.max_model_tokens == run.environment.episode_tokens
+    assert made["next"][0] == "flotilla env test game.py:Sums --data split/train.jsonl"
+    row = json.loads(Path("split/train.jsonl").read_text().splitlines()[0])
+    Path("answers.txt").write_text(f"0\nIt is {row['answer']}.\n")
+    code, out, err = flotilla(*made["next"][0].split()[1:], "--answers", "answers.txt")
+    assert code == 0 and "Try again." in out and "reward correct: 1" in out, err
+
+
+def test_an_environment_that_is_there_stays_and_a_name_needs_no_file(flotilla: Command) -> None:
+    Path("mine").mkdir()
+    init(flotilla, SUMS, "--environment", "mine/game.py:Sums")
+    Path("mine/game.py").write_text(text := Path("mine/game.py").read_text() + "# mine\n")
+    made = init(flotilla, SUMS, "--environment", "mine/game.py:Sums", "--force")
+    assert Path("mine/game.py").read_text() == text and "mine/game.py" not in made["files"]
+    assert init(flotilla, SUMS, "--environment", "calculator", "--force")["next"][0].startswith(
+        "flotilla env test calculator "
+    )
+    code, _, err = flotilla(
+        "init", "--model", "model", "--data", "train.jsonl", "--environment", "mine/game.py:Sums", "there"
+    )
+    own = load(RunConfig, ["there/run.yaml"]).environment
+    assert code == 0 and own is not None and own.name == f"{Path.cwd()}/mine/game.py:Sums", err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--data", "train.jsonl", "--environment", "game.py"), "game.py names no class"),
+        (("--data", "train.jsonl", "--environment", "a.py:A", "--algorithm", "sft"), "learns from rewards"),
+        (("--tasks", "countdown", "--environment", "a.py:A"), "plays with rows of --data"),
+    ],
+)
+def test_what_no_environment_can_play_is_refused_and_nothing_is_written(
+    flotilla: Command, arguments: tuple[str, ...], told: str
+) -> None:
+    write("train.jsonl", SUMS)
+    code, _, err = flotilla("init", "--model", "model", *arguments)
+    assert code == 2 and told in err and not Path("run.yaml").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -131,14 +132,13 @@ def test_an_entry_that_a_row_cannot_keep_is_refused() -> None:
         packed({"a": object()}, "here")
 
 
-def test_a_host_without_the_package_is_told_the_command_that_installs_it(
+def test_a_host_without_the_package_is_told_the_command_of_its_own_interpreter_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def version(name: str) -> str:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(generated_tasks, "version", version)
-    with pytest.raises(
-        InvalidConfig, match=r"reasoning-gym is not installed here.*pip install 'flotilla\[reason"
-    ):
+    with pytest.raises(InvalidConfig, match=r"reasoning-gym is not installed here") as caught:
         package_version()
+    assert f"{sys.executable} -m pip install 'flotilla[reasoning-gym]'" in str(caught.value)

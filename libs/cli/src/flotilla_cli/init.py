@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flotilla.coordinator.v1.run_pb2 import Plan
+from flotilla_cli.init_environment import Episodes
 from flotilla_cli.init_files import (
     ANSWER_IN_TAGS,
     HELD_OUT_MOST,
@@ -66,7 +67,8 @@ ANSWER_TOKENS = 16
 """The least of a response that is the answer alone."""
 RESPONSE_TOKENS = {"numbers": 512, "formulas": 2048, "marked": 512, "long": 256, "missing": 256, "tasks": 512}
 """The least of other responses by the kind of answers: the way to a number is written as well."""
-TASK_ROWS = 2000
+TASK_ROWS = {True: 2000, False: 500}
+"""Rows of a task on a host with GPUs and without: as many as the steps draw, because some tasks take long to make."""
 ON_CPU = 4
 """The factor by which they may be shorter on a CPU."""
 
@@ -103,9 +105,15 @@ def init(
             help="grpo, sft, dpo or any other algorithm.type.",
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Overwrite the files, but not a rewards.py.")
-    ] = False,
+    environment: Annotated[
+        str | None,
+        typer.Option(
+            "--environment",
+            metavar="ENVIRONMENT",
+            help="Play episodes: a name, or path.py:Class; a file that is not there is written.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the files, but no Python file.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write stack.yaml and run.yaml for a model and data, by the GPUs of this host, and plan the run."""
@@ -116,10 +124,17 @@ def init(
             "name --data or --tasks; tasks bring held-out rows of their own, so --heldout is for other data",
             where="flotilla init",
         )
+    if environment and (named or not _plays(algorithm)):
+        raise InvalidRequest(
+            "an environment plays with rows of --data, by an algorithm that learns from rewards",
+            where="--environment",
+            next_step="leave --tasks out, and --algorithm or name grpo there",
+        )
     made = _tasks(named)
     # A name of the hub is one wherever it is read from now on, and in the files.
     data, held_out = (str(data_source(source or "")) for source in (data, held_out))
-    draft = _fitted(_drafted(folder, model, data, held_out, algorithm, made))
+    episodes = Episodes.of(environment, folder) if environment else None
+    draft = _fitted(_drafted(folder, model, data, held_out, algorithm, made, episodes))
     _refuse_existing([*draft.files], force)
     # A reward that exists is the user's work.
     written = {path: text for path, text in draft.files.items() if path.suffix != ".py" or not path.exists()}
@@ -141,6 +156,11 @@ def init(
     for line in (*_choices(draft), *seats, *(f"warning: {text}" for text in plan.warnings)):
         say(line)
     say("\n  ".join(["next:", *_following(draft)]))
+
+
+def _plays(algorithm: str | None) -> bool:
+    """Return whether an algorithm learns from what a policy answers."""
+    return not any(algorithm in TAUGHT_BY[reads] for reads in ("pairs", "answers"))
 
 
 def _refuse_existing(paths: Sequence[Path], force: bool) -> None:
@@ -165,8 +185,9 @@ def _tasks(names: Sequence[str]) -> tuple[TaskSource, ...]:
                 where="--tasks",
                 next_step=f"name level={one.level}, then write levels and data.curriculum into run.yaml",
             )
+    rows = TASK_ROWS[bool(Gpus.of_host().names)]
     return tuple(
-        one if re.search(r"[?&]size=", name) else replace(one, size=TASK_ROWS)
+        one if re.search(r"[?&]size=", name) else replace(one, size=rows)
         for one, name in zip(sources, names, strict=True)
     )
 
@@ -178,15 +199,20 @@ def _drafted(
     held_out: str,
     algorithm: str | None,
     tasks: tuple[TaskSource, ...] = (),
+    episodes: Episodes | None = None,
 ) -> Draft:
     """Look at the model, the data and the host, and choose what the files say."""
     if tasks:
         data, held_out = str(tasks[0]), str(held_out_of(tasks[0]))
+        rows = sum(one.size for one in tasks)
+        say(f"making {rows:,} rows and those to hold out; some tasks take minutes, and the rows are kept")
     with _named_by(
         "--model", "a folder with config.json, tokenizer.json and *.safetensors, or organisation/model", model
     ):
         found = model_folder(model)
     facts, tokenizer = ModelFacts.read(found), Tokenizer.load(found)
+    if episodes is not None:
+        algorithm = algorithm or TAUGHT_BY["prompts"][0]
     fields = _look_at(data, "train", "--data", algorithm)
     algorithm = algorithm or TAUGHT_BY[fields.teaches][0]
     held_out = held_out or (data if _has_test_split(data) else "")
@@ -218,6 +244,7 @@ def _drafted(
         model_tokens=0,
         answers=None,
         tasks=tasks,
+        episodes=episodes,
         split={} if held_out or not fields.prompts else _split(data, sets),
     )
     return _measured(draft, config, sets, tokenizer)
@@ -355,9 +382,7 @@ def _reading(
         data["system_prompt"] = ANSWER_IN_TAGS if chat and algorithm != "sft" else ""
     if not fields.layout:
         data |= {"prompt_field": fields.prompt, "answer_field": fields.answer or "answer"}
-    rewards = (
-        [] if any(algorithm in TAUGHT_BY[reads] for reads in ("pairs", "answers")) else [{"reward": "exact"}]
-    )
+    rewards = [{"reward": "exact"}] if _plays(algorithm) else []
     values = {"name": "init", "steps": 1, "data": data, "algorithm": {"type": algorithm}, "rewards": rewards}
     return load_text(RunConfig, json.dumps(values), source="--algorithm")
 
@@ -380,9 +405,9 @@ def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Toke
     supervised, limit = config.algorithm.type == "sft", draft.longest_sequence
     prompts = data.prompts if draft.tasks else data.first(FIRST_ROWS)
     if not config.learns_from_pairs:
-        if not supervised and not draft.tasks:
+        if not supervised and not draft.tasks and not draft.episodes:
             _require_all_answers(prompts, draft)
-        if draft.holds_out or not supervised:
+        if (draft.holds_out or not supervised) and not draft.episodes:
             kind = Answers.tasks if draft.tasks else kind_of_answers([prompt.answer for prompt in prompts])
             draft = replace(draft, answers=kind)
     asked = [*prompts, *_held_out_prompts(draft, config, tokenizer)]
@@ -390,6 +415,8 @@ def _measured(draft: Draft, config: RunConfig, data: PromptFile, tokenizer: Toke
     response = min(_response_tokens(draft, prompts, tokenizer), max(limit - longest, limit // 2))
     prompt_tokens = min(longest, limit - response)
     whole = prompt_tokens + response
+    if draft.episodes:
+        whole = draft.episodes.tokens(prompt_tokens, response)
     if config.learns_from_pairs or supervised:
         whole = max(whole, longest_sequence(config, data))
     return replace(
@@ -423,6 +450,8 @@ def _held_out_prompts(draft: Draft, config: RunConfig, tokenizer: Tokenizer) -> 
 
 def _response_tokens(draft: Draft, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> int:
     """Return the length of a response: as long as the answers of the data, or what it takes to arrive at one."""
+    if draft.episodes:
+        return RESPONSE_TOKENS["missing"] // (1 if draft.host.gpus else ON_CPU)
     longest = max(map(len, tokenizer.encode_many([prompt.answer for prompt in prompts])))
     given = _rounded(longest * 5 // 4 + 1)
     kind = str(draft.answers or "")
@@ -473,6 +502,10 @@ def _choices(draft: Draft) -> Iterator[str]:
         yield f"reward: {reward}, because {why}"
     if reward.endswith(":reward"):
         yield "rewards.py is a start: read it, and write what you want from a response"
+    if draft.episodes:
+        yield f"environment: {draft.episodes.name}, which gives the rewards"
+    if draft.episodes and draft.episodes.file:
+        yield f"{draft.episodes.file} is a start: read it, and write what the policy shall play"
     if draft.adapters:
         yield "lora: adapters learn, because all weights and their moments do not fit on this host"
 
@@ -481,11 +514,14 @@ def _following(draft: Draft) -> list[str]:
     """Return the commands that come next."""
     there = "" if draft.folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(draft.folder))} && "
     # An answer of a task stands in no tags, so a trial would give it no reward.
-    first = "reward test" if draft.answers and not draft.tagged else "run plan"
+    first = "reward test run.yaml" if draft.answers and not draft.tagged else "run plan run.yaml"
+    if draft.episodes:
+        train = draft.path(TRAIN, of_folder=True) if draft.split else draft.path(draft.data)
+        first = f"env test {shlex.quote(draft.episodes.name)} --data {shlex.quote(train)}"
     # The variable would lead these commands to another stack.
     of = " --stack stack.yaml" if os.environ.get("FLOTILLA_STACK") else ""
     return [
-        f"{there}flotilla {first} run.yaml",
+        f"{there}flotilla {first}",
         f"flotilla up{of}",
         f"flotilla run start run.yaml --wait{of}",
     ]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from flotilla_cli.init_environment import Episodes
 from flotilla_core.config.model import HUB
 from flotilla_core.generated_tasks import TaskSource
 from flotilla_data.recognition import Answers, Fields
@@ -139,6 +140,8 @@ class Draft:
     adapters: bool = False
     tasks: tuple[TaskSource, ...] = ()
     """The tasks that stand for files."""
+    episodes: Episodes | None = None
+    """The environment that plays them; its rewards are those of the run."""
     split: dict[str, list[str]] = field(default_factory=dict)
     """The lines to train and those to hold out, where some of the data are held out."""
 
@@ -168,6 +171,8 @@ class Draft:
         made = {self.stack: stack_text(self), self.run: run_text(self)}
         if self.answers in OWN:
             made[self.folder / "rewards.py"] = OWN[self.answers][1]
+        if self.episodes and self.episodes.file:
+            made[self.episodes.file] = self.episodes.start
         for name, lines in self.split.items():
             made[self.folder / name] = "".join(f"{line}\n" for line in lines)
         return made
@@ -219,18 +224,20 @@ def held_out_of(task: TaskSource) -> TaskSource:
 
 def stack_text(draft: Draft) -> str:
     """Return the text of the stack file."""
+    longest = "episode" if draft.episodes else "prompt and response together"
     head = f"""\
 # The fleet, for `flotilla up`. All keys: flotilla config schema stack
 name: {draft.name}
 model: {_quoted(draft.path(draft.model))}
 
 generator:
-  # Longest prompt and response together; the model allows {draft.longest_sequence:,}.
+  # Longest {longest}; the model allows {draft.longest_sequence:,}.
   max_model_tokens: {draft.model_tokens}
 """
+    plays = draft.episodes.stack_sections() if draft.episodes else ""
     if draft.host.gpus:
         gangs = "".join(f"\n{section}:\n  replicas: 1\n" for section in draft.gangs)
-        return f"""{head}{gangs}
+        return f"""{head}{gangs}{plays}
 # `flotilla up` decides by the GPUs of the host what this file leaves out: dtype, trainer.nproc,
 # generator.replicas, generator.tensor_parallel_size and placement.
 """
@@ -246,7 +253,7 @@ generator:
 trainer:
   nproc: 1
   dtype: {dtype}
-{gangs}"""
+{gangs}{plays}"""
 
 
 def run_text(draft: Draft) -> str:
@@ -259,7 +266,16 @@ steps: {draft.steps}
 algorithm:
   type: {draft.algorithm}
 """
-    parts = (head, _data(draft), _rollout(draft), _rewards(draft), _learning(draft), _evaluation(draft))
+    plays = draft.episodes.section(draft.model_tokens) if draft.episodes else ""
+    parts = (
+        head,
+        _data(draft),
+        plays,
+        _rollout(draft),
+        _rewards(draft),
+        _learning(draft),
+        _evaluation(draft),
+    )
     return "\n".join(part for part in parts if part)
 
 

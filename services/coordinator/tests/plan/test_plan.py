@@ -425,17 +425,14 @@ def test_what_may_surprise_is_a_warning(run: dict[str, Any], stack: StackConfig,
     assert "5 of 10 held-out prompts are also in the training data" in overlap
 
 
-def test_held_out_episodes_are_those_of_training_where_their_whole_rows_are_equal(
+def test_held_out_episodes_are_compared_by_whole_rows(
     run: dict[str, Any], stack: StackConfig, tmp_path: Path
 ) -> None:
     for name, seeds in (("train", range(40)), ("heldout", range(38, 48))):
         rows = (json.dumps({"prompt": "1+1=", "seed": seed}) + "\n" for seed in seeds)
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
-    told = [
-        next(one for one in plan(run, stack, **of).warnings if "are also in the training data" in one)
-        for of in ({}, {"environment": {"name": "calculator", "episode_tokens": 64}})
-    ]
-    assert [one.split(" held-out")[0] for one in told] == ["10 of 10", "2 of 10"]
+    for shared, more in ((10, {}), (2, {"environment": {"name": "calculator", "episode_tokens": 64}})):
+        assert any(one.startswith(f"{shared} of 10 held-out") for one in plan(run, stack, **more).warnings)
 
 
 def test_a_clip_narrower_than_the_noise_of_an_engine_is_a_warning(

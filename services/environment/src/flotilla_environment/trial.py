@@ -2,9 +2,9 @@
 
 Run as `python -m flotilla_environment.trial ISOLATION`, a section of the stack as JSON. Each line of standard input is
 a `RunEpisodeRequest` as JSON, each of standard output a `RunEpisodeResponse`. It plays as the service does, in a worker
-that is killed at its limits. An error of the call is the last line, a `Finding`, with exit code REFUSED. What user code
-prints goes to standard error. Run as `python -m flotilla_environment.trial list` it prints a `ListEnvironmentsResponse`
-as JSON, with the environments that are installed.
+that is killed at its limits. An error of the call is the last line, a `Finding`, with exit code REFUSED. Standard error
+has the level of the jail of user code, and what such code prints. Run as `python -m flotilla_environment.trial list` it
+prints a `ListEnvironmentsResponse` as JSON, with the environments that are installed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from flotilla_environment import catalog
 from flotilla_environment.episode import Episode, play
 from flotilla_environment.holders import Holders
 from flotilla_workers.jail.jail import find
+from flotilla_workers.jail.level import Level, told
 
 REFUSED = 3
 LIST = "list"
@@ -42,6 +43,10 @@ async def _played(results: TextIO) -> None:
     await holders.start()
     try:
         start = (await anext(parts)).start
+        if ".py:" in (own := start.environment).environment:
+            level = str(Level.NONE) if own.trusted else holders.jail.isolation
+            sys.stderr.write(f"{told(level)}\n")
+            sys.stderr.flush()
         episode = Episode(start, catalog.resolve(start.environment), holders)
         async with aclosing(play(episode, start, parts)) as responses:
             async for response in responses:

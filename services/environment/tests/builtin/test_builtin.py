@@ -17,6 +17,7 @@ from flotilla_environment.builtin.calculator import Calculator, calculate
 from flotilla_environment.builtin.frozen_lake import MOVES, FrozenLake, drawn_map
 from flotilla_environment.builtin.gymnasium import Gymnasium, state_of
 from flotilla_environment.builtin.search import Search
+from flotilla_environment.builtin.textarena import TextArena
 from flotilla_workers.functions import Refusal
 
 SEEDS = range(200)
@@ -261,3 +262,13 @@ def test_a_dialogue_asks_all_questions_and_needs_an_answer_to_each() -> None:
     assert environment.reply(Turn("C")) == Reply(done=True, rewards={"correct": 2 / 3})
     with pytest.raises(ValueError, match="3 questions and 2 answers"):
         Dialogue().begin(Task([], info=info | {"answers": ["A", "B"]}))
+
+
+@pytest.mark.parametrize(("game", "package"), [(Gymnasium, "gymnasium"), (TextArena, "textarena")])
+def test_a_game_without_its_package_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, game: Any, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        game("any")
+    assert f"{sys.executable} -m pip install 'flotilla[{package}]'" in str(caught.value)
