@@ -223,3 +223,12 @@ async def test_waits_on_the_replica_are_no_time_of_an_environment(waits: bool) -
     async with served(*said, episode_limit_s=3 * WHILE_S) as run, run.begin(EpisodeStart("a")) as call:
         asked = await call.asked()
         assert (asked is not None) is waits and (call.ended is None) is waits
+
+
+async def test_a_server_that_says_for_ever_that_it_waits_is_not_waited_for_without_end() -> None:
+    beats = [pb.RunEpisodeResponse(beat=pb.Beat()) for _ in range(20)]
+    for number, beat in enumerate(beats, 1):
+        beat.waited.FromSeconds(3600 * number)
+    said = *beats, pb.TurnAsked(messages=[HELLO])
+    async with served(*said, episode_limit_s=WHILE_S) as run, run.begin(EpisodeStart("a")) as call:
+        assert await call.asked() is None and call.ended is not None and call.ended.ending == "timeout"

@@ -59,6 +59,8 @@ LOOK_EVERY_S = 5.0
 EPISODE = Load(1)
 LATE_S = 10.0
 """Two beats of a replica: the time after the limit of an episode in which it may tell that the episode was waiting."""
+MOST_WAITS = 10
+"""The limits of an episode that its waits may take: a server of somebody else's may say that it waits for ever."""
 TIMEOUT = "timeout"
 """The ending of an episode whose environment took too long."""
 
@@ -123,6 +125,7 @@ class OwnTime:
         self._left_s = limit_s
         self._waited_s = 0.0
         """The waits that the replica has told so far."""
+        self._waits_left_s = MOST_WAITS * limit_s
         self._since = 0.0
 
     def begin(self) -> None:
@@ -133,7 +136,9 @@ class OwnTime:
         """Count what passed, but for waits, `waited_s` since the start of the episode; return whether too much has."""
         now = time.monotonic()
         passed_s = now - self._since
-        self._left_s -= passed_s - min(passed_s, max(0.0, waited_s - self._waited_s))
+        waits_s = min(passed_s, max(0.0, waited_s - self._waited_s), self._waits_left_s)
+        self._waits_left_s -= waits_s
+        self._left_s -= passed_s - waits_s
         self._since, self._waited_s = now, waited_s
         return self._left_s < 0
 
