@@ -225,7 +225,10 @@ async def test_waits_on_the_replica_are_no_time_of_an_environment(waits: bool) -
         assert (asked is not None) is waits and (call.ended is None) is waits
 
 
-async def test_a_server_that_says_for_ever_that_it_waits_is_not_waited_for_without_end() -> None:
+async def test_a_server_that_says_for_ever_that_it_waits_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environments, "WAITS_S", 5 * WHILE_S)
     beats = [pb.RunEpisodeResponse(beat=pb.Beat()) for _ in range(20)]
     for number, beat in enumerate(beats, 1):
         beat.waited.FromSeconds(3600 * number)

@@ -222,7 +222,7 @@ def _drafted(
         held_out_fields = _look_at(held_out, "test", "--heldout", "grpo" if algorithm == "sft" else algorithm)
     _require_answers(fields, held_out_fields, held_out)
     chat = (fields.texts or held_out_fields.texts) and _has_template(tokenizer)
-    config = _reading(data, algorithm, fields, chat, facts.longest_sequence, tasks)
+    config = _reading(data, algorithm, fields, chat, facts.longest_sequence, tasks, episodes)
     with _named_by("--data", f"rows with prompts of at most {facts.longest_sequence} tokens"):
         sets = JoinedSets(read_sets(config.data, tokenizer, training_data(config)))
     draft = Draft(
@@ -374,6 +374,7 @@ def _reading(
     chat: bool,
     longest: int,
     tasks: tuple[TaskSource, ...],
+    episodes: Episodes | None,
 ) -> RunConfig:
     """Return a run that reads the data as the one that is written will."""
     data: dict[str, Any] = {"train": source, "apply_chat_template": chat, "max_prompt_tokens": longest}
@@ -382,8 +383,10 @@ def _reading(
         data["system_prompt"] = ANSWER_IN_TAGS if chat and algorithm != "sft" else ""
     if not fields.layout:
         data |= {"prompt_field": fields.prompt, "answer_field": fields.answer or "answer"}
-    rewards = [{"reward": "exact"}] if _plays(algorithm) else []
+    rewards = [{"reward": "exact"}] if _plays(algorithm) and episodes is None else []
     values = {"name": "init", "steps": 1, "data": data, "algorithm": {"type": algorithm}, "rewards": rewards}
+    if episodes is not None:
+        values["environment"] = {"name": episodes.name}
     return load_text(RunConfig, json.dumps(values), source="--algorithm")
 
 

@@ -5,6 +5,7 @@ Invariant: an environment whose file is there is the user's work, and stays as i
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class NAME(Environment):
     def begin(self, task: Task) -> Begun:
         # `task.info` has the other columns of the row. Draw by `task.seed`: all samples of a prompt have the same.
         self.answer = task.answer
-        return Begun(task.messages)
+        return Begun(task.messages, state=str(self.tries))
 
     def reply(self, turn: Turn) -> Reply:
         self.tries -= 1
@@ -40,7 +41,8 @@ class NAME(Environment):
             return Reply(done=True, rewards={"correct": 1.0})
         if self.tries == 0:
             return Reply(done=True, rewards={"correct": 0.0})
-        return Reply("That is not right. Try again.")
+        # `gigpo` compares turns that were asked in the same state; nothing else looks at it.
+        return Reply("That is not right. Try again.", state=str(self.tries))
 
     def stop(self, ending: str) -> Reply:
         return Reply(done=True, rewards={"correct": 0.0})
@@ -84,7 +86,7 @@ class Episodes:
         """Return the section of the run file."""
         return f"""\
 environment:
-  name: {self.name}
+  name: {json.dumps(self.name, ensure_ascii=False)}
   # Each turn has at most rollout.sampling.max_response_tokens.
   max_turns: {TURNS}
   # Prompt, turns, and what the environment says between them.

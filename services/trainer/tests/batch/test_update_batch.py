@@ -146,7 +146,7 @@ WRONG = {
     "logprobs not finite": ([group("g", [1], sample("bad", [2, 3], logprobs=NAN))], "bad"),
     "mask short": ([group("g", [1], sample("bad", [2, 3], mask=np.array([True])))], "bad"),
     "mask of numbers": ([group("g", [1], sample("bad", [2], mask=np.array([1], np.int32)))], "bad"),
-    "turn beyond the tokens": ([group("g", [1], turned(sample("bad", [2, 3]), (3, 0.5)))], "bad"),
+    "turns without ends": ([group("g", [1], turned(sample("bad", [2, 3]), (0, 0.5), (0, 1.0)))], "bad"),
     "turn beyond the end": ([group("g", [1], turned(sample("bad", [2, 3]), (3, 0.5)))], "bad"),
     "reward of a turn": ([group("g", [1], turned(sample("bad", [2, 3]), (1, float("nan"))))], "bad"),
     "nothing trained": ([group("g", [1], sample("a", [2], mask=np.array([False])))], "no token"),

@@ -59,8 +59,8 @@ LOOK_EVERY_S = 5.0
 EPISODE = Load(1)
 LATE_S = 10.0
 """Two beats of a replica: the time after the limit of an episode in which it may tell that the episode was waiting."""
-MOST_WAITS = 10
-"""The limits of an episode that its waits may take: a server of somebody else's may say that it waits for ever."""
+WAITS_S = 3600.0
+"""The most time of waits that is left out: a server of somebody else's may say that it waits for ever."""
 TIMEOUT = "timeout"
 """The ending of an episode whose environment took too long."""
 
@@ -125,7 +125,7 @@ class OwnTime:
         self._left_s = limit_s
         self._waited_s = 0.0
         """The waits that the replica has told so far."""
-        self._waits_left_s = MOST_WAITS * limit_s
+        self._waits_left_s = WAITS_S
         self._since = 0.0
 
     def begin(self) -> None:
@@ -205,7 +205,7 @@ class EpisodeCall:
         return DeadlineExceeded(
             f"the environment took longer than {self._time.limit_s:g} s over one episode",
             why=f"it answered {self._turns} turns of the policy; their own time does not count, nor does a wait for a "
-            "worker or a processor",
+            f"worker or a processor, up to {WAITS_S / 3600:g} h",
             next_step="raise environment.episode_timeout_s, or lower environment.max_turns",
         )
 

@@ -102,7 +102,9 @@ class _Play:
 
     def sample(self, ended: Ended) -> RolloutSample:
         """Return the whole episode, with the rewards that its environment gave or the reason why there are none."""
-        sequences = self.transcript.sequences
+        # Turns without tokens may be all of a sequence: nothing of it can be trained.
+        all_of_them = self.transcript.sequences
+        sequences = [one for one in all_of_them if one.token_ids.size]
         if not sequences and not ended.failure:
             why = "its environment ended the episode before it; see its begin() or reply()"
             if ended.ending == NO_ROOM:
@@ -139,7 +141,7 @@ class _Play:
                 branches=tuple(
                     Branch(start, one.prompt_token_ids) for start, one in zip(starts, sequences, strict=False)
                 ),
-                turn_ends=_turn_ends(starts, sequences) if ended.turn_rewards or states else (),
+                turn_ends=_turn_ends(starts, sequences, all_of_them) if ended.turn_rewards or states else (),
                 turn_states=states,
             ),
         )
@@ -150,9 +152,11 @@ def _joined(columns: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return joined
 
 
-def _turn_ends(starts: list[int], sequences: list[TokenSequence]) -> tuple[int, ...]:
+def _turn_ends(
+    starts: list[int], sequences: list[TokenSequence], all_of_them: list[TokenSequence]
+) -> tuple[int, ...]:
     """Return the place after each turn among the tokens of all sequences, turn by turn; 0 for one without tokens."""
-    ends = {
+    ends = {turn: 0 for one in all_of_them for turn in one.turn_ends} | {
         turn: start + end if end else 0
         for start, one in zip(starts, sequences, strict=False)
         for turn, end in one.turn_ends.items()
@@ -267,13 +271,15 @@ class Episodes:
         else:
             past = PlayedTurns(sample_id, request.turns.get(sample_id, ()), self._log)
         losses = 0
+        gone: BaseException | None = None
         while losses < request.max_attempts and past.attempt < MOST_BEGINNINGS:
             play = self._play(request, past)
             try:
                 ended = await self._played(play)
                 if play.transcript.turns < play.to_repeat and ended.ending != TIMEOUT:
                     raise SaysOtherwiseError
-            except SaysOtherwiseError:
+            except SaysOtherwiseError as otherwise:
+                gone = otherwise.__cause__
                 self._begin_anew(past)
                 continue
             except _Lost as lost:
@@ -289,12 +295,12 @@ class Episodes:
             sample = play.sample(ended)
             self.figures.ended(play, sample, ended.metrics)
             return sample
+        too_often = losses < request.max_attempts
+        began, lost_so = f"an episode began {past.attempt} times", f"was lost {losses} times"
         raise Exhausted(
-            f"the environment of an episode was lost {losses} times",
+            began if too_often else f"the environment of an episode {lost_so}",
             where=sample_id,
-            why=str(cause)
-            if cause
-            else f"it began {past.attempt} times, and others ended its worker each time",
+            why=str(gone or "its environment did not say the same again") if too_often else str(cause),
             next_step="see `flotilla logs environment`",
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from hashlib import blake2b
 from importlib import import_module
 from typing import Any
 
@@ -16,14 +17,16 @@ from flotilla_environment.environment import Begun, Environment, Reply, Task, Tu
 HIGHLIGHTED = re.compile(r"\x1b\[(?:\d+;)*4\dm(.*?)\x1b\[0m")
 """The places that a game marks by a background, such as that of the player."""
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
+LONGEST_STATE = 200
 
 
 def state_of(seen: Any) -> str:
-    """Return an observation as text; empty where it has none that tells it from others."""
+    """Return an observation as text, a long one as its digest; empty where it has none that tells it from others."""
     try:
-        return json.dumps(seen, default=lambda one: one.tolist(), sort_keys=True)
-    except (TypeError, ValueError, AttributeError):
+        text = json.dumps(seen, default=lambda one: one.tolist(), sort_keys=True)
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         return ""
+    return text if len(text) <= LONGEST_STATE else blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class Gymnasium(Environment):

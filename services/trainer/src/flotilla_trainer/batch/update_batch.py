@@ -257,6 +257,12 @@ def turn_columns(
     rewards, states = np.zeros(int(lengths.sum())), np.zeros(int(lengths.sum()), np.int64)
     starts = np.cumsum(lengths) - lengths
     for sample, start, length in zip(samples, starts.tolist(), lengths.tolist(), strict=True):
+        if length and sample.turns and not any(turn.end for turn in sample.turns):
+            raise InvalidRequest(
+                "none of its turns says where it ends",
+                where=sample_place(sample.sample_id),
+                why=f"it has {length} tokens",
+            )
         for turn in sample.turns:
             _check_turn(sample, turn, length)
             if not turn.end:
