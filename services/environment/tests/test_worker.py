@@ -6,12 +6,14 @@ import asyncio
 import inspect
 import json
 import sys
+import time
 from typing import Any
 
 import pytest
 
 from flotilla_environment import Begun, Environment, Reply, Task, Turn
 from flotilla_environment.catalog import list_environments, problem
+from flotilla_environment.waits import Waits
 from flotilla_environment.worker import MOST_BYTES, Episodes
 from flotilla_workers.frames import MOST_ANSWER_BYTES, SECRET_BYTES, encode
 from flotilla_workers.functions import Refusal
@@ -246,3 +248,17 @@ def test_parameters_are_listed_with_their_defaults() -> None:
     listed = {info.name: info for info in list_environments()}
     assert listed["search"].parameters["corpus"] is None and listed["search"].parameters["hits"] == 3
     assert listed["frozen_lake"].description.startswith("A walk over a frozen lake")
+
+
+def test_all_the_time_in_which_turns_are_played_again_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    waits = Waits()
+    with waits.once_more():
+        for _ in range(3):
+            waits.begin()
+            now += 1.0
+            waits.end()
+            now += 2.0
+    now += 4.0
+    assert waits.total_s == 9.0

@@ -105,17 +105,26 @@ class Episode:
         if self._holder is None or self._holder.lost:
             self._let_go()
             self._holder = self._holders.take(self._owner)
-            for past, digest in self._past:
-                outcome = await self._blamed(self._holder, past)
-                if not isinstance(outcome, Said):
-                    return outcome
-                if outcome.digest != digest:
-                    raise FailedPrecondition(
-                        "the episode cannot go on in another worker",
-                        where=self.name,
-                        why="its worker was lost, and the environment did not say the same again",
-                    )
+            with self.waits.once_more():
+                outcome = await self._played_again(self._holder)
+            if self._past and not isinstance(outcome, Said):
+                return outcome
         return await self._blamed(self._holder, question)
+
+    async def _played_again(self, holder: Holder) -> Outcome:
+        """Play the turns so far in another worker; return what came of the last one."""
+        outcome: Outcome = None
+        for past, digest in self._past:
+            outcome = await self._blamed(holder, past)
+            if not isinstance(outcome, Said):
+                return outcome
+            if outcome.digest != digest:
+                raise FailedPrecondition(
+                    "the episode cannot go on in another worker",
+                    where=self.name,
+                    why="its worker was lost, and the environment did not say the same again",
+                )
+        return outcome
 
     async def _blamed(self, holder: Holder, question: dict[str, Any]) -> Outcome:
         """Return the outcome; a worker that dies at work is the fault of the episode where that happens again."""
