@@ -44,7 +44,7 @@ class Target(_Target):
 
     @cached_property
     def key(self) -> str:
-        # The service makes keys. A worker is told them: the library of digests would be a fifth of what a worker costs.
+        # The service makes keys. A worker is told them: the library of digests would be a third of a cold verdict.
         import hashlib
 
         text = json.dumps(self._asdict(), sort_keys=True)

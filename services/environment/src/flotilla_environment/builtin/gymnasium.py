@@ -18,6 +18,7 @@ HIGHLIGHTED = re.compile(r"\x1b\[(?:\d+;)*4\dm(.*?)\x1b\[0m")
 """The places that a game marks by a background, such as that of the player."""
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
 LONGEST_STATE = 200
+"""The most characters of a state that is told as it is; of a longer one equal digests say as much."""
 
 
 def state_of(seen: Any) -> str:
