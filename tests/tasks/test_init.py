@@ -38,11 +38,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def init(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RunConfig:
-    monkeypatch.setattr(sys, "argv", ["flotilla", "init", "--model", "model", *arguments, "--json"])
+    told(capsys, monkeypatch, "init", "--model", "model", *arguments)
+    return load(RunConfig, ["run.yaml"])
+
+
+def told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> dict[str, Any]:
+    """Return what a command of `flotilla` tells as JSON."""
+    monkeypatch.setattr(sys, "argv", ["flotilla", *arguments, "--json"])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert not ended.value.code, capsys.readouterr().err
-    return load(RunConfig, ["run.yaml"])
+    out, err = capsys.readouterr()
+    assert not ended.value.code, err
+    found: dict[str, Any] = json.loads(out)
+    return found
 
 
 def test_one_task_becomes_a_run_that_asks_for_tags(
@@ -55,6 +65,8 @@ def test_one_task_becomes_a_run_that_asks_for_tags(
     assert run.evaluation is not None
     assert str(run.evaluation.data) == "reasoning_gym:chain_sum?size=20&seed=1"
     assert (run.data.split, run.evaluation.split) == ("train", "test")
+    tried = told(capsys, monkeypatch, "reward", "test", "run.yaml", "-n", "2")["samples"]
+    assert [one["reward"] for one in tried] == [1.0, 0.0, 1.0, 0.0], "each row by its answer, and empty"
 
 
 def test_several_tasks_become_data_sets_of_one_run(

@@ -196,7 +196,7 @@ def test(
     of_stack = load_stack(stack)
     tokenizer = _tokenizer(of_stack, missing_model(stack, of_stack))
     prompts = _prompts(config, tokenizer, rows)
-    tried = list(_responses(prompts, response or [], responses))
+    tried = list(_responses(config, prompts, response or [], responses))
     scored = zip(tried, _scored(config, of_stack, tokenizer, tried), strict=True)
     found = [_trial_json(*one, *outcome) for one, outcome in scored]
     judges = [agreement_with(term, of_stack) for term in config.judged_terms]
@@ -281,7 +281,7 @@ def _prompts(config: RunConfig, tokenizer: Tokenizer, rows: int) -> list[Prompt]
 
 
 def _responses(
-    prompts: list[Prompt], given: list[str], file: Path | None
+    config: RunConfig, prompts: list[Prompt], given: list[str], file: Path | None
 ) -> Iterator[tuple[Prompt, str, str]]:
     """Yield prompt, response, and a name for each response that is no text of the user's."""
     if file is not None:
@@ -293,8 +293,16 @@ def _responses(
         yield from ((prompt, text, "") for text in given)
         if not given and file is None:
             if prompt.answer:
-                yield prompt, prompt.answer, ANSWER
+                yield prompt, _response_with(prompt.answer, config), ANSWER
             yield prompt, "", EMPTY
+
+
+def _response_with(answer: str, config: RunConfig) -> str:
+    """Return an answer as a response: `reasoning_gym` reads what stands between tags."""
+    tags = [
+        str(term.parameters.get("tag", "answer")) for term in config.rewards if term.reward == "reasoning_gym"
+    ]
+    return f"<{tags[0]}>{answer}</{tags[0]}>" if any(tags) else answer
 
 
 def _read_responses(file: Path, most: int) -> Iterator[str]:
