@@ -37,6 +37,9 @@ EVALUATION = -1
 """Priorities of samples that a whole step waits for; rollouts have the number of their step, so older steps are first.
 """
 
+DECODED_HERE = 1024
+"""Tokens that are decoded in less time than a thread takes to begin."""
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -160,9 +163,12 @@ class Generation:
     async def _with_texts(
         self, samples: list[RolloutSample], sampling: SamplingConfig
     ) -> list[RolloutSample]:
-        """Set the texts of the samples of one message, which a thread decodes: thousands of tokens take a while."""
+        """Set the texts of the samples of one message; a thread decodes many tokens, because they take a while."""
         sequences = [sample.token_ids.tolist() for sample in samples]
-        texts = await asyncio.to_thread(self._tokenizer.decode_many, sequences) if sequences else []
+        if sum(map(len, sequences)) > DECODED_HERE:
+            texts = await asyncio.to_thread(self._tokenizer.decode_many, sequences)
+        else:
+            texts = [self._tokenizer.decode(tokens) for tokens in sequences]
         for sample, text in zip(samples, texts, strict=True):
             sample.text = sampling.shown(text)
         return samples
