@@ -14,6 +14,7 @@ import pytest
 
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.reward.v1 import reward_pb2 as reward
+from flotilla_coordinator.rollouts import generation as generation_module
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
@@ -220,7 +221,11 @@ async def test_a_piece_that_fills_the_response_is_drawn_again() -> None:
     assert whole.token_ids.tolist() == [12] and asked[0].samples == asked[1].samples
 
 
-async def test_the_texts_of_one_message_are_decoded_together_and_beside_the_event_loop() -> None:
+@pytest.mark.parametrize("here", [6, 5], ids=["few tokens", "many tokens"])
+async def test_the_texts_of_one_message_are_decoded_together_many_tokens_beside_the_event_loop(
+    here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_module, "DECODED_HERE", here)
     calls: list[tuple[int, threading.Thread]] = []
 
     def decode_many(sequences: list[list[int]]) -> list[str]:
@@ -239,7 +244,8 @@ async def test_the_texts_of_one_message_are_decoded_together_and_beside_the_even
     async with aclosing(generation.samples(request)) as samples:
         assert [sample.text async for sample in samples] == ["[5, 6]"] * 3
     ((together, thread),) = calls
-    assert together == 3 and thread is not threading.current_thread()
+    assert together == 3
+    assert (thread is threading.current_thread()) is (here == len(SLOTS) * 2), "two tokens a sample"
 
 
 def rewarder(name: str, then: FlotillaError | None = None) -> Replica:

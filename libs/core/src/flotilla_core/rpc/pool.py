@@ -146,11 +146,12 @@ class ReplicaPool(Generic[StubT]):
     def _take(
         self, load: Load, allowed: Callable[[Replica[StubT]], bool] | None, affinity: str
     ) -> Replica[StubT] | None:
-        candidates = [
-            replica
-            for replica in self._replicas.ready()
-            if not replica.full and (allowed is None or allowed(replica))
-        ]
+        def fits(replica: Replica[StubT]) -> bool:
+            return not replica.full and (allowed is None or allowed(replica))
+
+        last = self._replicas.ready_one(self._routing.last(affinity)) if affinity else None
+        # Nearly all work of an affinity goes where it went last: the others need no look then.
+        candidates = [last] if last is not None and fits(last) else [*filter(fits, self._replicas.ready())]
         if not candidates:
             return None
         replica = self._routing.choose(candidates, affinity)
@@ -178,15 +179,17 @@ class Routing:
         self._leases = 0
         self._last: dict[str, str] = {}
 
+    def last(self, affinity: str) -> str:
+        """Return the instance that had the last work of an affinity; empty where none is known."""
+        return self._last.get(affinity, "")
+
     def choose(self, candidates: Sequence[ReplicaT], affinity: str = "") -> ReplicaT:
         """Choose one of the replicas that may take the work."""
-        last = self._last.pop(affinity, "") if affinity else ""
-        chosen = min(
-            candidates, key=lambda one: (one.instance_id != last, one.outstanding / one.size, one.last_leased)
-        )
+        chosen = min(candidates, key=lambda one: (one.outstanding / one.size, one.last_leased))
         self._leases += 1
         chosen.last_leased = self._leases
         if affinity:
+            self._last.pop(affinity, None)
             self._last[affinity] = chosen.instance_id
             if len(self._last) > AFFINITIES_KEPT:
                 del self._last[next(iter(self._last))]

@@ -185,6 +185,11 @@ class ReplicaSet(Generic[StubT]):
         """Yield the replicas that may get work now."""
         return (replica for replica in self._replicas.values() if replica.state == "ready")
 
+    def ready_one(self, instance_id: str) -> Replica[StubT] | None:
+        """Return this replica, where it may get work now."""
+        replica = self._replicas.get(instance_id)
+        return replica if replica is not None and replica.state == "ready" else None
+
     def eject(self, instance_id: str, why: str, *, replaceable: bool = True) -> None:
         """Take a replica out until its health says SERVING; repeated failures take it out longer: others fill in."""
         replica = self._replicas.get(instance_id)

@@ -165,10 +165,9 @@ class Generation:
     ) -> list[RolloutSample]:
         """Set the texts of the samples of one message; a thread decodes many tokens, because they take a while."""
         sequences = [sample.token_ids.tolist() for sample in samples]
-        if sum(map(len, sequences)) > DECODED_HERE:
-            texts = await asyncio.to_thread(self._tokenizer.decode_many, sequences)
-        else:
-            texts = [self._tokenizer.decode(tokens) for tokens in sequences]
+        decode = self._tokenizer.decode_many
+        many = sum(map(len, sequences)) > DECODED_HERE
+        texts = await asyncio.to_thread(decode, sequences) if many else decode(sequences)
         for sample, text in zip(samples, texts, strict=True):
             sample.text = sampling.shown(text)
         return samples

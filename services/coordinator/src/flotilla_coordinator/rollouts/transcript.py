@@ -9,6 +9,7 @@ that prompt, turns that the history keeps have their sampled tokens. No context 
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ environment rewrote the history, has other tools, or began another thread."""
 class _Turn:
     """One response of the policy."""
 
-    token_ids: list[int]
+    token_ids: np.ndarray
     said: str
     """Its text without the token that ends it."""
     end: str
@@ -74,29 +75,33 @@ class TokenSequence:
 
 @dataclass
 class _Sequence:
-    """One growing sequence of tokens."""
+    """One growing sequence of tokens.
 
-    prompt: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    trained: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    Thousands of episodes are in flight: a number takes four bytes here, and in a list ten times as many.
+    """
+
+    prompt: array[int]
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    trained: bytearray = field(default_factory=bytearray)
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
     spans: list[TokenSpan] = field(default_factory=list)
     turn_ends: dict[int, int] = field(default_factory=dict)
 
     def hear(self, token_ids: list[int]) -> None:
-        self.token_ids += token_ids
-        self.trained += [False] * len(token_ids)
-        self.logprobs += [0.0] * len(token_ids)
+        self.token_ids.extend(token_ids)
+        self.trained += bytes(len(token_ids))
+        self.logprobs.frombytes(bytes(4 * len(token_ids)))
 
-    def write(self, piece: FinishedSample, token_ids: list[int], turn: int) -> None:
+    def write(self, piece: FinishedSample, turn: int) -> None:
         written = len(self.token_ids)
         self.spans += (
             TokenSpan(span.version, written + span.start, written + span.end) for span in piece.spans
         )
-        self.token_ids += token_ids
-        self.trained += [True] * len(token_ids)
-        self.logprobs += [] if piece.logprobs is None else piece.logprobs.tolist()
-        self.turn_ends[turn] = len(self.token_ids) if token_ids else 0
+        self.token_ids.frombytes(piece.token_ids.astype(np.int32, copy=False).tobytes())
+        self.trained += b"\1" * len(piece.token_ids)
+        if piece.logprobs is not None:
+            self.logprobs.frombytes(piece.logprobs.astype(np.float32, copy=False).tobytes())
+        self.turn_ends[turn] = len(self.token_ids) if len(piece.token_ids) else 0
 
     def whole(self) -> TokenSequence:
         return TokenSequence(
@@ -122,6 +127,12 @@ class _Thread:
     """The sequence with the last turn; None before the next turn begins one."""
     heard: list[int] = field(default_factory=list)
     """The tokens that the next turn follows: the context after the last one, or a whole prompt."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens before the next turn."""
+        before = self.sequence
+        return len(self.heard) + (0 if before is None else len(before.prompt) + len(before.token_ids))
 
 
 @dataclass(frozen=True)
@@ -193,11 +204,14 @@ class Transcript:
         own.history, own.tools, own.shown = history, tools, text
         if reason:
             self.branches[reason] += 1
-        return max(self._most_tokens - len(self._so_far(own)), 0)
+        return max(self._most_tokens - own.tokens, 0)
 
     def prompt(self, thread: str = "") -> np.ndarray:
         """Return all tokens before the next turn of a thread."""
-        return np.array(self._so_far(self._threads[thread]), np.int32)
+        own = self._threads[thread]
+        before = own.sequence
+        parts = [own.heard] if before is None else [before.prompt, before.token_ids, own.heard]
+        return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
     def wrote(
         self, piece: FinishedSample, thread: str = "", *, state: int = 0, shown: Callable[[str], str] = str
@@ -208,14 +222,13 @@ class Transcript:
         """
         own = self._threads[thread]
         if own.sequence is None:
-            own.sequence = _Sequence(own.heard)
+            own.sequence = _Sequence(array("i", own.heard))
             self._sequences.append(own.sequence)
         else:
             own.sequence.hear(own.heard)
         own.heard = []
-        token_ids = piece.token_ids.tolist()
-        own.sequence.write(piece, token_ids, len(self._turns))
-        own.last = self._turn(token_ids, piece, own.tools, shown)
+        own.sequence.write(piece, len(self._turns))
+        own.last = self._turn(piece, own.tools, shown)
         self._turns.append(own.last)
         message = own.last.message
         own.history = [*own.history, message]
@@ -225,7 +238,7 @@ class Transcript:
                 message,
                 thread,
                 turn=len(self._turns),
-                tokens=len(token_ids),
+                tokens=len(piece.token_ids),
                 versions=[*versions],
                 cut_off=piece.truncated,
                 unparsed=own.last.answer.unparsed,
@@ -234,18 +247,13 @@ class Transcript:
         )
         return Written(message, own.last.answer.unparsed)
 
-    def _so_far(self, own: _Thread) -> list[int]:
-        before = own.sequence
-        return own.heard if before is None else [*before.prompt, *before.token_ids, *own.heard]
-
-    def _turn(
-        self, token_ids: list[int], piece: FinishedSample, tools: Tools, shown: Callable[[str], str]
-    ) -> _Turn:
+    def _turn(self, piece: FinishedSample, tools: Tools, shown: Callable[[str], str]) -> _Turn:
+        token_ids = piece.token_ids.tolist()
         ended = not piece.truncated and bool(token_ids) and token_ids[-1] in self._tokenizer.eos_ids
         end = self._tokenizer.decode(token_ids[-1:], skip_special=False) if ended else ""
         said = shown(self._tokenizer.decode(token_ids[:-1] if ended else token_ids, skip_special=False))
         answer = read_answer(said, self._form if tools else ToolFormat.NONE)
-        return _Turn(token_ids, said, end, answer, answer.message(len(self._turns) + 1))
+        return _Turn(piece.token_ids, said, end, answer, answer.message(len(self._turns) + 1))
 
     def _place_after(self, own: _Thread, text: str) -> int | None:
         """Return where the context after the last turn begins; None where the text does not go on from it."""
@@ -292,7 +300,7 @@ class Transcript:
         place, after = 0, ""
         for begin, turn, end in await self._kept(history, tools, text):
             tokens += self._encoded(text[place:begin], after=after)
-            tokens += turn.token_ids
+            tokens += turn.token_ids.tolist()
             place, after = end, turn.end
         return tokens + self._encoded(text[place:], after=after)
 
