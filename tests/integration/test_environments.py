@@ -17,7 +17,8 @@ import pytest_asyncio
 
 from flotilla.common.v1.operate_pb2 import DrainRequest
 from flotilla.common.v1.operate_pb2_grpc import OperateServiceStub
-from flotilla_coordinator.rollouts.environments import Asked, Ended, Environments, EpisodeCall, EpisodeStart
+from flotilla_coordinator.rollouts.environments import Environments, EpisodeCall, EpisodeStart
+from flotilla_coordinator.rollouts.episode_messages import Asked, Ended
 from flotilla_core import rpc
 from flotilla_core.errors import FailedPrecondition, InvalidConfig, Unavailable
 from flotilla_testing.environment_process import EnvironmentProcess, environment_process

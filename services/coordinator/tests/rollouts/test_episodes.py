@@ -18,7 +18,8 @@ from flotilla.trainer.v1 import trainer_pb2
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.rollouts.batch import RolloutGroup
-from flotilla_coordinator.rollouts.environments import Asked, Ended, EpisodeStart
+from flotilla_coordinator.rollouts.environments import EpisodeStart
+from flotilla_coordinator.rollouts.episode_messages import Asked, Ended
 from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
 from flotilla_coordinator.trainers.messages import fill

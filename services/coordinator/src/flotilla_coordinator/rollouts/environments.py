@@ -10,11 +10,9 @@ because another episode ended its worker, that is `FailedPrecondition`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,18 +21,9 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 
-from flotilla.common.v1.chat_pb2 import Message, ToolCall
 from flotilla.environment.v1 import environment_pb2 as pb
-from flotilla_coordinator.rollouts.environment_limits import (
-    LONGEST_FAILURE,
-    LONGEST_NAME,
-    LONGEST_NEXT_STEP,
-    LONGEST_TRACEBACK,
-    check_asked,
-    check_ended,
-    is_name,
-)
-from flotilla_coordinator.rollouts.tool_calls import DEEPEST, is_deeper
+from flotilla_coordinator.rollouts.environment_limits import LONGEST_NAME, is_name
+from flotilla_coordinator.rollouts.episode_messages import Asked, Chat, Ended, asked_of, ended_of, message_of
 from flotilla_core import rpc
 from flotilla_core.config import EnvironmentConfig
 from flotilla_core.config.model import file_of_function
@@ -45,7 +34,6 @@ from flotilla_core.errors import (
     Unavailable,
     unicode_text,
 )
-from flotilla_core.json_text import finite_json
 from flotilla_core.rpc import Load, Replica, ReplicaPool
 
 if TYPE_CHECKING:
@@ -64,9 +52,6 @@ WAITS_S = 3600.0
 TIMEOUT = "timeout"
 """The ending of an episode whose environment took too long."""
 
-Chat = Sequence[Mapping[str, Any]]
-"""Messages as chat templates know them."""
-
 
 @dataclass(frozen=True)
 class EpisodeStart:
@@ -78,39 +63,6 @@ class EpisodeStart:
     info: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     attempt: int = 1
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A turn that the environment asks for."""
-
-    messages: list[dict[str, Any]]
-    """Messages since the last turn of this thread; the whole history where it is afresh."""
-    tools: list[dict[str, Any]]
-    thread: str = ""
-    afresh: bool = False
-    max_tokens: int = 0
-    """Most tokens of the turn, where the environment wants fewer than the run allows."""
-    stop: tuple[str, ...] = ()
-    state: int = 0
-    """Equal where the environment names the same state for the turn; 0 where it names none."""
-    digest: bytes = field(default=b"", compare=False)
-    """Equal where all of it is."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The end of an episode."""
-
-    ending: str
-    """`completed`, `max_turns`, `no_room`, `timeout` or `error`."""
-    rewards: dict[str, float]
-    """Empty after an error, and where the environment took too long."""
-    turn_rewards: tuple[float, ...]
-    metrics: dict[str, float]
-    failure: str = ""
-    """The failure, with the line of the user's file; empty where nothing failed."""
-    traceback: str = ""
 
 
 class OwnTime:
@@ -191,12 +143,12 @@ class EpisodeCall:
                 is_late = self._time.count(response.waited.ToNanoseconds() / 1e9)
                 part = response.WhichOneof("part")
                 if part == "ended":
-                    self.ended = _ended(response.ended)
+                    self.ended = ended_of(response.ended)
                     return None
                 if is_late:
                     raise TimeoutError
                 if part == "asked":
-                    return _asked(response.asked)
+                    return asked_of(response.asked)
                 if (most_s := self._time.most_s) is not None:
                     clock.reschedule(asyncio.get_running_loop().time() + most_s)
         raise Unavailable("the environment left the episode without an end")
@@ -219,7 +171,7 @@ class EpisodeCall:
         unparsed: str = "",
     ) -> None:
         """Send what the policy wrote; `cut` says that it reached its most tokens, `unparsed` why a call is not read."""
-        said = _message(message)
+        said = message_of(message)
         if not all(is_name(call.name) for call in said.tool_calls):
             del said.tool_calls[:]
             unparsed = (
@@ -330,7 +282,7 @@ class Environments:
             episode_id=start.episode_id,
             attempt=start.attempt,
             environment=self._spec,
-            messages=[_message(message) for message in start.messages],
+            messages=[message_of(message) for message in start.messages],
             answer=start.answer,
             info=_struct(start.info),
             seed=start.seed,
@@ -346,91 +298,6 @@ async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest | None]) -> AsyncIte
     except asyncio.CancelledError:
         # It ends with its call. Where it raised, gRPC would write a traceback for each episode, which nobody reads.
         return
-
-
-def _asked(asked: pb.TurnAsked) -> Asked:
-    """Return what is asked for; raise ValueError where it is nothing that a template could write."""
-    check_asked(asked)
-    return Asked(
-        messages=[_chat_message(message) for message in asked.messages],
-        tools=[{"type": "function", "function": _tool(tool.function)} for tool in asked.tools],
-        thread=asked.thread,
-        afresh=asked.afresh,
-        max_tokens=asked.max_tokens,
-        stop=tuple(asked.stop),
-        state=_key(asked.state),
-        digest=hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=16).digest(),
-    )
-
-
-def _key(state: str) -> int:
-    """Return 64 bits that stand for a state; 0 for none."""
-    digest = hashlib.blake2b(state.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True) if state else 0
-
-
-def _tool(text: str) -> dict[str, Any]:
-    tool = _object(text)
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise ValueError("a tool has no name")
-    return tool
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = finite_json(text)
-    if not isinstance(value, dict) or is_deeper(value, DEEPEST):
-        raise ValueError(f"{text[:80]!r} is no JSON object of at most {DEEPEST} levels")
-    return value
-
-
-def _ended(ended: pb.EpisodeEnded) -> Ended:
-    check_ended(ended)
-    finding = ended.failure
-    failure = (f"{finding.where}: {finding.what}" if finding.where else finding.what)[:LONGEST_FAILURE]
-    if finding.next_step:
-        failure += f"; {finding.next_step[:LONGEST_NEXT_STEP]}"
-    return Ended(
-        ending=pb.Ending.Name(ended.ending).removeprefix("ENDING_").lower(),
-        rewards=dict(ended.rewards),
-        turn_rewards=tuple(ended.turn_rewards),
-        metrics=dict(ended.metrics),
-        failure=failure,
-        traceback=finding.why[-LONGEST_TRACEBACK:],
-    )
-
-
-def _message(given: Mapping[str, Any]) -> Message:
-    calls = [
-        ToolCall(
-            id=call.get("id") or "",
-            name=unicode_text(call["function"]["name"]),
-            arguments=_json(call["function"].get("arguments", {})),
-        )
-        for call in given.get("tool_calls") or ()
-    ]
-    content, answers = unicode_text(given.get("content") or ""), given.get("tool_call_id") or ""
-    return Message(role=given["role"], content=content, tool_calls=calls, tool_call_id=answers)
-
-
-def _chat_message(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates know it."""
-    chat: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        chat["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _object(call.arguments or "{}")},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        chat["tool_call_id"] = message.tool_call_id
-    return chat
-
-
-def _json(value: Any) -> str:
-    return unicode_text(value if isinstance(value, str) else json.dumps(value))
 
 
 def _struct(values: Mapping[str, Any]) -> Struct:

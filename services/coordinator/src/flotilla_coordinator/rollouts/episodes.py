@@ -24,7 +24,8 @@ from flotilla_coordinator.data.renders import Renders
 from flotilla_coordinator.ledger.records import Branch, Episode, TokenSpan
 from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
 from flotilla_coordinator.rollouts.batch import RolloutSample
-from flotilla_coordinator.rollouts.environments import TIMEOUT, Asked, Ended, EpisodeCall, EpisodeStart
+from flotilla_coordinator.rollouts.environments import TIMEOUT, EpisodeCall, EpisodeStart
+from flotilla_coordinator.rollouts.episode_messages import Asked, Ended
 from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.played_turns import PlayedTurns, SaysOtherwiseError, TurnLog
 from flotilla_coordinator.rollouts.scoring import Outcome
