@@ -96,8 +96,9 @@ class OwnTime:
 
     @property
     def most_s(self) -> float | None:
-        """The time after which no word of the replica's can help any more; None: there is none."""
-        return self._left_s + LATE_S if self._left_s < math.inf else None
+        """The time after which no word of the replica's can help any more; None: a silent one is lost before it."""
+        most_s = self._left_s + LATE_S
+        return most_s if most_s < SILENT_S else None
 
 
 class EpisodeCall:
