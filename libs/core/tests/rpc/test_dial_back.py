@@ -73,7 +73,7 @@ async def shown(one: reg.Registration, *, until_ready: bool = False) -> tuple[in
     """Return the state of the registration, and why it is not ready, as soon as there is an answer."""
     watched = Watched()
     watched.show(one)
-    dialling = DialBack("coordinator-a", lambda address: rpc.connect(address, credential=ours()))
+    dialling = DialBack(lambda address: rpc.connect(address, credential=ours()))
     async with asyncio.timeout(20), aclosing(dialling.follow(watched.watch())) as views:
         async for snapshot, why in views:
             state = snapshot[one.instance_id].state
@@ -87,6 +87,12 @@ async def test_one_that_answers_is_ready_and_is_dialled_once(served: tuple[str, 
     address, answering = served
     assert await shown(registration(address)) == (reg.INSTANCE_STATE_READY, "")
     assert answering.calls == 1
+
+
+async def test_a_coordinator_gets_no_work_and_so_is_never_dialled() -> None:
+    before = registration("127.0.0.1:1")
+    before.kind = reg.SERVICE_KIND_COORDINATOR
+    assert await shown(before) == (reg.INSTANCE_STATE_READY, "")
 
 
 async def test_an_address_without_an_answer_is_named() -> None:
@@ -145,7 +151,7 @@ async def test_one_that_left_and_came_back_is_not_shown_as_starting(served: tupl
     address, answering = served
     one, watched = registration(address), Watched()
     watched.show(one)
-    dialling = DialBack("coordinator-a", lambda address: rpc.connect(address, credential=ours()))
+    dialling = DialBack(lambda address: rpc.connect(address, credential=ours()))
     states: list[int | None] = []
     async with asyncio.timeout(20), aclosing(dialling.follow(watched.watch())) as views:
         async for snapshot, _ in views:
@@ -168,7 +174,7 @@ async def test_what_left_longest_ago_is_forgotten_and_dialled_again(
     monkeypatch.setattr(dial_back, "MOST_REACHED", 2)
     address, answering = served
     watched = Watched()
-    dialling = DialBack("coordinator-a", lambda address: rpc.connect(address, credential=ours()))
+    dialling = DialBack(lambda address: rpc.connect(address, credential=ours()))
     async with asyncio.timeout(20), aclosing(dialling.follow(watched.watch())) as views:
         for name in ("a", "b", "c", "c", "b", "a"):
             one = registration(address)
@@ -190,5 +196,5 @@ async def test_a_watch_that_fails_fails_who_follows() -> None:
         raise ConnectionError("the registry is gone")
 
     with pytest.raises(ConnectionError):
-        async for _ in DialBack("coordinator-a", rpc.connect).follow(watch()):
+        async for _ in DialBack(rpc.connect).follow(watch()):
             pass

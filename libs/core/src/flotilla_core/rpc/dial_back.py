@@ -43,8 +43,7 @@ logger = get_logger()
 class DialBack:
     """Admits the registrations of one registry watch."""
 
-    def __init__(self, own_instance: str, connect: Callable[[str], grpc.aio.Channel]) -> None:
-        self._own_instance = own_instance
+    def __init__(self, connect: Callable[[str], grpc.aio.Channel]) -> None:
         self._connect = connect
         self._host = socket.gethostname()
         self._latest: Snapshot = {}
@@ -96,7 +95,8 @@ class DialBack:
     def _waits(self, one: reg.Registration) -> bool:
         return (
             one.state == reg.INSTANCE_STATE_READY
-            and (one.instance_id, one.kind) != (self._own_instance, reg.SERVICE_KIND_COORDINATOR)
+            # A coordinator gets no work: it is this one, or the one before it, which is gone.
+            and one.kind != reg.SERVICE_KIND_COORDINATOR
             and _key(one) not in self._reached
             and not refusal(one)  # It is refused by name already, and may not have the call.
         )

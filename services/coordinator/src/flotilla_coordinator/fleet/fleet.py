@@ -339,7 +339,7 @@ async def keep_in_view(fleet: Fleet, host: Host) -> None:
 
 
 async def _follow(fleet: Fleet, host: Host) -> None:
-    dial_back = DialBack(host.instance_id, host.connect)
+    dial_back = DialBack(host.connect)
     async with contextlib.aclosing(dial_back.follow(host.registry.watch())) as admitted:
         async for snapshot, unreached in admitted:
             await fleet.see(snapshot, unreached)
