@@ -253,17 +253,19 @@ def memory() -> dict[str, float]:
 
 
 def profiled(act: Callable[[], Any]) -> tuple[str, float]:
-    """Return a table of the operations and kernels of one call that took longest, and the seconds of all kernels."""
+    """Return what took longest in one call, of the GPU and of the host, and the seconds of all kernels."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]
     with profile(activities=activities) as found:
         act()
     averages = found.key_averages()
-    order = "self_device_time_total" if GPU else "self_cpu_time_total"
-    table = averages.table(sort_by=order, row_limit=120, max_name_column_width=110)
-    busy = sum(event.self_device_time_total for event in averages) / 1e6 if GPU else 0.0
-    return table, round(busy, 4)
+    orders = [*(["self_device_time_total"] if GPU else []), "self_cpu_time_total"]
+    tables = [averages.table(sort_by=order, row_limit=120, max_name_column_width=110) for order in orders]
+    # An operation and a range have the time of their kernels once more.
+    kernels = [e for e in averages if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    return "\n".join(tables), round(sum(kernel.self_device_time_total for kernel in kernels) / 1e6, 4)
 
 
 def _nothing(**facts: Any) -> None:
