@@ -31,7 +31,7 @@ def test_each_file_of_a_recipe_is_a_configuration_with_a_name_of_its_own(file: P
         found = load(StackConfig, [file]).name
     else:
         below = {name: [LAID_UNDER] for name in ("instruct", "judge")}
-        below |= {name: [file.parent / "grpo.yaml"] for name in ("qwen3", "reasoning_gym")}
+        below["qwen3"] = [file.parent / "grpo.yaml"]
         found = load(RunConfig, [*below.get(file.parent.name, []), file]).name
     assert [found] == named
     # A run may have the name of its stack; two stacks of one name would share a state directory.
