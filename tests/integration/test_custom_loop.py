@@ -116,8 +116,7 @@ def test_the_primitives_act_once_and_say_what_is_wrong(
         assert client.attach_loop(run_id).version == Version(0, 2)
         with pytest.raises(FailedPrecondition, match="is using the trainer"):
             client.start_run(run_file)
-    run = ended(gangs, run_id)
-    assert run["state"] == "succeeded"
+    assert gangs.ok("run", "show", run_id)["state"] == "succeeded", "who closes a loop waits for its end"
     assert_accounted_for(gangs, run_id)
     with pytest.raises(FailedPrecondition, match="takes no calls"):
         loop.prompts(1)

@@ -251,8 +251,8 @@ class Loop:
         return Path((await rpc.unary(self._stub.SaveModel, request, timeout_s=_STEP_S)).path)
 
     async def close(self) -> None:
-        """End the run as completed; pending gradients are dropped."""
-        await rpc.unary(self._stub.CloseLoop, pb.CloseLoopRequest(run_id=self.run_id), timeout_s=_CALL_S)
+        """End the run as completed, and wait for its end; pending gradients are dropped."""
+        await rpc.unary(self._stub.CloseLoop, pb.CloseLoopRequest(run_id=self.run_id), timeout_s=_STEP_S)
 
 
 def loss_function(loss: Loss) -> Function:
