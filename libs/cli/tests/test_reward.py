@@ -9,9 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 
+from flotilla_cli.reward import _response_with
+from flotilla_coordinator.data.prompts import Prompt
+from flotilla_core.config import RunConfig, load_text
+from flotilla_core.generated_tasks import COLUMN
 from flotilla_testing.hostile_text import HOSTILE, SEQUENCES, obeyed
 
 Command = Callable[..., tuple[int, str, str]]
@@ -67,6 +72,28 @@ def test_rewards_of_a_run_are_tried_on_answers_and_empty_responses(flotilla: Com
     ]
     parts = [(Path(part["reward"]).name, part["value"]) for part in found[0]["reward_parts"]]
     assert parts == [("exact", 1.0), ("mine.py:shape", 0.0)]
+
+
+@pytest.mark.parametrize(
+    "tags, response",
+    [
+        ([None], "<answer>4</answer>"),
+        ([None, "solution", None], "<answer>4</answer><solution>4</solution>"),
+        (["", "answer"], "4"),
+        ([], "4"),
+    ],
+)
+def test_the_answer_of_a_generated_task_stands_between_the_tags_of_all_its_terms(
+    tags: list[str | None], response: str
+) -> None:
+    terms = [{"reward": "reasoning_gym", "parameters": {} if tag is None else {"tag": tag}} for tag in tags]
+    named = [term | {"name": f"term-{place}"} for place, term in enumerate(terms)]
+    text = json.dumps(
+        {"name": "a", "steps": 1, "data": {"train": "a"}, "rewards": [*named, {"reward": "exact"}]}
+    )
+    config = load_text(RunConfig, text, source="test")
+    task, other = (Prompt(0, 0, "", np.zeros(0, np.int32), "4", info) for info in ({COLUMN: {}}, {}))
+    assert (_response_with(task, config), _response_with(other, config)) == (response, "4")
 
 
 def test_a_function_of_verl_is_tried_as_it_is_with_its_parts(flotilla: Command) -> None:

@@ -516,8 +516,7 @@ def _choices(draft: Draft) -> Iterator[str]:
 def _following(draft: Draft) -> list[str]:
     """Return the commands that come next."""
     there = "" if draft.folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(draft.folder))} && "
-    # An answer of a task stands in no tags, so a trial would give it no reward.
-    first = "reward test run.yaml" if draft.answers and not draft.tagged else "run plan run.yaml"
+    first = "reward test run.yaml" if draft.answers else "run plan run.yaml"
     if draft.episodes:
         train = draft.path(TRAIN, of_folder=True) if draft.split else draft.path(draft.data)
         first = f"env test {shlex.quote(draft.episodes.name)} --data {shlex.quote(train)}"

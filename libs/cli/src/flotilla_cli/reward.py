@@ -54,6 +54,7 @@ from flotilla_core.errors import (
     NotFound,
     Unavailable,
 )
+from flotilla_core.generated_tasks import COLUMN
 from flotilla_core.log_files import LONGEST_LINE_BYTES, line_text
 from flotilla_core.model_folder import model_folder
 from flotilla_core.rpc.status import from_status
@@ -188,8 +189,8 @@ def test(
 ) -> None:
     """Score rows of the data by the rewards of a run, or by one reward; needs no fleet and no GPU.
 
-    Without responses of yours each row is scored twice: with its answer as the response, and with an empty one. Exit
-    code 1 when a response could not be scored.
+    Without responses of yours each row is scored twice: with its answer as the response, and with an empty one. The
+    answer of a generated task stands between the tags of its reward. Exit code 1 when a response could not be scored.
     """
     config = _config_of(arguments, data)
     make_example(stack_file(stack))
@@ -293,16 +294,17 @@ def _responses(
         yield from ((prompt, text, "") for text in given)
         if not given and file is None:
             if prompt.answer:
-                yield prompt, _response_with(prompt.answer, config), ANSWER
+                yield prompt, _response_with(prompt, config), ANSWER
             yield prompt, "", EMPTY
 
 
-def _response_with(answer: str, config: RunConfig) -> str:
-    """Return an answer as a response: `reasoning_gym` reads what stands between tags."""
-    tags = [
-        str(term.parameters.get("tag", "answer")) for term in config.rewards if term.reward == "reasoning_gym"
-    ]
-    return f"<{tags[0]}>{answer}</{tags[0]}>" if any(tags) else answer
+def _response_with(prompt: Prompt, config: RunConfig) -> str:
+    """Return the answer of a row as a response: that of a generated task stands between the tags of its terms."""
+    tasks = [term for term in config.rewards if term.reward == COLUMN] if COLUMN in prompt.info else []
+    tags = dict.fromkeys(str(term.parameters.get("tag", "answer")) for term in tasks)
+    # A term without a tag takes the whole response, and finds no answer among tags.
+    tags = {} if "" in tags else tags
+    return "".join(f"<{tag}>{prompt.answer}</{tag}>" for tag in tags) or prompt.answer
 
 
 def _read_responses(file: Path, most: int) -> Iterator[str]:

@@ -93,7 +93,7 @@ class Client:
         # Loops alone need numpy, and the command line drives none.
         from flotilla_client.loop import Loop
 
-        loop = Loop(self._channel, run_id)
+        loop = Loop(self._channel, run_id, self.wait_run)
         await loop.open()
         return loop
 

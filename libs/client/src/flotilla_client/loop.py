@@ -6,7 +6,7 @@ it is sent; nothing of the policy is kept here but the version that the service 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from flotilla.coordinator.v1 import loop_pb2 as pb
+from flotilla.coordinator.v1 import run_pb2
 from flotilla.coordinator.v1.loop_pb2_grpc import LoopServiceStub
 from flotilla.trainer.v1.session_pb2 import Function
 from flotilla_client.groups import Group, Prompt
 from flotilla_core import rpc
 from flotilla_core.config.losses import LossSection
-from flotilla_core.errors import InvalidRequest, NotFinite
+from flotilla_core.errors import FailedPrecondition, InvalidRequest, NotFinite
 from flotilla_core.ids import new_request_id
 from flotilla_core.tensors import from_tensor
 from flotilla_core.version import Version
@@ -123,8 +124,12 @@ class EvaluationResult:
 class Loop:
     """The primitives of one open run; see docs/custom-loops.md."""
 
-    def __init__(self, channel: grpc.aio.Channel, run_id: str) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, run_id: str, ended: Callable[[str], Awaitable[run_pb2.Run]]
+    ) -> None:
+        """`ended` returns a run after its end."""
         self._stub: LoopServiceAsyncStub = LoopServiceStub(channel)
+        self._ended = ended
         self.run_id = run_id
         self.version = Version(0, 0)
         """The version of the policy that the trainer holds."""
@@ -252,7 +257,10 @@ class Loop:
 
     async def close(self) -> None:
         """End the run as completed, and wait for its end; pending gradients are dropped."""
-        await rpc.unary(self._stub.CloseLoop, pb.CloseLoopRequest(run_id=self.run_id), timeout_s=_STEP_S)
+        await rpc.unary(self._stub.CloseLoop, pb.CloseLoopRequest(run_id=self.run_id), timeout_s=_CALL_S)
+        run = await self._ended(self.run_id)
+        if run.state != run_pb2.RUN_STATE_SUCCEEDED:
+            raise FailedPrecondition("the run did not end as completed", where=self.run_id, why=run.reason)
 
 
 def loss_function(loss: Loss) -> Function:

@@ -82,6 +82,26 @@ async def test_a_service_is_known_by_each_of_its_addresses(serve: Any) -> None:
     assert len(service.calls) == len(hosts)
 
 
+async def test_a_peer_on_a_busy_host_takes_a_second_to_shake_hands_and_loses_no_call(serve: Any) -> None:
+    """Each answer of the service arrives late, as from a process that waits for a processor."""
+    service, address = await serve(ours())
+    host, _, port = address.rpartition(":")
+
+    async def copied(source: asyncio.StreamReader, target: asyncio.StreamWriter, late_s: float) -> None:
+        while data := await source.read(1 << 16):
+            await asyncio.sleep(late_s)
+            target.write(data)
+        target.close()
+
+    async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        its_reader, its_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(copied(reader, its_writer, 0.0), copied(its_reader, writer, 0.5))
+
+    async with await asyncio.start_server(between, "127.0.0.1", 0) as slow:
+        await check(f"127.0.0.1:{slow.sockets[0].getsockname()[1]}", ours())
+    assert service.calls == ["Check"]
+
+
 async def test_a_socket_file_under_any_path_needs_no_credential(serve: Any, tmp_path: Path) -> None:
     folder = tmp_path / "Zoë's runs\u202e"
     folder.mkdir()

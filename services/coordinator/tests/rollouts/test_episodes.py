@@ -18,7 +18,7 @@ from flotilla.trainer.v1 import trainer_pb2
 from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.rollouts.batch import RolloutGroup
-from flotilla_coordinator.rollouts.environments import EpisodeStart
+from flotilla_coordinator.rollouts.environments import LATE_S, SILENT_S, EpisodeStart, OwnTime
 from flotilla_coordinator.rollouts.episode_messages import Asked, Ended
 from flotilla_coordinator.rollouts.episodes import Episodes
 from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
@@ -500,3 +500,12 @@ async def test_figures_say_how_episodes_ended_and_where_time_went(play: Play) ->
     assert figures["episodes/ended_completed"] == 2.0 and figures["episodes/turns_mean"] == 1.5
     assert figures["environment/moves"] == 2.0 and figures["episodes/policy_s_mean"] > 0
     assert played.episodes.figures.take() == {}
+
+
+def test_the_time_of_an_environment_has_a_clock_of_its_own_only_where_it_ends_before_silence_does() -> None:
+    time = OwnTime(100.0)
+    time.begin()
+    assert not time.count(0.0) and time.most_s is None
+    time = OwnTime(SILENT_S - LATE_S - 1.0)
+    time.begin()
+    assert not time.count(0.0) and time.most_s is not None and time.most_s < SILENT_S

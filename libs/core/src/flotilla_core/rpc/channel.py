@@ -30,6 +30,10 @@ PART_BYTES = 2 << 20
 # Errors travel as trailing metadata, and gRPC's own limit of 8 KiB would drop a traceback.
 _METADATA_LIMIT_BYTES = 64 * 1024
 
+DIAL_S = 5.0
+"""The time in which a peer has to shake hands. Where processors are busy it takes a second, and no call may fail for
+that. A peer that is not there refuses at once."""
+
 _Options = list[tuple[str, str | int]]
 
 _BOTH: _Options = [
@@ -71,7 +75,7 @@ def connect(
     *,
     credential: Credential | None = None,
     fence: Callable[[], Fence | None] | None = None,
-    dial_s: float = 0.2,
+    dial_s: float = DIAL_S,
 ) -> grpc.aio.Channel:
     """Return a channel to `address` (host:port). It dials at the first call and again whenever the peer was away.
 

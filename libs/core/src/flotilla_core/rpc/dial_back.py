@@ -1,10 +1,10 @@
 """Dials the address that each service advertises before anybody gives it work.
 
 Invariants: a registration that says READY is shown as STARTING until the instance itself has answered at its address,
-and from then on as it is: each registration is dialled until it answers once. What answered is remembered while it is
-in the registry, and the last few thousand of those that left are too: one that comes back is not dialled again. An
-address that only the host of the service can reach is refused by name. Anybody who may write to NATS can write a
-registration: so who answers says itself what it is.
+and from then on as it is: each registration but a coordinator's is dialled until it answers once. What answered is
+remembered while it is in the registry, and the last few thousand of those that left are too: one that comes back is not
+dialled again. An address that only the host of the service can reach is refused by name. Anybody who may write to NATS
+can write a registration: so who answers says itself what it is.
 """
 
 from __future__ import annotations

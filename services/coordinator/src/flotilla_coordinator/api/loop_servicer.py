@@ -174,11 +174,8 @@ class LoopServicer(LoopServiceServicer):
         return pb.SaveModelResponse(path=str(await loop.save_model(path)))
 
     async def CloseLoop(self, request: pb.CloseLoopRequest, context: Context) -> pb.CloseLoopResponse:
-        """End the run successfully; return when it has ended, and nothing is leased to it any more."""
+        """End the run successfully."""
         (await self._loop(request.run_id)).calls.end()
-        active = self._runs.active(request.run_id)
-        if active is not None and active.task is not None:
-            await asyncio.wait({active.task})
         return pb.CloseLoopResponse()
 
     async def _loop(self, run_id: str) -> ClientLoop:

@@ -1,4 +1,4 @@
-"""What an environment and the policy tell each other in an episode, and how it stands in messages on the wire.
+"""Holds what an environment and the policy tell each other in an episode, and reads and writes it on the wire.
 
 Invariants: nothing of an environment is taken before its limits are checked. Equal digests are equal questions, and
 equal keys are equal states.

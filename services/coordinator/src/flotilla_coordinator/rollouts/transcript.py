@@ -44,7 +44,7 @@ TEMPLATE, REASONING, END, HISTORY, TOOLS, THREAD = (
 environment rewrote the history, has other tools, or began another thread."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Turn:
     """One response of the policy."""
 

@@ -183,7 +183,7 @@ class LoopServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CloseLoop(self, request, context):
-        """End the run as succeeded and release what it leased; answers when that is done.
+        """End the run as succeeded and release what it leased.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -60,7 +60,7 @@ class LoopServiceStub:
     SaveModel: _grpc.UnaryUnaryMultiCallable[_loop_pb2.SaveModelRequest, _loop_pb2.SaveModelResponse]
     """Write the policy as a Hugging Face folder."""
     CloseLoop: _grpc.UnaryUnaryMultiCallable[_loop_pb2.CloseLoopRequest, _loop_pb2.CloseLoopResponse]
-    """End the run as succeeded and release what it leased; answers when that is done."""
+    """End the run as succeeded and release what it leased."""
 
 @_typing.type_check_only
 class LoopServiceAsyncStub(LoopServiceStub):
@@ -94,7 +94,7 @@ class LoopServiceAsyncStub(LoopServiceStub):
     SaveModel: _aio.UnaryUnaryMultiCallable[_loop_pb2.SaveModelRequest, _loop_pb2.SaveModelResponse]  # type: ignore[assignment]
     """Write the policy as a Hugging Face folder."""
     CloseLoop: _aio.UnaryUnaryMultiCallable[_loop_pb2.CloseLoopRequest, _loop_pb2.CloseLoopResponse]  # type: ignore[assignment]
-    """End the run as succeeded and release what it leased; answers when that is done."""
+    """End the run as succeeded and release what it leased."""
 
 class LoopServiceServicer(metaclass=_abc_1.ABCMeta):
     """The steps of a run whose `loop` is `client`: it leases trainer and generators like any other run, and a client of the
@@ -197,6 +197,6 @@ class LoopServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _loop_pb2.CloseLoopRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loop_pb2.CloseLoopResponse, _abc.Awaitable[_loop_pb2.CloseLoopResponse]]:
-        """End the run as succeeded and release what it leased; answers when that is done."""
+        """End the run as succeeded and release what it leased."""
 
 def add_LoopServiceServicer_to_server(servicer: LoopServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
