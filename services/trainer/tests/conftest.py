@@ -31,6 +31,8 @@ def _meet_and_act(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(rendezvous), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    # A rank that has met the others and ends breaks the connections of one that still meets them.
+    dist.barrier()
     answers.send(act())
 
 
