@@ -67,11 +67,17 @@ class TrainingFile:
             raise NotFound(
                 f"no sample of run {run_id} makes a row",
                 why=_left_out(made) or "there are no such samples",
-                next_step=_wider(made, self.kind),
+                next_step=self._way(made, at_least),
             )
         make_folder_of(self.path)
         write_atomically(self.path, made.text())
         self._say(run_id, made, config, as_json=as_json)
+
+    def _way(self, made: TrainingRows, at_least: float) -> str:
+        best = made.best_reward
+        if self.kind is Kind.PAIRS or best is None or best >= at_least:
+            return "look at the samples: flotilla samples RUN --full"
+        return f"the best reward is {best:.4g}: name a lower one by --at-least"
 
     def _say(self, run_id: str, made: TrainingRows, config: RunConfig | None, *, as_json: bool) -> None:
         if as_json:
@@ -136,10 +142,3 @@ def training_file(
 
 def _left_out(made: TrainingRows) -> str:
     return "; ".join(f"{count}: {reason}" for reason, count in made.left_out.most_common())
-
-
-def _wider(made: TrainingRows, kind: Kind) -> str:
-    if made.best_reward is None:
-        return "choose other samples; see flotilla samples RUN --full"
-    best = f"the best reward is {made.best_reward:.4g}"
-    return f"{best}: see --at-least" if kind is Kind.SFT else best
