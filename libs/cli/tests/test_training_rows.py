@@ -38,12 +38,14 @@ from flotilla_testing.model_folders import write_tokenizer
 
 Command = Callable[..., tuple[int, str, str]]
 RUN = "sums-1"
-SPECIAL = ["<pad>", "<end>", "<begin>", "<user>", "<assistant>", "<think>", "<stop>"]
+SPECIAL = ["<pad>", "<end>", "<begin>", "<user>", "<assistant>", "<think>", "<stop>", "<tool>"]
 NEVER = "ab"
 """A token that the tokenizer makes of no text: it takes each letter alone."""
-CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz.?\n\x1b"
+CHARACTERS = '0123456789+= abcdefghijklmnopqrstuvwxyz.?\n\x1b{}<>/_,:"'
 TEMPLATE = (
-    "<begin>{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "<begin>{% for tool in tools or [] %}<user>{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "{% if message.role == 'assistant' %}<end>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -272,21 +274,24 @@ def test_tokens_that_are_not_on_record_any_more_are_counted(run: Run, flotilla: 
     assert "the tokens of 2 rows are not on record" in err and "1: the text gives other tokens" in err
 
 
+ADDS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><end>'
+
+
 def episode(run: Run, *turns: str, tools: bool = False, rewrites: bool = False) -> RolloutSample:
     """An episode whose policy wrote these turns, between which it was asked for the next one."""
 
     async def play() -> RolloutSample:
         transcript = Transcript(run.tokenizer, Renders(run.tokenizer), 200)
-        given = [{"role": "assistant", "content": "0"}] if not tools else []
-        described = [{"type": "function", "function": {"name": "user"}}] if tools else None
+        given = [{"role": "assistant", "content": "0"}]
         heard: list[dict[str, Any]] = [asks("0?"), *given, asks("1+1=")]
         for place, turn in enumerate(turns):
-            await transcript.hear(heard, described, afresh=rewrites and place > 0)
+            await transcript.hear(heard, ADDS if tools else None, afresh=rewrites and place > 0)
             tokens = np.array(run.tokenizer.encode(turn), np.int32)
             spans = (TokenSpan(Version(0, 0), 0, len(tokens)),)
             logprobs = np.full(len(tokens), -1, np.float32)
             transcript.wrote(RolloutSample("", tokens, logprobs, "", spans, truncated=turn[-1] != ">"))
-            heard = [asks("more?")]
+            heard = [{"role": "tool", "content": "2"} if "call>" in turn else asks("more?")]
         branches, start = [], 0
         for one in transcript.sequences:
             branches.append(Branch(start, one.prompt_token_ids))
@@ -337,6 +342,20 @@ def test_an_episode_is_learned_as_a_chat_turn_by_turn(run: Run, flotilla: Comman
     assert read.given[0].trained.tolist() == sample.trained.tolist()
 
 
+@pytest.mark.parametrize(("call", "written"), [(CALL, True), (CALL.replace(": ", ":"), False)])
+def test_calls_of_tools_are_learned_where_the_template_writes_them_as_the_policy_did(
+    run: Run, flotilla: Command, call: str, written: bool
+) -> None:
+    sample = episode(run, call, "2<end>", tools=True)
+    play(run, sample)
+    code, _, err = flotilla("samples", RUN, "--to", "sft", "-o", "rows.jsonl")
+    assert (code == 0) == written, err
+    assert written or "the text gives other tokens" in err
+    if written and sample.episode is not None:
+        prompt = sample.episode.branches[0].prompt_token_ids.tolist()
+        assert learned(run, Reads.answers) == [[*prompt, *sample.token_ids.tolist()]]
+
+
 def test_pairs_of_episodes_are_compared_from_where_they_differ(run: Run, flotilla: Command) -> None:
     good, bad = episode(run, "2<end>", "4<end>"), episode(run, "2<end>", "5<end>")
     bad.reward = 0.0
@@ -350,7 +369,6 @@ def test_pairs_of_episodes_are_compared_from_where_they_differ(run: Run, flotill
     ("turns", "options", "reason"),
     [
         (("2<end>", "4<end>"), {"rewrites": True}, "the history of the episode was rewritten"),
-        (("2<end>",), {"tools": True}, "the record of the episode does not describe its tools"),
         (("2<end>", "4"), {}, "the response was cut off"),
         (("2<stop>", "4<end>"), {}, "the text gives other tokens"),
         (("2 \n<end>",), {"forgotten": True}, "is not on record any more"),

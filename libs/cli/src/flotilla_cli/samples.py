@@ -513,7 +513,9 @@ def _entry_lines(entry: dict[str, Any], turn_rewards: list[float]) -> list[str]:
     if "resumed" in entry:
         return [f"--- a service was lost: the {entry['resumed']} turns so far were played again"]
     if "tools" in entry:
-        return [f"--- tools{of}: {', '.join(entry['tools'])}"]
+        # A record of an earlier release has the names alone.
+        names = [tool if isinstance(tool, str) else tool["function"]["name"] for tool in entry["tools"]]
+        return [f"--- tools{of}: {', '.join(names)}"]
     if "ended" in entry:
         rewards = ", ".join(f"{name} {value:.4g}" for name, value in entry.get("rewards", {}).items())
         failure = f": {entry['failure']}" if entry.get("failure") else ""

@@ -34,6 +34,7 @@ CUT_PROMPT = "the prompt was cut, or the number of its tokens is not known"
 OTHER_TOKENS = "the text gives other tokens than those that the policy read and wrote"
 FORGOTTEN = "the conversation of the episode is not on record any more"
 REWRITTEN = "the history of the episode was rewritten, so no single chat has its turns"
+OTHER_TOOLS = "both episodes have different tools"
 TOOLS = "the record of the episode does not describe its tools"
 ALONE = "there is no other sample to compare with"
 EQUAL_REWARDS = "all rewards are equal"
@@ -176,9 +177,10 @@ def _pair(drafts: Sequence[Draft], margin: float) -> Draft:
         return Draft(chosen.sample, reason=EQUAL_REWARDS)
     if difference < margin:
         return Draft(chosen.sample, reason=f"the rewards differ by less than {margin:g}")
-    prompt, column = (
-        ({}, "messages") if "messages" in chosen.row else ({"prompt": chosen.row["prompt"]}, "answer")
-    )
+    if chosen.row.get("tools") != rejected.row.get("tools"):
+        return Draft(chosen.sample, reason=OTHER_TOOLS)
+    column = "messages" if "messages" in chosen.row else "answer"
+    prompt = {name: value for name, value in chosen.row.items() if name != column}
     return Draft(
         chosen.sample,
         prompt | {"chosen": chosen.row[column], "rejected": rejected.row[column]},
@@ -298,7 +300,8 @@ def _chat(episode: Mapping[str, Any]) -> tuple[Values, str]:
     entries = episode["messages"]
     if episode["branches"] != 1:
         return {}, REWRITTEN
-    if any("tools" in entry for entry in entries):
+    tools = next((entry["tools"] for entry in entries if "tools" in entry), [])
+    if any(isinstance(tool, str) for tool in tools):  # An earlier release recorded names.
         return {}, TOOLS
     if any(entry.get("cut_off") for entry in entries):
         return {}, CUT_OFF
@@ -309,4 +312,4 @@ def _chat(episode: Mapping[str, Any]) -> tuple[Values, str]:
             # An environment may show what others answered.
             given = entry["role"] == "assistant" and "turn" not in entry
             messages.append(message | ({"weight": 0} if given else {}))
-    return {"messages": messages}, ""
+    return {"messages": messages} | ({"tools": tools} if tools else {}), ""
