@@ -157,11 +157,11 @@ def _by_prompt(drafts: Iterable[Draft], of_group: bool) -> list[list[Draft]]:
 
 
 def _place(sample: Mapping[str, Any], of_group: bool) -> Hashable:
-    # Prompts may have equal texts and rows that differ, as those of many environments.
+    # Rows of many environments differ, and the texts of their prompts do not; a loop of a client numbers its own.
     if "prompt_index" in sample:
-        return sample.get("set"), sample["prompt_index"], sample["step"] if of_group else None
+        return sample["prompt"], sample.get("set"), sample["prompt_index"], of_group and sample["step"]
     group = str(sample["sample_id"]).rpartition("/")[0]
-    return group if of_group else group.rpartition("/")[2]
+    return sample["prompt"], group if of_group else group.rpartition("/")[2]
 
 
 def _pair(drafts: Sequence[Draft], margin: float) -> Draft:
@@ -196,6 +196,8 @@ class _Reader:
         self._tokenizer = tokenizer
         self._plays = plays
         self._stops = stops
+        self._prompts: dict[tuple[str, int], tuple[str, list[int]]] = {}
+        """The prompts so far with their tokens, by text and number of tokens."""
         self._first = tokenizer.decode(tokenizer.encode("", special=True), skip_special=False)
 
     def judge(self, drafts: Sequence[Draft]) -> None:
@@ -236,23 +238,23 @@ class _Reader:
             draft.row, draft.reason = _chat(episode)
         elif self._plays:
             draft.reason = FORGOTTEN
-        elif (prompt := self._prompt(sample)) is None:
+        elif not self._prompt(sample)[1]:
             draft.reason = CUT_PROMPT
         else:
-            draft.row = {"prompt": prompt, "answer": self._answer(sample["response"], tokens)}
+            draft.row = {
+                "prompt": self._prompt(sample)[0],
+                "answer": self._answer(sample["response"], tokens),
+            }
 
-    def _prompt(self, sample: Mapping[str, Any]) -> str | None:
-        """Return the text that is read as the tokens of the prompt; None where they are not all of it."""
-        text, expected = sample["prompt"], self._expected(sample)
-        if expected is None or expected == self._tokenizer.encode(text, special=True):
-            return text if expected is not None else None
-        # The template wrote what the tokenizer puts before a plain text.
-        return str(text.removeprefix(self._first))
-
-    def _expected(self, sample: Mapping[str, Any]) -> list[int] | None:
-        """Return the tokens of a prompt; one that the template wrote gets no special tokens of the tokenizer."""
-        ways = (self._tokenizer.encode(sample["prompt"], special=special) for special in (True, False))
-        return next((found for found in ways if len(found) == sample["prompt_tokens"]), None)
+    def _prompt(self, sample: Mapping[str, Any]) -> tuple[str, list[int]]:
+        """Return the text that is read as a prompt, and its tokens; none where they are not all of the prompt."""
+        text, count = sample["prompt"], sample["prompt_tokens"]
+        if (text, count) not in self._prompts:
+            plain, rendered = (self._tokenizer.encode(text, special=special) for special in (True, False))
+            # What the template wrote has its special tokens already: a plain text would get them again.
+            own = (text, plain) if len(plain) == count else (text.removeprefix(self._first), rendered)
+            self._prompts[text, count] = own if len(own[1]) == count else ("", [])
+        return self._prompts[text, count]
 
     def _answer(self, response: str, tokens: Sequence[int] | None) -> str:
         """Return the text of a response; what is shown of it lacks special tokens, and what follows a stop text."""
@@ -274,9 +276,10 @@ class _Reader:
         if episode := sample.get("episode"):
             own = [entry["tokens"] for entry in episode["messages"] if entry.get("tokens")]
             learned = [len([*run]) for mark, run in groupby(marks) if mark]
-            more = len(got) - _tokens(sample)
-            return "" if learned == [*own[:-1], own[-1] + more] else OTHER_TOKENS
-        return "" if made.prompt.token_ids.tolist() == self._expected(sample) else OTHER_TOKENS
+            if learned:  # The end token that the reader added is no token of the policy.
+                learned[-1] -= len(got) - _tokens(sample)
+            return "" if learned == own else OTHER_TOKENS
+        return "" if made.prompt.token_ids.tolist() == self._prompt(sample)[1] else OTHER_TOKENS
 
     def _is_written(self, sample: Mapping[str, Any], got: list[int]) -> bool:
         """Return whether tokens are those of the response, with the end token where none ended it."""
@@ -300,7 +303,7 @@ def _chat(episode: Mapping[str, Any]) -> tuple[Values, str]:
     entries = episode["messages"]
     if episode["branches"] != 1:
         return {}, REWRITTEN
-    tools = next((entry["tools"] for entry in entries if "tools" in entry), [])
+    tools: list[Any] = next((entry["tools"] for entry in entries if "tools" in entry), [])
     if any(isinstance(tool, str) for tool in tools):  # An earlier release recorded names.
         return {}, TOOLS
     if any(entry.get("cut_off") for entry in entries):
