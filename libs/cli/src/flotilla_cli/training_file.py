@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What `--to` makes of samples."""
+    """Kinds of rows that `--to` makes of samples."""
 
     SFT = "sft"
     PAIRS = "pairs"

@@ -27,7 +27,7 @@ Values = dict[str, Any]
 AT_ONCE = 512
 LONGEST = 10_000_000
 FACTS = ("turn", "tokens", "versions", "cut_off", "unparsed", "state", "thread")
-"""What the record of an episode says of a message beside the message."""
+"""Keys of a message in the record of an episode that are no part of the message."""
 NO_REWARD = "no sample has a reward"
 CUT_OFF = "the response was cut off"
 CUT_PROMPT = "the prompt was cut, or the number of its tokens is not known"
@@ -143,7 +143,7 @@ def _why_unasked(sample: Mapping[str, Any], choice: Choice) -> str:
 
 
 def _reward(draft: Draft) -> tuple[bool, float]:
-    """Return what drafts are sorted by: without a reward they are behind all others."""
+    """Return the key that drafts are sorted by; those without a reward are behind all others."""
     reward = draft.sample["reward"]
     return reward is not None, reward or 0.0
 
