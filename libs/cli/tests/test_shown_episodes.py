@@ -24,7 +24,7 @@ def shown(capsys: pytest.CaptureFixture[str], *messages: dict[str, Any], **episo
 def test_turns_say_who_wrote_them_and_what_they_earned(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(
         capsys,
-        {"tools": ["add"]},
+        {"tools": ["old", {"type": "function", "function": {"name": "add"}}]},
         {"role": "user", "content": "1 + 2?"},
         {
             "role": "assistant",
@@ -51,7 +51,7 @@ def test_turns_say_who_wrote_them_and_what_they_earned(capsys: pytest.CaptureFix
     )
     assert lines == [
         "ended  completed after 2 turns",
-        "--- tools: add",
+        "--- tools: old, add",
         "--- user",
         "1 + 2?",
         "--- assistant (turn 1, 9 tokens, 0.3, state 3f2a91c0, reward 0.5)",
@@ -92,7 +92,7 @@ def test_nothing_that_was_said_commands_the_terminal(
     messages = [
         {"role": f"user{hostile}", "content": hostile},
         {"role": "assistant", "content": hostile, "thread": hostile, "unparsed": hostile},
-        {"tools": [hostile]},
+        {"tools": [{"type": "function", "function": {"name": hostile}}]},
         {"ended": "error", "failure": hostile, "rewards": {hostile: 1.0}},
     ]
     print_episode({"ending": hostile, "turns": 1, "turn_rewards": [], "branches": 1, "messages": messages})

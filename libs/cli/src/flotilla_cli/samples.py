@@ -23,6 +23,7 @@ from flotilla_cli.completion import RunId
 from flotilla_cli.options import Coordinator, Json, Stack, make_folder_of
 from flotilla_cli.output import print_json, print_line, print_table, say, short_reward, version_text
 from flotilla_cli.stack import ask
+from flotilla_cli.training_file import Kind, training_file
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import FlotillaError, InvalidRequest, NotFound
 from flotilla_core.terminal import visible_json
@@ -136,28 +137,65 @@ def samples(
             "--parquet", metavar="FILE", help="Write all that fit as a Parquet file instead; -n is not used."
         ),
     ] = None,
+    to: Annotated[
+        Kind | None,
+        typer.Option(
+            "--to", help="Write training data instead: answers for sft, or pairs for dpo and reward_model."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="With --to: the JSON Lines file.")
+    ] = None,
+    at_least: Annotated[
+        float | None,
+        typer.Option(
+            "--at-least",
+            metavar="X",
+            show_default="evaluation.success_at of the run, or 1",
+            help="With --to sft: the least reward of an answer.",
+        ),
+    ] = None,
+    best: Annotated[
+        int | None,
+        typer.Option(
+            "--best", min=1, metavar="N", show_default="1", help="With --to sft: answers of a prompt."
+        ),
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            "--margin", min=0, metavar="X", help="With --to pairs: the least difference of the rewards."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --to.")] = False,
     stack: Stack = None,
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
     """Show samples of a run, the oldest first: prompt, response, reward, version and what became of each.
 
-    With --full also the answer, the other columns of the row, and the parts of the reward.
+    With --full also the answer, the other columns of the row, and the parts of the reward. With --to, write rows to
+    learn from instead.
     """
-    if evaluation and state is not None:
-        raise InvalidRequest("answers of an evaluation have no state", where="--state with --evaluation")
-    if held_out is not None and not evaluation:
-        raise InvalidRequest("only evaluations have sets", where="--set", next_step="add --evaluation")
+    _require_fitting(evaluation=evaluation, state=state, held_out=held_out)
+    if parquet is not None and to is not None:
+        raise InvalidRequest("--to and --parquet write different files", where="--parquet with --to")
+    rows = training_file(to, output, force=force, at_least=at_least, best=best, margin=margin)
+    written = rows is not None or parquet is not None
     wanted = Filter(
-        step, state, reward_above, reward_below, contains, sort, reverse, None if parquet else limit
+        step, state, reward_above, reward_below, contains, sort, reverse, None if written else limit
     )
     where = (stack, coordinator)
     if evaluation:
         of_run, shown = _evaluated(run, wanted, held_out, *where)
     else:
-        of_run, shown = _sampled(run, wanted, *where, messages=full or as_json or parquet is not None)
+        of_run, shown = _sampled(
+            run, wanted, *where, messages=full or as_json or written, tokens=rows is not None
+        )
     run_id = of_run.run.run_id
-    if parquet is not None:
+    if rows is not None:
+        rows.write(run_id, _config_of(of_run), shown, stack, as_json=as_json)
+    elif parquet is not None:
         _write_parquet(parquet, run_id, shown, as_json=as_json)
     elif as_json:
         print_json({"run_id": run_id, "samples": shown})
@@ -173,10 +211,23 @@ def samples(
         print_table(COLUMNS, map(_row, _told_apart(shown)))
 
 
+def _require_fitting(*, evaluation: bool, state: State | None, held_out: str | None) -> None:
+    if evaluation and state is not None:
+        raise InvalidRequest("answers of an evaluation have no state", where="--state with --evaluation")
+    if held_out is not None and not evaluation:
+        raise InvalidRequest("only evaluations have sets", where="--set", next_step="add --evaluation")
+
+
 def _sampled(
-    run: str, wanted: Filter, stack: str | None, coordinator: str | None, *, messages: bool
+    run: str, wanted: Filter, stack: str | None, coordinator: str | None, *, messages: bool, tokens: bool
 ) -> tuple[GetRunResponse, list[dict[str, Any]]]:
-    """Return the run and its samples; those that are episodes without or with their `messages`."""
+    """Return the run and its samples; those that are episodes without or with their `messages`.
+
+    With `tokens` each has `token_ids`, None where they are not on record any more.
+    """
+
+    def read_sample(sample: Sample) -> dict[str, Any]:
+        return _sample_json(sample) | ({"token_ids": _token_ids(sample)} if tokens else {})
 
     async def read(client: Answers) -> tuple[GetRunResponse, list[dict[str, Any]]]:
         of_run = await client.get_run_and_config(run)
@@ -190,7 +241,7 @@ def _sampled(
                 page_token=page_token,
                 messages=messages,
             )
-            found += filter(wanted.takes, map(_sample_json, page.samples))
+            found += filter(wanted.takes, map(read_sample, page.samples))
             page_token = page.next_page_token
             if not page_token or (wanted.stops_early and len(found) >= (wanted.limit or 0)):
                 return of_run, found
@@ -253,6 +304,8 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "verdicts": [MessageToDict(one, preserving_proto_field_name=True) for one in sample.verdicts],
         "policy_versions": list(dict.fromkeys(version_text(span.version) for span in sample.version_spans)),
         "tokens": sample.version_spans[-1].end if sample.version_spans else 0,
+        "prompt_tokens": sample.prompt_tokens,
+        "truncated": sample.truncated,
         "generator": sample.generator_id or None,
         "attempt": sample.attempt,
         "update_id": sample.update_id or None,
@@ -262,6 +315,12 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
         "info": json.loads(sample.info_json) if sample.HasField("info_json") else None,
         "episode": _episode_json(sample) if sample.HasField("episode") else None,
     }
+
+
+def _token_ids(sample: Sample) -> Any:
+    from flotilla_core.tensors import from_tensor
+
+    return from_tensor(sample.token_ids) if sample.HasField("token_ids") else None
 
 
 def _episode_json(sample: Sample) -> dict[str, Any]:
@@ -454,7 +513,9 @@ def _entry_lines(entry: dict[str, Any], turn_rewards: list[float]) -> list[str]:
     if "resumed" in entry:
         return [f"--- a service was lost: the {entry['resumed']} turns so far were played again"]
     if "tools" in entry:
-        return [f"--- tools{of}: {', '.join(entry['tools'])}"]
+        # A record of an earlier release has the names alone.
+        names = [tool if isinstance(tool, str) else tool["function"]["name"] for tool in entry["tools"]]
+        return [f"--- tools{of}: {', '.join(names)}"]
     if "ended" in entry:
         rewards = ", ".join(f"{name} {value:.4g}" for name, value in entry.get("rewards", {}).items())
         failure = f": {entry['failure']}" if entry.get("failure") else ""

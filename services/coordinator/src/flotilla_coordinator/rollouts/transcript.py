@@ -343,7 +343,7 @@ class Transcript:
         if reason:
             self.record.append(_labelled({"branch": reason, "kept": kept}, thread))
         if tools and tools != own.tools:
-            self.record.append(_labelled({"tools": [tool["function"]["name"] for tool in tools]}, thread))
+            self.record.append(_labelled({"tools": [*tools]}, thread))
         self.record += [_labelled(message, thread) for message in history[kept:]]
 
 

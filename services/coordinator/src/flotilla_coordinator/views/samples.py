@@ -112,6 +112,8 @@ def _message(record: SampleRecord, *, messages: bool) -> pb.Sample:
         update_id=record.update_id,
         prompt=record.prompt_text,
         response=record.text,
+        prompt_tokens=0 if record.prompt_token_ids is None else len(record.prompt_token_ids),
+        truncated=record.truncated,
     )
     if record.token_ids is not None:
         message.token_ids.CopyFrom(to_tensor(record.token_ids))

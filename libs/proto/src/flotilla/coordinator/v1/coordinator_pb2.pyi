@@ -484,6 +484,8 @@ class Sample(_message.Message):
     REWARD_PARTS_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
     EPISODE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     state: Global___SampleState.ValueType
     attempt: _builtins.int
@@ -498,6 +500,10 @@ class Sample(_message.Message):
     answer: _builtins.str
     """The row's answer and, as JSON, its other columns. Absent until the step of the sample was recorded."""
     info_json: _builtins.str
+    prompt_tokens: _builtins.int
+    """0 from a coordinator of an earlier release."""
+    truncated: _builtins.bool
+    """True where the limit of tokens ended it."""
     @_builtins.property
     def token_ids(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property
@@ -537,10 +543,12 @@ class Sample(_message.Message):
         reward_parts: Global___RewardParts | None = ...,
         verdicts: _abc.Iterable[Global___TermVerdict] | None = ...,
         episode: Global___EpisodeShown | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        truncated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "episode", b"episode", "info_json", b"info_json", "logprobs", b"logprobs", "reward", b"reward", "reward_parts", b"reward_parts", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "attempt", b"attempt", "drop_reason", b"drop_reason", "episode", b"episode", "generator_id", b"generator_id", "info_json", b"info_json", "logprobs", b"logprobs", "prompt", b"prompt", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample_id", b"sample_id", "state", b"state", "step", b"step", "token_ids", b"token_ids", "update_id", b"update_id", "verdicts", b"verdicts", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "_info_json", b"_info_json", "_reward", b"_reward", "answer", b"answer", "attempt", b"attempt", "drop_reason", b"drop_reason", "episode", b"episode", "generator_id", b"generator_id", "info_json", b"info_json", "logprobs", b"logprobs", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "response", b"response", "reward", b"reward", "reward_parts", b"reward_parts", "sample_id", b"sample_id", "state", b"state", "step", b"step", "token_ids", b"token_ids", "truncated", b"truncated", "update_id", b"update_id", "verdicts", b"verdicts", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
     _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
