@@ -125,11 +125,11 @@ class Loop:
     """The primitives of one open run; see docs/custom-loops.md."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, run_id: str, ended: Callable[[str], Awaitable[run_pb2.Run]]
+        self, channel: grpc.aio.Channel, run_id: str, wait_run: Callable[[str], Awaitable[run_pb2.Run]]
     ) -> None:
-        """`ended` returns a run after its end."""
+        """`wait_run` returns a run after it has ended."""
         self._stub: LoopServiceAsyncStub = LoopServiceStub(channel)
-        self._ended = ended
+        self._wait_run = wait_run
         self.run_id = run_id
         self.version = Version(0, 0)
         """The version of the policy that the trainer holds."""
@@ -258,7 +258,7 @@ class Loop:
     async def close(self) -> None:
         """End the run as completed, and wait for its end; pending gradients are dropped."""
         await rpc.unary(self._stub.CloseLoop, pb.CloseLoopRequest(run_id=self.run_id), timeout_s=_CALL_S)
-        run = await self._ended(self.run_id)
+        run = await self._wait_run(self.run_id)
         if run.state != run_pb2.RUN_STATE_SUCCEEDED:
             raise FailedPrecondition("the run did not end as completed", where=self.run_id, why=run.reason)
 
