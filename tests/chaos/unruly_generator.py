@@ -30,6 +30,14 @@ class UnrulyServicer(GeneratorServicer):
             yield sample
             yield sample
 
+    async def GenerateMany(
+        self, request_iterator: AsyncIterator[pb.GenerateManyRequest], context: Any
+    ) -> AsyncIterator[pb.GenerateManyResponse]:
+        async for message in super().GenerateMany(request_iterator, context):
+            message.answers.sort(key=lambda answer: answer.request_id, reverse=True)
+            yield message
+            yield message
+
 
 if __name__ == "__main__":
     service.GeneratorServicer = UnrulyServicer  # type: ignore[misc]

@@ -31,6 +31,7 @@ def direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "unary", call)
     monkeypatch.setattr(rpc, "client_stream", call)
     monkeypatch.setattr(rpc, "server_stream", lambda method, request, **_: method(request))
+    monkeypatch.setattr(rpc, "duplex", lambda method, requests, **_: method(requests))
 
 
 @pytest.fixture

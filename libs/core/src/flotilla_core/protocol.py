@@ -11,11 +11,11 @@ from __future__ import annotations
 from flotilla.common.v1.registration_pb2 import Registration
 from flotilla_core.errors import Mismatch
 
-PROTOCOL_VERSION = "3.0"
+PROTOCOL_VERSION = "4.0"
 OLDEST = 3
 """The first major number whose builds show a certificate at each connection; the others cannot be called at all."""
 
-NEW_IN: dict[int, tuple[str, ...]] = {}
+NEW_IN: dict[int, tuple[str, ...]] = {4: ("take the turns of many episodes over one call",)}
 """The things that services of each major number can do and those of the number before cannot."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 
 from flotilla.common.v1 import operate_pb2 as pb
 from flotilla.common.v1 import operate_pb2_grpc
+from flotilla.generator.v1 import generator_pb2_grpc
+from flotilla.generator.v1.generator_pb2 import GenerateManyRequest, GenerateManyResponse
 from flotilla_core import errors, rpc
 from flotilla_core.rpc import Fence
 from flotilla_core.rpc.fence import FENCE_HEADER, NewestFences
@@ -28,6 +32,14 @@ class Operate(operate_pb2_grpc.OperateServiceServicer):
 
     async def TailLog(self, request: pb.TailLogRequest, context: Any) -> AsyncIterator[pb.TailLogResponse]:
         yield pb.TailLogResponse(line="a line")
+
+
+class Generator(generator_pb2_grpc.GeneratorServiceServicer):
+    async def GenerateMany(
+        self, request_iterator: AsyncIterator[GenerateManyRequest], context: Any
+    ) -> AsyncIterator[GenerateManyResponse]:
+        async for _ in request_iterator:
+            yield GenerateManyResponse()
 
 
 class Caller:
@@ -48,7 +60,7 @@ class Caller:
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    async with serving(Operate()) as served:
+    async with serving(Operate(), Generator()) as served:
         yield served
 
 
@@ -84,6 +96,26 @@ async def test_runs_of_one_coordinator_call_side_by_side_until_another_one_owns_
     await callers[0].check()
     for caller in (*callers, later):
         await caller.channel.close()
+
+
+async def test_a_call_that_goes_on_is_refused_once_its_place_is_taken(address: str) -> None:
+    old, new = (Caller(address, Fence("ledger", 1, "run", number)) for number in (3, 4))
+    said: asyncio.Queue[GenerateManyRequest] = asyncio.Queue()
+
+    async def parts() -> AsyncIterator[GenerateManyRequest]:
+        while True:
+            yield await said.get()
+
+    generate = generator_pb2_grpc.GeneratorServiceStub(old.channel).GenerateMany
+    async with aclosing(rpc.duplex(generate, parts(), idle_timeout_s=5)) as call:
+        said.put_nowait(GenerateManyRequest())
+        await anext(call)
+        await new.check()
+        said.put_nowait(GenerateManyRequest())
+        with pytest.raises(errors.StaleVersion, match="fence 3 is behind 4"):
+            await anext(call)
+    await old.channel.close()
+    await new.channel.close()
 
 
 async def test_another_ledger_and_callers_without_a_fence_are_served(address: str) -> None:

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.trainer.v1 import trainer_pb2
 from flotilla_coordinator.data.prompts import Prompt
@@ -25,6 +26,7 @@ from flotilla_coordinator.rollouts.generation import Generation, GenerationReque
 from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config import EnvironmentConfig, SamplingConfig
 from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, Unavailable
+from flotilla_core.protocol import PROTOCOL_VERSION
 from flotilla_core.tensors import from_tensor, to_tensor
 from flotilla_core.version import Version
 from flotilla_data.tokenizer import Tokenizer
@@ -54,12 +56,25 @@ class Generator:
     asked: list[gen.GenerateRequest] = field(default_factory=list)
     instance_id: str = "generator-0"
     name: str = "generator-0"
+    registration: Registration = field(
+        default_factory=lambda: Registration(protocol_version=PROTOCOL_VERSION)
+    )
 
     @property
     def stub(self) -> Generator:
         return self
 
-    async def Generate(self, request: gen.GenerateRequest) -> AsyncIterator[gen.GenerateResponse]:
+    async def GenerateMany(
+        self, parts: AsyncIterator[gen.GenerateManyRequest]
+    ) -> AsyncIterator[gen.GenerateManyResponse]:
+        async for part in parts:
+            for request in part.requests:
+                piece = self._written(request)
+                yield gen.GenerateManyResponse(
+                    answers=[gen.GenerateAnswer(request_id=request.request_id, samples=[piece])]
+                )
+
+    def _written(self, request: gen.GenerateRequest) -> gen.GeneratedSample:
         self.asked.append(request)
         if len(self.asked) in self.dies:
             raise Unavailable("the generator is gone")
@@ -76,7 +91,7 @@ class Generator:
             finish_reason=gen.FINISH_REASON_LENGTH if cut else gen.FINISH_REASON_STOP,
         )
         piece.version_spans.add(version=Version(0, self.version).to_proto(), start=0, end=len(tokens))
-        yield gen.GenerateResponse(samples=[piece])
+        return piece
 
 
 class Pool:

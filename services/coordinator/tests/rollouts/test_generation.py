@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flotilla.common.v1.registration_pb2 import Registration
 from flotilla.generator.v1 import generator_pb2 as gen
 from flotilla.reward.v1 import reward_pb2 as reward
 from flotilla_coordinator.rollouts import generation as generation_module
@@ -40,9 +41,12 @@ SLOTS = ("run/0/0/0", "run/0/0/1", "run/0/0/2")
 
 @dataclass(eq=False)
 class Replica:
+    """One of the release before: each request has a call of its own."""
+
     name: str
     answer: Callable[[Any], AsyncIterator[Any]]
     leases: int = 0
+    registration: Registration = field(default_factory=lambda: Registration(protocol_version="3.0"))
 
     @property
     def instance_id(self) -> str:

@@ -63,31 +63,36 @@ def write_samples(samples: Iterable[Sample], waiting: int) -> Iterator[pb.Genera
     """Samples as they travel, about two mebibytes in one message, each with how many others wait."""
     message, size = pb.GenerateResponse(waiting_samples=waiting), 0
     for sample in samples:
-        message.samples.add(
-            sample_id=sample.sample_id,
-            token_ids=to_tensor(sample.token_ids),
-            logprobs=to_tensor(sample.logprobs),
-            finish_reason=FINISH_REASONS[sample.finish_reason],
-            version_spans=[
-                version_pb2.VersionSpan(
-                    version=None if span.version is None else span.version.to_proto(),
-                    start=span.start,
-                    end=span.end,
-                )
-                for span in sample.spans
-            ],
-            timing=pb.SampleTiming(
-                queued=duration(sample.queued_s),
-                first_token=duration(sample.first_token_s),
-                total=duration(sample.total_s),
-            ),
-        )
+        message.samples.append(write_sample(sample))
         size += sample.token_ids.nbytes + sample.logprobs.nbytes
         if size >= PART_BYTES:
             yield message
             message, size = pb.GenerateResponse(waiting_samples=waiting), 0
     if message.samples:
         yield message
+
+
+def write_sample(sample: Sample) -> pb.GeneratedSample:
+    """One sample as it travels."""
+    return pb.GeneratedSample(
+        sample_id=sample.sample_id,
+        token_ids=to_tensor(sample.token_ids),
+        logprobs=to_tensor(sample.logprobs),
+        finish_reason=FINISH_REASONS[sample.finish_reason],
+        version_spans=[
+            version_pb2.VersionSpan(
+                version=None if span.version is None else span.version.to_proto(),
+                start=span.start,
+                end=span.end,
+            )
+            for span in sample.spans
+        ],
+        timing=pb.SampleTiming(
+            queued=duration(sample.queued_s),
+            first_token=duration(sample.first_token_s),
+            total=duration(sample.total_s),
+        ),
+    )
 
 
 def duration(seconds: float) -> Duration:

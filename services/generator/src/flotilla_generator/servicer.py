@@ -26,7 +26,8 @@ from flotilla_core.service import Activities
 from flotilla_core.telemetry import names
 from flotilla_core.version import Version
 from flotilla_generator.engine.base import Engine, KvPolicy, Sample
-from flotilla_generator.request import duration, read_request, write_samples
+from flotilla_generator.request import duration, read_request, write_sample, write_samples
+from flotilla_generator.shared_call import SharedCalls, in_messages
 from flotilla_generator.sleep import Sleep
 from flotilla_generator.weights import Phase, WeightSession
 from flotilla_weights.manifest import Manifest
@@ -58,6 +59,7 @@ class GeneratorServicer(GeneratorServiceServicer):
         self._idle = asyncio.Event()
         self._idle.set()
         self._unavailable = "the engine is still starting"
+        self._shared = SharedCalls(self._whole)
         self.weights = WeightSession(engine)
         self.sleep = Sleep(engine, self.weights, activities)
 
@@ -74,8 +76,31 @@ class GeneratorServicer(GeneratorServiceServicer):
         except TimeoutError:
             await self._engine.abort(list(self._running))
             await self._idle.wait()
+        self._shared.end()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        async with aclosing(self._endings(request)) as endings:
+            async for samples in endings:
+                for message in write_samples(samples, self._engine.waiting_samples):
+                    yield message
+
+    async def GenerateMany(
+        self, request_iterator: AsyncIterator[pb.GenerateManyRequest], context: Any
+    ) -> AsyncIterator[pb.GenerateManyResponse]:
+        self._require_open()
+        async with aclosing(self._shared.answers(request_iterator)) as answers:
+            async for together in answers:
+                for message in in_messages(together, self._engine.waiting_samples):
+                    yield message
+
+    async def _whole(self, request: pb.GenerateRequest) -> list[pb.GeneratedSample]:
+        """Return the samples of a request once all have ended."""
+        request.ClearField("gather")
+        async with aclosing(self._endings(request)) as endings:
+            return [sample async for samples in endings for sample in map(write_sample, samples)]
+
+    async def _endings(self, request: pb.GenerateRequest) -> AsyncGenerator[list[Sample]]:
+        """Yield the samples of a request, those that end together."""
         self._require_open()
         self.sleep.require_awake(unless=request.run_id)
         minimum = Version.from_proto(request.min_version) if request.HasField("min_version") else None
@@ -94,8 +119,7 @@ class GeneratorServicer(GeneratorServiceServicer):
             endings = gathered(self._engine.generate(wanted), request.gather.ToTimedelta().total_seconds())
             async with aclosing(endings):
                 async for samples in endings:
-                    for message in write_samples(samples, self._engine.waiting_samples):
-                        yield message
+                    yield samples
         finally:
             del self._running[request.request_id]
             if not self._running:

@@ -72,14 +72,17 @@ def duplex(
     method: grpc.aio.StreamStreamMultiCallable[Request, Response],
     requests: AsyncIterable[Request],
     *,
-    idle_timeout_s: float,
+    idle_timeout_s: float | None,
 ) -> AsyncGenerator[Response]:
-    """Send the requests as they come, and yield the responses as they come; closing the iterator cancels the call."""
+    """Send the requests as they come, and yield the responses as they come; closing the iterator cancels the call.
+
+    Without `idle_timeout_s` the requests have to end, also where nothing comes.
+    """
     return _responses(method, requests, idle_timeout_s, None)
 
 
 async def _responses(
-    method: Any, sent: Any, idle_timeout_s: float, timeout_s: float | None
+    method: Any, sent: Any, idle_timeout_s: float | None, timeout_s: float | None
 ) -> AsyncGenerator[Any]:
     try:
         call = method(sent, timeout=timeout_s)
@@ -87,7 +90,8 @@ async def _responses(
         raise _channel_closed(method) from None
     responses = aiter(call)
     # The call's own deadline comes first: no need for a timer a message.
-    idle_limit_s = None if timeout_s is not None and timeout_s <= idle_timeout_s else idle_timeout_s
+    bounded = idle_timeout_s is not None and timeout_s is not None and timeout_s <= idle_timeout_s
+    idle_limit_s = None if bounded else idle_timeout_s
     count = 0
     try:
         while True:
@@ -101,7 +105,7 @@ async def _responses(
                 return
             except TimeoutError:
                 raise DeadlineExceeded(
-                    f"nothing came for {idle_timeout_s:g} s",
+                    f"nothing came for {idle_limit_s:g} s",
                     where=_name_of(method),
                     why=f"the stream is silent after {count} messages",
                 ) from None

@@ -91,10 +91,15 @@ class _Reception:
                 next_step="Set one: no call may wait without a limit.",
             )
         fence = Fence.of_call(self._details)
-        message = await self._opened(request) if self._handler.request_streaming else self._decoded(request)
+        if self._handler.request_streaming:
+            return await self._opened(request, fence)
+        message = self._decoded(request)
+        self._admit_fence(fence)
+        return message
+
+    def _admit_fence(self, fence: Fence | None) -> None:
         if fence is not None:
             self._fences.admit(fence, self.method)
-        return message
 
     async def _admit(self, request: Any, context: Any, refusals: RefusalLog) -> None:
         """Raise where the names of the caller's certificate do not allow the call."""
@@ -107,18 +112,21 @@ class _Reception:
             await read_to_its_end(request)
         raise error
 
-    async def _opened(self, request: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        """Return the messages of a stream whose first one is valid."""
+    async def _opened(self, request: AsyncIterator[bytes], fence: Fence | None) -> AsyncIterator[Any]:
+        """Return the messages of a stream whose first one is valid; each of them may come too late for its fence."""
         stream = aiter(request)
         data = await anext(stream, None)
         first = None if data is None else self._decoded(data)
+        self._admit_fence(fence)
 
         async def messages() -> AsyncIterator[Any]:
             if first is None:
                 return
             yield first
             async for data in stream:
-                yield self._decoded(data)
+                message = self._decoded(data)
+                self._admit_fence(fence)
+                yield message
 
         return messages()
 

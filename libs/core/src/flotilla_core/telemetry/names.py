@@ -66,6 +66,9 @@ PROCESS_PID = "process.pid"
 # An event on a call's span: this was not the first try of the call.
 RETRY_EVENT = "flotilla.retry"
 
+GENERATE = "flotilla.generator.v1.GeneratorService/Generate"
+"""The span of a request to a generator, whether it has a call of its own or shares one."""
+
 UNTRACED_PREFIXES = ("/grpc.", "/opentelemetry.")
 """Methods of foreign services that would only be noise: health, reflection, channelz, span export itself."""
 
@@ -76,6 +79,8 @@ UNTRACED_METHODS = frozenset(
         "/flotilla.coordinator.v1.CoordinatorService/ListServices",
         "/flotilla.coordinator.v1.CoordinatorService/QueryTimeline",
         "/flotilla.coordinator.v1.CoordinatorService/WatchRun",
+        # Each request in it has a span of its own.
+        "/flotilla.generator.v1.GeneratorService/GenerateMany",
         "/flotilla.generator.v1.GeneratorService/GetWeightStatus",
         "/flotilla.launcher.v1.LauncherService/List",
         "/flotilla.trainer.v1.RankService/RunRank",

@@ -21,6 +21,7 @@ from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.records import TurnRecord
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.samples import PartialSample, SampleValidator
+from flotilla_coordinator.rollouts.shared_calls import SharedCalls
 from flotilla_core import ids, rpc
 from flotilla_core.config import SamplingConfig
 from flotilla_core.errors import Exhausted, FlotillaError, InvalidRequest, Mismatch, StaleVersion, Unavailable
@@ -98,6 +99,7 @@ class Generation:
         self._serves = serves
         self._wait_limit_s = wait_limit_s
         self._lost = lost
+        self._shared = SharedCalls()
         self.validator = SampleValidator()
         """Checks every delivered sample."""
 
@@ -225,6 +227,11 @@ class Generation:
             priority=request.priority,
             gather=gather,
         )
+        if len(message.samples) == 1 and self._shared.takes(replica):
+            answer, waiting = await self._shared.generate(replica, message, request.timeout_s)
+            self._pool.heard(replica, waiting)
+            yield answer.samples
+            return
         stream = rpc.server_stream(
             replica.stub.Generate, message, idle_timeout_s=request.timeout_s, timeout_s=request.timeout_s
         )

@@ -59,6 +59,7 @@ ROLES = {
     "/flotilla.trainer.v1.RankService/RunRank": "admin",
     "/flotilla.trainer.v1.RankService/LookAtRank": "admin",
     "/flotilla.generator.v1.GeneratorService/Generate": "run",
+    "/flotilla.generator.v1.GeneratorService/GenerateMany": "run",
     "/flotilla.generator.v1.GeneratorService/JoinWeightGroup": "run",
     "/flotilla.generator.v1.GeneratorService/StageWeights": "run",
     "/flotilla.generator.v1.GeneratorService/GetWeightStatus": "read",

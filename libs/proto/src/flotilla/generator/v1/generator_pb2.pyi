@@ -194,12 +194,15 @@ class GenerateRequest(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     GATHER_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
     """Unique over attempts."""
     attempt: _builtins.int
     priority: _builtins.int
     """Where samples wait for their turn, lower values come first; equal ones are served in order of arrival."""
+    traceparent: _builtins.str
+    """The span that waits for the request, in a call that others share; other calls have it in their metadata."""
     @_builtins.property
     def prompt_token_ids(self) -> _tensor_pb2.Tensor: ...
     @_builtins.property
@@ -228,14 +231,94 @@ class GenerateRequest(_message.Message):
         min_version: _version_pb2.PolicyVersion | None = ...,
         priority: _builtins.int = ...,
         gather: _duration_pb2.Duration | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gather", b"gather", "min_version", b"min_version", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "gather", b"gather", "min_version", b"min_version", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "gather", b"gather", "min_version", b"min_version", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class GenerateManyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateRequest]:
+        """`gather` is ignored."""
+
+    @_builtins.property
+    def cancelled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of requests that nobody waits for any more."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___GenerateRequest] | None = ...,
+        cancelled: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateManyRequest: _TypeAlias = GenerateManyRequest  # noqa: Y015
+
+@_typing.final
+class GenerateManyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    WAITING_SAMPLES_FIELD_NUMBER: _builtins.int
+    waiting_samples: _builtins.int
+    """As in GenerateResponse."""
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateAnswer]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___GenerateAnswer] | None = ...,
+        waiting_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "waiting_samples", b"waiting_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateManyResponse: _TypeAlias = GenerateManyResponse  # noqa: Y015
+
+@_typing.final
+class GenerateAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    failure: _builtins.bytes
+    """A google.rpc.Status, where the request failed."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedSample]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        samples: _abc.Iterable[Global___GeneratedSample] | None = ...,
+        failure: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "request_id", b"request_id", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateAnswer: _TypeAlias = GenerateAnswer  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):

@@ -40,6 +40,11 @@ class GeneratorServiceStub:
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/flotilla.generator.v1.GeneratorService/GenerateMany',
+                request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.JoinWeightGroup = channel.unary_unary(
                 '/flotilla.generator.v1.GeneratorService/JoinWeightGroup',
                 request_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.JoinWeightGroupRequest.SerializeToString,
@@ -90,6 +95,15 @@ class GeneratorServiceServicer:
         """One call a group: the prompt once, every sample streamed the moment it ends, or as soon as the request's
         `gather` allows; those that end together in one message.
         Cancelling the call aborts its requests in the engine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """The requests of many episodes over one call, because a call costs both sides many times what a short turn in it does.
+        Each request is answered once, in any order and whole; those that end together are in one message. A request that
+        fails leaves the others alone. Who ends its side hears the answers that are left; a replica that drains ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,6 +177,11 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateRequest.FromString,
                     response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateResponse.SerializeToString,
             ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateManyRequest.FromString,
+                    response_serializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateManyResponse.SerializeToString,
+            ),
             'JoinWeightGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.JoinWeightGroup,
                     request_deserializer=flotilla_dot_generator_dot_v1_dot_generator__pb2.JoinWeightGroupRequest.FromString,
@@ -232,6 +251,33 @@ class GeneratorService:
             '/flotilla.generator.v1.GeneratorService/Generate',
             flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateRequest.SerializeToString,
             flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/flotilla.generator.v1.GeneratorService/GenerateMany',
+            flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateManyRequest.SerializeToString,
+            flotilla_dot_generator_dot_v1_dot_generator__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

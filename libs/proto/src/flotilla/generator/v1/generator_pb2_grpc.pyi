@@ -38,6 +38,11 @@ class GeneratorServiceStub:
     `gather` allows; those that end together in one message.
     Cancelling the call aborts its requests in the engine.
     """
+    GenerateMany: _grpc.StreamStreamMultiCallable[_generator_pb2.GenerateManyRequest, _generator_pb2.GenerateManyResponse]
+    """The requests of many episodes over one call, because a call costs both sides many times what a short turn in it does.
+    Each request is answered once, in any order and whole; those that end together are in one message. A request that
+    fails leaves the others alone. Who ends its side hears the answers that are left; a replica that drains ends the call.
+    """
     JoinWeightGroup: _grpc.UnaryUnaryMultiCallable[_generator_pb2.JoinWeightGroupRequest, _generator_pb2.JoinWeightGroupResponse]
     """Enter a weight group; returns when the group is formed."""
     StageWeights: _grpc.UnaryUnaryMultiCallable[_generator_pb2.StageWeightsRequest, _generator_pb2.StageWeightsResponse]
@@ -72,6 +77,11 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     """One call a group: the prompt once, every sample streamed the moment it ends, or as soon as the request's
     `gather` allows; those that end together in one message.
     Cancelling the call aborts its requests in the engine.
+    """
+    GenerateMany: _aio.StreamStreamMultiCallable[_generator_pb2.GenerateManyRequest, _generator_pb2.GenerateManyResponse]  # type: ignore[assignment]
+    """The requests of many episodes over one call, because a call costs both sides many times what a short turn in it does.
+    Each request is answered once, in any order and whole; those that end together are in one message. A request that
+    fails leaves the others alone. Who ends its side hears the answers that are left; a replica that drains ends the call.
     """
     JoinWeightGroup: _aio.UnaryUnaryMultiCallable[_generator_pb2.JoinWeightGroupRequest, _generator_pb2.JoinWeightGroupResponse]  # type: ignore[assignment]
     """Enter a weight group; returns when the group is formed."""
@@ -110,6 +120,17 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         """One call a group: the prompt once, every sample streamed the moment it ends, or as soon as the request's
         `gather` allows; those that end together in one message.
         Cancelling the call aborts its requests in the engine.
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_generator_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generator_pb2.GenerateManyResponse], _abc.AsyncIterator[_generator_pb2.GenerateManyResponse]]:
+        """The requests of many episodes over one call, because a call costs both sides many times what a short turn in it does.
+        Each request is answered once, in any order and whole; those that end together are in one message. A request that
+        fails leaves the others alone. Who ends its side hears the answers that are left; a replica that drains ends the call.
         """
 
     @_abc_1.abstractmethod
