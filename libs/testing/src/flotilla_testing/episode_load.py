@@ -30,7 +30,8 @@ from flotilla_environment import Begun, Environment, Reply
 
 
 class FourTurns(Environment):
-    def __init__(self, folder):
+    def __init__(self, folder, token_s):
+        self.token_s = token_s
         self.file = Path(folder) / f"turns-{{os.getpid()}}.txt"
         self.took = []
 
@@ -40,15 +41,16 @@ class FourTurns(Environment):
 
     def reply(self, turn):
         now = time.monotonic()
-        self.took.append(now - self.asked_at)
+        self.took.append((now - self.asked_at, (turn.tokens - 1) * self.token_s))
         self.asked_at = now
         if len(self.took) < {TURNS}:
             return Reply(f"That is answer {{len(self.took)}} of {TURNS}; go on with the next one.")
         with self.file.open("a") as file:
-            file.write("".join(f"{{now:.6f}} {{seconds:.6f}}\\n" for seconds in self.took))
+            file.write("".join(f"{{now:.6f}} {{took:.6f}} {{decoded:.6f}}\\n" for took, decoded in self.took))
         return Reply(done=True, rewards={{"length": float(len(turn.content) % 7)}})
 """
-"""Says a short text after each turn; the file of its worker gets how long the turns took, at the end of an episode."""
+"""Says a short text after each turn; at the end of an episode the file of its worker gets how long each turn took, and
+how long of it the generator decoded."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,11 @@ class EpisodeLoad:
     samples: int = 8
     """Samples of a group."""
     turn_tokens: int = 64
-    turn_s: float = 3.0
-    """The time that a turn takes to decode: no fleet writes more than `episodes` turns in this time."""
+    """Of a turn, on average."""
+    shortest_turn: int = 64
+    """Turns are drawn from here up to as much above the average. Equal ones that begin together end together."""
+    token_s: float = 3 / 64
+    """The time that a token takes to decode: no fleet writes more than `episodes` turns in the time of a turn."""
     update_s: float = 0.5
     """The time that an update takes, and a snapshot."""
     warm_up_steps: int = 16
@@ -77,7 +82,11 @@ class EpisodeLoad:
     @property
     def sim(self) -> dict[str, float]:
         """The settings of the stack's simulated engine."""
-        return {"response_tokens": self.turn_tokens, "time_to_first_token_s": self.turn_s}
+        return {"seconds_per_token": self.token_s}
+
+    @property
+    def longest_turn(self) -> int:
+        return 2 * self.turn_tokens - self.shortest_turn
 
     def run_file(self, stack: Stack) -> Path:
         """Write the file of a run that asks for this load."""
@@ -85,7 +94,7 @@ class EpisodeLoad:
         file.write_text(ENVIRONMENT)
         environment = {
             "name": f"{file}:FourTurns",
-            "parameters": {"folder": str(stack.directory)},
+            "parameters": {"folder": str(stack.directory), "token_s": self.token_s},
             "max_turns": TURNS,
             "episode_tokens": MOST_TOKENS,
             "trusted": True,
@@ -95,7 +104,8 @@ class EpisodeLoad:
             prompts=self.episodes_per_step // self.samples,
             samples=self.samples,
             max_staleness=self.episodes // self.episodes_per_step - 1,
-            longest_response=self.turn_tokens,
+            longest_response=self.longest_turn,
+            shortest_response=self.shortest_turn,
             environment=environment,
             rewards=[],
         )
@@ -154,12 +164,12 @@ def _measured(stack: Stack, run: dict[str, Any], load: EpisodeLoad) -> EpisodeFi
     turns = _turns(stack)[turns_before:]
     steps = stack.metrics(run)[first:]
     assert turns and steps, f"no step ended within {load.seconds:g} s: measure for longer"
-    beside = sorted(seconds - load.turn_s for seconds in turns)
+    beside = sorted(took - decoded for took, decoded in turns)
     rate = len(turns) / (ended - began)
     return EpisodeFigures(
         rate=rate,
         # Little's law. An episode that waits to begin is not counted.
-        playing=rate * statistics.mean(turns),
+        playing=rate * statistics.mean(took for took, _ in turns),
         coordinator_mib=max(resident),
         cpu_seconds={kind: 1000 * (after[kind] - before[kind]) / len(turns) for kind in after},
         beside_decoding_p50_s=beside[len(beside) // 2],
@@ -171,9 +181,11 @@ def _measured(stack: Stack, run: dict[str, Any], load: EpisodeLoad) -> EpisodeFi
     )
 
 
-def _turns(stack: Stack) -> list[float]:
-    """Return how long each turn of an episode that ended took, in the order of these ends."""
+def _turns(stack: Stack) -> list[tuple[float, float]]:
+    """Return how long each turn of an episode that ended took, and was decoded, in the order of these ends."""
     lines = (
-        line.split() for path in stack.directory.glob("turns-*.txt") for line in path.read_text().splitlines()
+        tuple(map(float, line.split()))
+        for path in stack.directory.glob("turns-*.txt")
+        for line in path.read_text().splitlines()
     )
-    return [took for _, took in sorted((float(at), float(took)) for at, took in lines)]
+    return [(took, decoded) for _, took, decoded in sorted(lines)]

@@ -89,6 +89,7 @@ def endless_run(
     samples: int,
     max_staleness: int,
     longest_response: int,
+    shortest_response: int = 0,
     **sections: Any,
 ) -> Path:
     """Write its file into the stack's folder; a group has `samples` answers to one of `prompts` sums per step."""
@@ -98,7 +99,9 @@ def endless_run(
             file.write(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n")
     # One sample has no group to be compared with.
     algorithm = {"advantage": {"baseline": "group" if samples > 1 else "batch"}}
-    sizes, rollout = (prompts, samples, longest_response), {"max_staleness": max_staleness}
+    sizes = (prompts, samples, longest_response)
+    lengths = {"max_response_tokens": longest_response, "min_response_tokens": shortest_response}
+    rollout = {"max_staleness": max_staleness, "sampling": lengths}
     run = run_on(data, "endless", 20_000, sizes, rollout=rollout, algorithm=algorithm, **QUICK, **sections)
     return written(stack.directory, run)
 

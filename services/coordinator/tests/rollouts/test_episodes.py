@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,8 +22,8 @@ from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.rollouts.batch import RolloutGroup
 from flotilla_coordinator.rollouts.environments import LATE_S, SILENT_S, EpisodeStart, OwnTime
 from flotilla_coordinator.rollouts.episode_messages import Asked, Ended
-from flotilla_coordinator.rollouts.episodes import Episodes
-from flotilla_coordinator.rollouts.generation import Generation, GenerationRequest
+from flotilla_coordinator.rollouts.episodes import BEGINNINGS, Episodes
+from flotilla_coordinator.rollouts.generation import EVALUATION, Generation, GenerationRequest
 from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config import EnvironmentConfig, SamplingConfig
 from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, Unavailable
@@ -216,10 +217,11 @@ def play(tokenizer: Tokenizer) -> Play:
         )
         sampling = SamplingConfig(max_response_tokens=options.pop("turn_tokens", 64))
         log, turns_so_far = options.pop("log", None), options.pop("turns", None)
+        priority = options.pop("priority", 0)
         config = EnvironmentConfig(name="scripted", **options)
         scripted: Any = environments
         episodes = Episodes(0, config, tokenizer, turns=turns, environments=scripted, lost=tell, log=log)
-        row = {"prompt": PROMPT, "world": "0/0", "turns": turns_so_far}
+        row = {"prompt": PROMPT, "world": "0/0", "turns": turns_so_far, "priority": priority}
         request = GenerationRequest(PROMPT.token_ids, tuple(slots), sampling, Version(0, 0), 5.0, 3, **row)
         async with aclosing(episodes.samples(request)) as samples:
             found: dict[str, Any] = {sample.sample_id: sample async for sample in samples}
@@ -524,3 +526,22 @@ def test_the_time_of_an_environment_has_a_clock_of_its_own_only_where_it_ends_be
     time = OwnTime(SILENT_S - LATE_S - 1.0)
     time.begin()
     assert not time.count(0.0) and time.most_s is not None and time.most_s < SILENT_S
+
+
+@pytest.mark.parametrize(("priority", "most"), [(0, BEGINNINGS), (EVALUATION, 64)])
+async def test_few_episodes_of_a_step_begin_in_one_turn_of_the_event_loop_and_all_of_an_evaluation(
+    play: Play, priority: int, most: int
+) -> None:
+    environments = Environments(TWO_TURNS)
+    begun = [0]
+
+    async def count() -> None:
+        while True:
+            await asyncio.sleep(0)
+            begun.append(len(environments.calls))
+
+    counting = asyncio.create_task(count())
+    await play(environments, [f"run/0/0/{number}" for number in range(64)], priority=priority)
+    counting.cancel()
+    assert begun[-1] == 64
+    assert max(after - before for before, after in pairwise(begun)) == most

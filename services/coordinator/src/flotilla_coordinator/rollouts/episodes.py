@@ -60,6 +60,8 @@ SUM_OF_TURNS = "turns"
 COMPLETED = "completed"
 MAX_TURNS, NO_ROOM, ERROR = "max_turns", "no_room", "error"
 """Endings of episodes that their environment did not end by itself, as TIMEOUT."""
+BEGINNINGS = 4
+"""Episodes that begin in one turn of the event loop: hundreds begin with a step, and all others would wait for them."""
 MOST_BEGINNINGS = 100
 """The most beginnings of one episode: where its worlds are gone for the sake of others, which have ended by then."""
 
@@ -248,6 +250,7 @@ class Episodes:
         self._log = log
         self._went_on = went_on
         self._render = Renders(tokenizer)
+        self._beginnings = asyncio.Semaphore(BEGINNINGS)
         self.figures = EpisodeFigures()
 
     async def samples(self, request: GenerationRequest) -> AsyncGenerator[RolloutSample]:
@@ -266,6 +269,9 @@ class Episodes:
 
     async def _whole(self, sample_id: str, request: GenerationRequest) -> RolloutSample:
         """Play an episode, as often as its environment is lost."""
+        if request.priority >= 0:  # A whole step waits for those of an evaluation.
+            async with self._beginnings:
+                await asyncio.sleep(0)
         cause: FlotillaError | None = None
         if request.turns is None:
             past = PlayedTurns(sample_id, (), None)
