@@ -20,8 +20,8 @@ from flotilla_testing.episode_load import measure as measured
 SECONDS = float(os.environ.get("FLOTILLA_BENCH_SECONDS", "60"))
 LOAD = EpisodeLoad(seconds=SECONDS)
 MANY = replace(LOAD, replicas=64, processes=8)
-CALM = replace(LOAD, shortest_turn=48, token_s=0.25)
-"""Turns of 12 to 20 seconds: about 250 a second."""
+CALM = replace(LOAD, shortest_turn=48, token_s=0.22, update_s=8.192)
+"""Each update admits 512 episodes of four turns: 250 turns a second, of 10 to 18 seconds."""
 RATE_BAR, RATE_GOAL = 400.0, 1000.0
 CPU_BAR_S = 1.5
 MEMORY_BAR_MIB = 800.0
