@@ -259,13 +259,14 @@ def _config_of(of_run: GetRunResponse) -> RunConfig | None:
 
 
 def _why_none(of_run: GetRunResponse) -> str:
-    """Say of a run that learns from the answers of its data what to look at; nothing of one that draws samples."""
+    """Say of a run that learns from what its data brings what to look at; nothing of one that draws samples."""
     run_id, config = of_run.run.run_id, _config_of(of_run)
-    if config is None or not (config.learns_from_pairs or config.algorithm.type == "sft"):
+    if config is None or config.draws_samples or config.loop == "client":
         return ""
+    given = "recorded samples" if config.data.recorded else "answers"
     answers = f", and flotilla samples {run_id} --evaluation its answers to held-out prompts"
     return (
-        f"run {run_id} draws no samples: {config.algorithm.type} learns from the answers of its data. "
+        f"run {run_id} draws no samples: {config.algorithm.type} learns from the {given} of its data. "
         "flotilla run plan shows what it learns of the first row, and flotilla run show its metrics"
         + (answers if config.evaluates_answers else "")
     )

@@ -1,0 +1,97 @@
+"""A run records its samples, and another one trains on the record, on a fleet that generates nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from flotilla.common.v1.registration_pb2 import SERVICE_KIND_GENERATOR
+from flotilla_testing.runs import unknown_metrics, written
+from flotilla_testing.stack import Stack
+
+pytestmark = pytest.mark.timeout(300)
+STEPS = 3
+TinyRun = Callable[[str, int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def recording(fleet: Stack, tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of rollouts of a run."""
+    described = tiny_run("recording", STEPS)
+    described["rollout"]["record"] = True
+    run = fleet.run(written(tmp_path_factory.mktemp("recording"), described))
+    assert run["state"] == "succeeded", run["reason"]
+    return Path(run["directory"]) / "rollouts"
+
+
+def later_run(tiny_run: TinyRun, recording: Path, **changes: Any) -> dict[str, Any]:
+    described = tiny_run("later", STEPS)
+    described["data"] = {"train": str(recording), "recorded": True, "order": "as_written"}
+    described.pop("rewards")
+    return described | changes
+
+
+def test_a_record_holds_every_sample_that_was_trained(fleet: Stack, recording: Path) -> None:
+    files = sorted(path.name for path in recording.iterdir())
+    assert files == [f"step-{step:06d}.parquet" for step in range(STEPS)]
+    rows = pq.read_table(recording).to_pylist()
+    shown = fleet.ok("samples", recording.parent.name, "-n", "100")["samples"]
+    assert [row["sample_id"] for row in rows] == [one["sample_id"] for one in shown]
+    for row, one in zip(rows, shown, strict=True):
+        assert (row["response"], row["reward"]) == (one["response"], one["reward"])
+        assert len(row["token_ids"]) == len(row["logprobs"]) == one["tokens"]
+        assert [span["version"] for span in row["versions"]] == one["policy_versions"]
+
+
+def test_a_run_on_a_record_needs_neither_generator_nor_reward(
+    fleet: Stack, recording: Path, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    file = written(tmp_path, later_run(tiny_run, recording))
+    with fleet.client() as client:
+        client.scale(SERVICE_KIND_GENERATOR, 0)
+        try:
+            run = fleet.run(file)
+        finally:
+            client.scale(SERVICE_KIND_GENERATOR, 1)
+    assert run["state"] == "succeeded", run["reason"]
+    steps = fleet.metrics(run)
+    assert len(steps) == STEPS and not unknown_metrics(steps)
+    rewards = [row["reward"] for row in pq.read_table(recording).to_pylist()]
+    assert sum(step["reward/mean"] for step in steps) / STEPS == pytest.approx(sum(rewards) / len(rewards))
+    assert not any(name.startswith(("staleness/", "sync/")) for step in steps for name in step)
+    assert fleet.ok("samples", run["run_id"])["samples"] == []
+
+
+def test_a_run_on_a_record_is_refused_where_it_does_not_fit(
+    fleet: Stack, recording: Path, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    def refused(**changes: Any) -> str:
+        plan = fleet.flotilla(
+            "run", "plan", str(written(tmp_path, later_run(tiny_run, recording, **changes)))
+        )
+        assert plan.code == 2
+        return " ".join(plan.err.split()) + " ".join(plan.out.split())
+
+    rollout = later_run(tiny_run, recording)["rollout"]
+    cold = {**rollout, "sampling": {**rollout["sampling"], "temperature": 0.5}}
+    assert "set rollout.sampling.temperature to 1" in refused(rollout=cold)
+    assert "rollout.record is about samples that are drawn" in refused(rollout=rollout | {"record": True})
+    passk = {"type": "pass_at_k", "advantage": {"k": 3}}
+    assert "compares 3 samples" in refused(algorithm=passk, rollout=rollout | {"samples_per_prompt": 4})
+
+
+def test_the_plan_of_a_run_on_a_record_says_what_it_trains(
+    fleet: Stack, recording: Path, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    file = written(tmp_path, later_run(tiny_run, recording, algorithm={"type": "rloo"}))
+    plan = json.loads(fleet.flotilla("run", "plan", str(file), "--json").out)
+    lines = {line["name"]: line for line in plan["lines"]}
+    assert lines["step"]["value"] == "4 sequences"
+    assert "recorded samples" in lines["step"]["explanation"]
+    assert "are learned" in lines["first row"]["value"]
+    assert any("recorded samples come from another policy" in text for text in plan["warnings"])
