@@ -56,11 +56,13 @@ class SyncClient(WaitingClient):
         checkpoint: str = "",
         fresh_optimizer: bool = False,
     ) -> Run:
-        """Start a run from a checkpoint of another one: the named one, "best", or the newest."""
-        forked = self._client.fork_run(
-            run_id, overrides, checkpoint=checkpoint, fresh_optimizer=fresh_optimizer
+        """Start a run from a checkpoint of another one: the named one, "best", or the newest.
+
+        Its settings are those of the other run with `overrides`. Another `algorithm.type` brings its own preset.
+        """
+        return self._wait(
+            self._client.fork_run(run_id, overrides, checkpoint=checkpoint, fresh_optimizer=fresh_optimizer)
         )
-        return self._wait(forked)
 
     def open_loop(self, files: RunFiles, overrides: Sequence[str] = ()) -> SyncLoop:
         """Start a run whose steps are made here, and return when it takes calls."""

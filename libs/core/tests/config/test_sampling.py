@@ -232,6 +232,12 @@ def test_a_setting_that_recorded_samples_have_no_use_for_is_refused(text: str, m
         load_text(RunConfig, f"{RUN}data: {{train: /x, recorded: true}}\n{text}\n", source="run.yaml")
 
 
+@pytest.mark.parametrize("text", ["loop: client", "algorithm: {type: sft}"])
+def test_only_samples_that_the_coordinator_trains_are_recorded(text: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"rollout\.record is true, and"):
+        load(f"rollout: {{record: true}}\n{text}\n")
+
+
 def test_recorded_samples_bring_their_rewards_and_need_no_generator() -> None:
     text = "name: run\nsteps: 3\ndata: {train: /x, recorded: true}\n"
     recorded = load_text(RunConfig, text, source="run.yaml")

@@ -42,7 +42,9 @@ def sample(name: str, tokens: int, **changes: Any) -> RolloutSample:
 
 def group(name: str, samples: list[RolloutSample]) -> RolloutGroup:
     prompt = np.arange(len(name), dtype=np.int32)
-    return RolloutGroup(name, "the prompt", prompt, samples, answer="7", info={"level": 3})
+    chat, column = [{"role": "user", "content": "7?"}], {"answer": 7}
+    rest: dict[str, Any] = {"answer": "7", "info": {"level": 3}, "chat": chat, "answer_column": column}
+    return RolloutGroup(name, "the prompt", prompt, samples, **rest)
 
 
 def episode(tokens: int) -> RolloutSample:
@@ -85,7 +87,8 @@ def test_the_trainer_gets_of_a_record_what_it_got_of_the_samples(tmp_path: Path)
     groups = [recorded_group("other", prompt) for prompt in file.prompts]
     assert [message(one) for one in groups] == [message(one) for one in BATCH.groups]
     assert not any(one.spans for made in groups for one in made.samples)
-    assert [made.info for made in groups] == [{"level": 3}] * 2
+    for name in ("prompt_text", "answer", "info", "chat", "answer_column"):
+        assert [getattr(one, name) for one in groups] == [getattr(one, name) for one in BATCH.groups]
     first, second = file.prompts
     assert [*first.brought_tokens] == [8 + 5, 8 + 1]
     assert [*second.brought_tokens] == [2 + 4, 3 + 5, 7 + 3]
@@ -107,7 +110,7 @@ def test_a_file_has_the_columns_of_the_schema_and_a_row_for_each_sample(tmp_path
 
 
 def test_a_repeated_step_replaces_its_file_and_one_without_samples_writes_none(tmp_path: Path) -> None:
-    record = RolloutRecord(tmp_path, "run", None, DIGEST)
+    record = RolloutRecord(tmp_path, "run", 1.0, DIGEST)
     record.write(BATCH, Version(1, 4))
     record.write(replace(BATCH, groups=BATCH.groups[:1]), Version(2, 4))
     assert record.write(replace(BATCH, step=5, groups=[]), Version(2, 5)) is None

@@ -495,6 +495,10 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _learns_what_was_recorded(self) -> RunConfig:
+        if self.rollout.record and (self.loop == "client" or not isinstance(self.algorithm, PolicyConfig)):
+            why = "leaves to the client what is trained" if self.loop == "client" else "draws no samples"
+            of = "loop: client" if self.loop == "client" else f"algorithm.type {self.algorithm.type}"
+            raise ValueError(f"rollout.record is true, and {of} {why}: leave one of them out")
         if not self.data.recorded:
             return self
         advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None

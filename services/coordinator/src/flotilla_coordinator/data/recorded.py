@@ -9,11 +9,11 @@ another run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from flotilla_coordinator.data.prompts import (
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_data.formats import no_rows
-from flotilla_data.rows import Row, Rows, open_rows
+from flotilla_data.rows import BYTES_AT_ONCE, ROWS_AT_ONCE, Row, Rows, open_rows
 from flotilla_data.tokenizer import Tokenizer
 
 NEXT = "record samples with rollout.record, and name the folder `rollouts` of that run, or its files"
@@ -47,6 +47,8 @@ class Conditions:
     greedy: bool
     """True where the advantage compares with the greedy response."""
     max_prompt_tokens: int
+    tokenizer: str
+    """The digest of the tokenizer of the run."""
 
 
 def load_recorded(
@@ -60,11 +62,19 @@ def load_recorded(
     greedy: bool,
 ) -> PromptFile:
     """Read the recorded samples of a data set; `copies` is where files are unpacked to."""
-    rows = open_rows(source, config.split, copies)
+    conditions = Conditions(temperature, least_samples, greedy, config.max_prompt_tokens, tokenizer.digest)
+    return open_recorded(source, config.split, copies, conditions)
+
+
+def open_recorded(
+    source: Path, split: str, copies: Path | None = None, conditions: Conditions | None = None
+) -> RecordedGroups:
+    """Open recorded samples; without `conditions` for another use than training."""
+    rows = open_rows(source, split, copies)
     if not len(rows):
         raise no_rows(source)
-    conditions = Conditions(temperature, least_samples, greedy, config.max_prompt_tokens)
-    return RecordedGroups(rows, _judged(rows, conditions, tokenizer.digest), tokenizer.digest)
+    digest = "" if conditions is None else conditions.tokenizer
+    return RecordedGroups(rows, _judged(rows, conditions), digest)
 
 
 class RecordedGroups(PromptFile):
@@ -93,27 +103,56 @@ class RecordedGroups(PromptFile):
         """The most tokens that a prompt has."""
         return self._judged.longest_prompt
 
+    def size(self, number: int) -> int:
+        """Return the number of samples of a group."""
+        return len(self._rows_of(number))
+
     def read(self, numbers: Sequence[int]) -> list[Prompt | None]:
         """Return these groups."""
-        return [self._group(number) for number in numbers]
+        return [prompt_of(number, rows) for number, rows in self.written(numbers)]
 
-    def parts(self, numbers: Sequence[int]) -> Iterable[Sequence[int]]:
-        """Divide groups into those that are read together: one by one, because a group is many rows."""
-        return [[number] for number in numbers]
+    def written(self, numbers: Sequence[int]) -> Iterator[tuple[int, list[Row]]]:
+        """Yield these groups as their rows are written."""
+        for part in self.parts(numbers):
+            wanted = [row for number in part for row in self._rows_of(number)]
+            rows = iter(self._source.read(wanted))
+            for number in part:
+                yield number, list(islice(rows, self.size(number)))
 
-    def _group(self, number: int) -> Prompt:
+    def parts(self, numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Divide groups into those whose rows are read together: what holds a row is read whole."""
+        part: list[int] = []
+        count = nbytes = 0
+        for number in numbers:
+            rows = self._rows_of(number)
+            size = sum(map(self._source.most_bytes, rows))
+            if part and (count + len(rows) > ROWS_AT_ONCE or nbytes + size > BYTES_AT_ONCE):
+                yield part
+                part, count, nbytes = [], 0, 0
+            part.append(number)
+            count, nbytes = count + len(rows), nbytes + size
+        if part:
+            yield part
+
+    def _rows_of(self, number: int) -> range:
         first, end = self._judged.starts[number : number + 2].tolist()
-        rows = self._source.read(range(first, end))
-        values = rows[0].values
-        return Prompt(
-            0,
-            number,
-            _text(rows[0], "prompt"),
-            _numbers(rows[0], "prompt_token_ids", np.dtype(np.int32)),
-            values.get("answer") or "",
-            json.loads(values.get("info") or "{}"),
-            recorded=tuple(map(_sample, rows)),
-        )
+        return range(first, end)
+
+
+def prompt_of(number: int, rows: Sequence[Row]) -> Prompt:
+    """Return a group as a prompt that brings its samples."""
+    values = rows[0].values
+    return Prompt(
+        0,
+        number,
+        _text(rows[0], "prompt"),
+        _numbers(rows[0], "prompt_token_ids", np.dtype(np.int32)),
+        values.get("answer") or "",
+        json.loads(values.get("info") or "{}"),
+        chat=json.loads(values.get("chat") or "[]"),
+        answer_column=json.loads(values.get("answer_column") or "{}"),
+        recorded=tuple(map(_sample, rows)),
+    )
 
 
 @dataclass(frozen=True)
@@ -126,30 +165,20 @@ class Judged:
 
 
 @lru_cache(maxsize=8)
-def _judged(rows: Rows, conditions: Conditions, digest: str) -> Judged:
+def _judged(rows: Rows, conditions: Conditions | None) -> Judged:
     """Look at every row once while its files do not change: a plan and its run read the same ones."""
     starts: list[int] = []
     longest = 0
     for _, group in groupby(rows.unproven(), key=_group_of):
         own = list(group)
         starts.append(own[0].number)
-        prompt = _numbers(own[0], "prompt_token_ids", np.dtype(np.int32))
-        longest = max(longest, len(prompt))
-        if len(prompt) > conditions.max_prompt_tokens:
-            raise InvalidConfig(
-                f"the prompt has {len(prompt)} tokens, more than data.max_prompt_tokens",
-                where=own[0].where,
-                next_step=f"set data.max_prompt_tokens to {len(prompt)} or more",
-            )
-        if len(own) < conditions.least_samples:
-            raise InvalidConfig(
-                f"the group has {len(own)} sample(s)",
-                where=own[0].where,
-                why=f"the algorithm compares {conditions.least_samples} samples of a prompt or more",
-                next_step="leave the group out, or take an advantage that compares over the whole batch",
-            )
-        for row in own:
-            _require_fitting(row, _sample(row), conditions, digest)
+        prompt_tokens = len(_numbers(own[0], "prompt_token_ids", np.dtype(np.int32)))
+        longest = max(longest, prompt_tokens)
+        samples = [_sample(row) for row in own]
+        if conditions is not None:
+            _require_group(own, prompt_tokens, conditions)
+            for row, sample in zip(own, samples, strict=True):
+                _require_fitting(row, sample, conditions)
     return Judged(np.array([*starts, len(rows)], np.int64), longest)
 
 
@@ -159,7 +188,23 @@ def _group_of(row: Row) -> str:
     return _text(row, "group_id")
 
 
-def _require_fitting(row: Row, sample: RecordedSample, conditions: Conditions, digest: str) -> None:
+def _require_group(rows: Sequence[Row], prompt_tokens: int, conditions: Conditions) -> None:
+    if prompt_tokens > conditions.max_prompt_tokens:
+        raise InvalidConfig(
+            f"the prompt has {prompt_tokens} tokens, more than data.max_prompt_tokens",
+            where=rows[0].where,
+            next_step=f"set data.max_prompt_tokens to {prompt_tokens} or more",
+        )
+    if len(rows) < conditions.least_samples:
+        raise InvalidConfig(
+            f"the group has {len(rows)} sample(s)",
+            where=rows[0].where,
+            why=f"the algorithm compares {conditions.least_samples} samples of a prompt or more",
+            next_step="leave the group out, or take an advantage that compares over the whole batch",
+        )
+
+
+def _require_fitting(row: Row, sample: RecordedSample, conditions: Conditions) -> None:
     drawn_at, of = row.values.get("temperature"), row.values.get("tokenizer")
     if drawn_at is not None and abs(drawn_at - conditions.temperature) > 1e-6:
         raise InvalidConfig(
@@ -167,7 +212,7 @@ def _require_fitting(row: Row, sample: RecordedSample, conditions: Conditions, d
             where=row.where,
             next_step=f"set rollout.sampling.temperature to {drawn_at:g}",
         )
-    if of and of != digest:
+    if of and of != conditions.tokenizer:
         raise InvalidConfig(
             "the sample has tokens of another tokenizer than that of the stack's model",
             where=row.where,

@@ -8,13 +8,16 @@ docs/offline.md describes every column, and SCHEMA is what this release writes. 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flotilla_coordinator.ledger.verdicts import named_parts
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
+from flotilla_coordinator.rollouts.episodes import ENVIRONMENT
+from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.disk import names_full_disk
 from flotilla_core.version import Version
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FOLDER = "rollouts"
+ROWS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class RolloutRecord:
 
     folder: Path
     run_id: str
-    temperature: float | None
-    """The temperature of all samples; None where each may have its own."""
+    temperature: float
+    """The temperature of all samples."""
     tokenizer: str
     """The digest of the tokenizer whose tokens they are."""
 
@@ -63,13 +67,56 @@ class RolloutRecord:
             "prompt": group.prompt_text,
             "prompt_token_ids": group.prompt_token_ids,
             "answer": group.answer,
-            "info": json.dumps(group.info, ensure_ascii=False),
+            **{
+                name: json.dumps(getattr(group, name), ensure_ascii=False)
+                for name in ("info", "chat", "answer_column")
+            },
             "trained_version": str(version),
             "temperature": self.temperature,
             "tokenizer": self.tokenizer,
         }
         for sample in group.samples:
             yield of_group | _columns(sample)
+
+
+def rewarded(row: Mapping[str, Any], outcome: Outcome) -> dict[str, Any] | None:
+    """Return a recorded row with the reward of other terms; None where they give none.
+
+    What the environment of an episode gave is added as it was. A greedy response has no reward of these terms.
+    """
+    if outcome.total is None:
+        return None
+    own = [part for part in row.get("reward_parts") or () if _is_of_environment(part["reward"])]
+    given = sum(part["value"] for part in own if part["reward"] == ENVIRONMENT)
+    parts = [{"reward": name, "value": value} for name, value in named_parts(outcome.verdicts)]
+    return {
+        **row,
+        "reward": outcome.total + given,
+        "reward_parts": [*own, *parts],
+        "reward_terms": outcome.terms,
+        "greedy_reward": None,
+    }
+
+
+def _is_of_environment(name: str) -> bool:
+    return name == ENVIRONMENT or name.startswith(f"{ENVIRONMENT}[")
+
+
+def write_rescored(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows of a record, a part of them at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    partial = path.with_name(f".{path.name}.partial")
+    with names_full_disk("the record cannot be written", path):
+        try:
+            with pq.ParquetWriter(partial, schema(), compression="zstd") as writer:
+                remaining = iter(rows)
+                while part := list(islice(remaining, ROWS_AT_ONCE)):
+                    writer.write_table(pa.Table.from_pylist(part, schema()))
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _columns(sample: RolloutSample) -> dict[str, Any]:
@@ -140,6 +187,8 @@ def schema() -> pa.Schema:
             ("truncated", pa.bool_()),
             ("answer", pa.string()),
             ("info", pa.string()),
+            ("chat", pa.string()),
+            ("answer_column", pa.string()),
             ("ending", pa.string()),
             ("turns", pa.int32()),
             ("turn_rewards", pa.list_(pa.float64())),

@@ -21,6 +21,7 @@ from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core import ids
 from flotilla_core.config import RunConfig
 from flotilla_core.version import Version
+from flotilla_data.chats import Messages
 
 
 @dataclass
@@ -117,6 +118,10 @@ class RolloutGroup:
     answer: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     """The other columns of its prompt's row."""
+    chat: Messages = field(default_factory=list)
+    """The messages of its prompt, where it is a chat."""
+    answer_column: dict[str, Any] = field(default_factory=dict)
+    """The answer as the row has it, under the name of its column."""
 
     @property
     def nbytes(self) -> int:
@@ -253,6 +258,8 @@ def recorded_group(run_id: str, prompt: Prompt) -> RolloutGroup:
         data_set=prompt.data_set,
         answer=prompt.answer,
         info=prompt.info,
+        chat=prompt.chat,
+        answer_column=prompt.answer_column,
     )
 
 

@@ -32,7 +32,7 @@ FORKED = "forked"
 
 @dataclass(frozen=True)
 class Forked:
-    """What a new run continues from, and what it begins anew."""
+    """The parts that a new run continues from, and those that it begins anew."""
 
     source: Path
     """The checkpoint."""

@@ -341,9 +341,8 @@ class RunWiring:
         rollout = self._config.rollout
         if not rollout.record:
             return None
-        # A client may sample each prompt in its own way.
-        temperature = None if self._config.loop == "client" else rollout.sampling.temperature
-        return RolloutRecord(directory.path / FOLDER, self._run_id, temperature, tokenizer.digest)
+        place, temperature = directory.path / FOLDER, rollout.sampling.temperature
+        return RolloutRecord(place, self._run_id, temperature, tokenizer.digest)
 
     def _reward_models_of(self, sessions: Mapping[str, RewardModelSession]) -> dict[str, RewardModel]:
         """Load the tokenizer of each reward model."""
