@@ -95,3 +95,24 @@ def test_the_plan_of_a_run_on_a_record_says_what_it_trains(
     assert "recorded samples" in lines["step"]["explanation"]
     assert "are learned" in lines["first row"]["value"]
     assert any("recorded samples come from another policy" in text for text in plan["warnings"])
+
+
+def test_samples_of_a_model_are_recorded_without_a_trainer_and_equal_those_of_a_run(
+    fleet: Stack, recording: Path, arithmetic: Path, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    file, folder = written(tmp_path, tiny_run("drawn", 2)), tmp_path / "drawn"
+    found = fleet.ok("record", str(arithmetic / "model"), str(file), "-o", str(folder))
+    assert (found["steps"], found["samples"]) == (2, 8)
+    drawn, trained = (
+        pq.read_table(place / "step-000000.parquet").to_pylist() for place in (folder, recording)
+    )
+    for one, other in zip(drawn, trained, strict=True):
+        for column in ("prompt_token_ids", "token_ids", "logprobs", "reward", "reward_terms", "answer"):
+            assert one[column] == other[column]
+    assert not any("drawn" in path.name for path in recording.parents[1].iterdir())
+    # A second call draws what is missing alone.
+    assert fleet.ok("record", str(arithmetic / "model"), str(file), "-o", str(folder))["steps"] == 0
+    later = written(tmp_path, later_run(tiny_run, folder) | {"name": "after", "steps": 1})
+    assert fleet.run(later)["state"] == "succeeded"
+    refused = fleet.flotilla("record", str(arithmetic / "model"), str(later), "-o", str(folder))
+    assert refused.code == 2 and "its samples are recorded already" in refused.err

@@ -39,6 +39,10 @@ class RolloutRecord:
     tokenizer: str
     """The digest of the tokenizer whose tokens they are."""
 
+    def path_of(self, step: int) -> Path:
+        """Return the file of a step."""
+        return self.folder / f"step-{step:06d}.parquet"
+
     def write(self, batch: Batch, version: Version) -> Path | None:
         """Write the samples of a batch that trains `version`; None where it has none."""
         rows = [row for group in batch.groups for row in self._rows(batch.step, group, version)]
@@ -47,10 +51,10 @@ class RolloutRecord:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path = self.folder / f"step-{batch.step:06d}.parquet"
+        path = self.path_of(batch.step)
         partial = path.with_name(f".{path.name}.partial")
         with names_full_disk("the rollouts cannot be written", path):
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 pq.write_table(pa.Table.from_pylist(rows, schema()), partial, compression="zstd")
                 partial.replace(path)
