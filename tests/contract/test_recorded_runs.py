@@ -48,6 +48,18 @@ def test_a_record_holds_every_sample_that_was_trained(fleet: Stack, recording: P
         assert [span["version"] for span in row["versions"]] == one["policy_versions"]
 
 
+def test_recorded_samples_are_written_as_traces(fleet: Stack, recording: Path, tmp_path: Path) -> None:
+    file = tmp_path / "traces.jsonl"
+    run_id = recording.parent.name
+    found = fleet.ok("samples", run_id, "--step", "1", "--to", "trace", "-o", str(file))
+    assert (found["rows"], found["prompts"], found["left_out"]) == (4, 2, {})
+    rows = pq.read_table(recording / "step-000001.parquet").to_pylist()
+    for line, row in zip(map(json.loads, file.read_text().splitlines()), rows, strict=True):
+        (turn,) = line["turns"]
+        assert turn["completion_token_ids"] == row["token_ids"] and turn["per_token_logps"] == row["logprobs"]
+        assert turn["prompt_token_ids"] == row["prompt_token_ids"]
+
+
 def test_a_run_on_a_record_needs_neither_generator_nor_reward(
     fleet: Stack, recording: Path, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
