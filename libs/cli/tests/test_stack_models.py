@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla_cli import evaluate
+from flotilla_cli import own_fleet
 from flotilla_cli.config import paths_of_stack
 from flotilla_cli.stack_checks import stack_checks
 from flotilla_core.config import StackConfig, dump_yaml, load_text
@@ -47,6 +47,6 @@ def test_the_fleet_of_an_evaluation_has_no_trainer_to_sleep_for(
     stack = StackConfig.model_validate(
         {"model": model, "placement": "colocated", "state_dir": tmp_path / "state", "generator": generator}
     )
-    fleet = evaluate.fleet_for(stack, evaluate.Subject(model, "run", Version(0, 1), ""))
+    fleet = own_fleet.fleet_for(stack, own_fleet.Subject(model, "run", Version(0, 1), ""), "eval")
     assert load_text(StackConfig, dump_yaml(fleet)) == fleet, "as the launcher reads it"
     assert not fleet.generator.sleep_while_training

@@ -6,43 +6,38 @@ process of its own that ends with the command.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import yaml
-from google.protobuf.json_format import MessageToDict, MessageToJson, Parse, ParseDict
+from google.protobuf.json_format import MessageToDict, Parse, ParseDict
 
 from flotilla.common.v1.chat_pb2 import Message, ToolCall
-from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.common.v1.registration_pb2 import SERVICE_KIND_ENVIRONMENT
 from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla.environment.v1.environment_pb2_grpc import EnvironmentServiceStub
+from flotilla_cli.env_replay import replay
+from flotilla_cli.env_trial import TRIAL, is_installed, line_of, played
 from flotilla_cli.options import RUN_FAILED, Coordinator, Json, Stack, wait
 from flotilla_cli.output import asked_line, print_json, print_line, print_table, say
 from flotilla_cli.services import find_services
 from flotilla_cli.stack import load_stack, stack_paths
 from flotilla_core import rpc
 from flotilla_core.config.model import function_path
-from flotilla_core.errors import FailedPrecondition, Internal, InvalidRequest, Unavailable, error_of
+from flotilla_core.errors import Internal, InvalidRequest, Unavailable
 from flotilla_core.findings import found_of
-from flotilla_core.log_files import line_text
 from flotilla_data.rows import open_rows, parts
 from flotilla_launch.state import is_up
 
 app = typer.Typer(help="Environments that a run may name.", no_args_is_help=True)
+app.command()(replay)
 
 _LIST_S = 10.0
-_TRIAL = "flotilla_environment.trial"
-_MOST_PRINTED = 1 << 20
-"""The bytes that are shown of what an environment prints."""
 
 
 @app.command("list")
@@ -54,7 +49,7 @@ def list_(stack: Stack = None, coordinator: Coordinator = None, as_json: Json = 
     try:
         found = wait(_ask(stack, coordinator))
     except Unavailable:
-        if coordinator is not None or is_up(stack_paths(stack)) or not _is_installed():
+        if coordinator is not None or is_up(stack_paths(stack)) or not is_installed():
             raise
         say("no fleet is running: these are the environments that are installed here")
         found = [_described(info) for info in _installed()]
@@ -99,14 +94,10 @@ def _described(info: pb.EnvironmentInfo) -> dict[str, Any]:
     }
 
 
-def _is_installed() -> bool:
-    return importlib.util.find_spec(_TRIAL.partition(".")[0]) is not None
-
-
 def _installed() -> list[pb.EnvironmentInfo]:
     """Return the environments that an environment service of this host would have."""
     listed = subprocess.run(
-        [sys.executable, "-m", _TRIAL, "list"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", TRIAL, "list"], capture_output=True, text=True, check=False
     )
     if listed.returncode:
         raise Internal("the environments cannot be listed", why=listed.stderr[-2000:])
@@ -160,12 +151,10 @@ def test(
     values = _row(data, row) if data is not None else {"prompt": prompt, "answer": answer}
     _fill(start, values)
     lines = _by_hand() if answers is None else iter(answers.read_text("utf-8").splitlines())
-    said: list[dict[str, Any]] = []
-    ended = _played(
-        start, load_stack(stack).environment.isolation.model_dump_json(), lines, said, quiet=as_json
-    )
+    conversation = _Conversation(lines, quiet=as_json)
+    ended = played(start, load_stack(stack).environment.isolation.model_dump_json(), conversation.reply)
     if as_json:
-        print_json({"messages": said, **MessageToDict(ended, preserving_proto_field_name=True)})
+        print_json({"messages": conversation.said, **MessageToDict(ended, preserving_proto_field_name=True)})
     else:
         _print_end(ended)
     if ended.HasField("failure"):
@@ -214,67 +203,33 @@ def _by_hand() -> Iterator[str]:
     say("")
 
 
-def _played(
-    start: pb.EpisodeStart, isolation: str, answers: Iterator[str], said: list[dict[str, Any]], *, quiet: bool
-) -> pb.EpisodeEnded:
-    """Return the end of an episode that a process plays; `said` gets its messages."""
-    if not _is_installed():
-        raise FailedPrecondition(
-            "the environment service is not installed here", next_step="pip install flotilla-environment"
-        )
-    with tempfile.TemporaryFile() as printed:
-        trial = subprocess.Popen(
-            [sys.executable, "-m", _TRIAL, isolation],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=printed,
-            text=True,
-            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-        )
-        with trial:
-            assert trial.stdin is not None and trial.stdout is not None
-            _tell(trial.stdin, pb.RunEpisodeRequest(start=start))
-            ended = _turns(trial.stdin, trial.stdout, answers, said, quiet=quiet)
-        _say_printed(printed)
-    if isinstance(ended, Finding):
-        raise error_of(ended)
-    if ended is None:
-        raise Internal("the trial ended early", why=f"its process ended with code {trial.returncode}")
-    return ended
+class _Conversation:
+    """Answers an environment by the lines of a user, and shows what both say."""
 
+    def __init__(self, answers: Iterator[str], *, quiet: bool) -> None:
+        self.said: list[dict[str, Any]] = []
+        self._answers = answers
+        self._quiet = quiet
+        self._shown_tools = quiet
 
-def _turns(
-    asks: IO[str], hears: IO[str], answers: Iterator[str], said: list[dict[str, Any]], *, quiet: bool
-) -> pb.EpisodeEnded | Finding | None:
-    shown_tools = False
-    for line in hears:
-        if "what" in json.loads(line):
-            return Parse(line, Finding())
-        response = Parse(line, pb.RunEpisodeResponse())
-        if response.HasField("ended"):
-            return response.ended
-        if not response.HasField("asked"):
-            continue
-        if response.asked.tools and not (quiet or shown_tools):
-            print_line(
-                f"tools: {', '.join(json.loads(tool.function)['name'] for tool in response.asked.tools)}"
-            )
-            shown_tools = True
-        for message in response.asked.messages:
-            _show(message, said, quiet=quiet)
-        text = next(answers, None)
+    def reply(self, asked: pb.TurnAsked) -> pb.RunEpisodeRequest:
+        """Return the next answer, or the end of the episode where there is none."""
+        if asked.tools and not self._shown_tools:
+            print_line(f"tools: {', '.join(json.loads(tool.function)['name'] for tool in asked.tools)}")
+            self._shown_tools = True
+        for message in asked.messages:
+            self._show(message)
+        text = next(self._answers, None)
         if text is None:
-            _tell(asks, pb.RunEpisodeRequest(stop=pb.EpisodeStop(ending=pb.ENDING_MAX_TURNS)))
-            continue
+            return pb.RunEpisodeRequest(stop=pb.EpisodeStop(ending=pb.ENDING_MAX_TURNS))
         message = _answer(text)
-        _show(message, said, quiet=quiet)
-        _tell(asks, pb.RunEpisodeRequest(written=pb.TurnWritten(message=message, finish=pb.TURN_FINISH_STOP)))
-    return None
+        self._show(message)
+        return pb.RunEpisodeRequest(written=pb.TurnWritten(message=message, finish=pb.TURN_FINISH_STOP))
 
-
-def _tell(asks: IO[str], request: pb.RunEpisodeRequest) -> None:
-    asks.write(MessageToJson(request, indent=None) + "\n")
-    asks.flush()
+    def _show(self, message: Message) -> None:
+        self.said.append(MessageToDict(message, preserving_proto_field_name=True))
+        if not self._quiet:
+            print_line(line_of(message))
 
 
 def _answer(text: str) -> Message:
@@ -292,24 +247,6 @@ def _answer(text: str) -> Message:
         return message
     message.content = ""
     return message
-
-
-def _show(message: Message, said: list[dict[str, Any]], *, quiet: bool) -> None:
-    said.append(MessageToDict(message, preserving_proto_field_name=True))
-    if not quiet:
-        calls = [f"{call.name}({call.arguments})" for call in message.tool_calls]
-        print_line(f"{message.role}: {' '.join([message.content, *calls]).strip()}")
-
-
-def _say_printed(printed: IO[bytes]) -> None:
-    """Print what the code of a user printed: up to a limit, as text that no terminal obeys."""
-    printed.seek(0, os.SEEK_END)
-    more = printed.tell() - _MOST_PRINTED
-    printed.seek(0)
-    for line in printed.read(_MOST_PRINTED).splitlines():
-        say(line_text(line))
-    if more > 0:
-        say(f"... and {more:,} bytes more, which are not shown")
 
 
 def _print_end(ended: pb.EpisodeEnded) -> None:

@@ -87,6 +87,11 @@ ENTRIES = (
         "Evaluate a model, a checkpoint or a run on held-out data, by a fleet of its own without a trainer.",
     ),
     Entry(
+        "record",
+        "record:record",
+        "Draw samples of a model, a checkpoint or a run and record them, by a fleet of its own without a trainer.",
+    ),
+    Entry(
         "timeline",
         "timeline:timeline",
         "Write the timeline of a run; also works when the coordinator is down or was killed.",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -324,6 +324,53 @@ def resume(
     else:
         waits = f"is still paused: {found.reason}" if state_name(found) == "paused" else "continues"
         say(f"run {found.run_id} {waits}\nnext: flotilla run watch {found.run_id}")
+
+
+@app.command()
+def fork(
+    run: RunId,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings to change, by key.path.", autocompletion=complete_setting
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option("--from", metavar="NAME", show_default="the newest", help='A checkpoint, or "best".'),
+    ] = "",
+    fresh_optimizer: Annotated[
+        bool, typer.Option("--fresh-optimizer", help="Begin without the optimizer's moments.")
+    ] = False,
+    follow: Annotated[bool, typer.Option("--wait", help="Follow the run until it ends.")] = False,
+    stack: Stack = None,
+    coordinator: Coordinator = None,
+    as_json: Json = False,
+) -> None:
+    """Start a run from a checkpoint of another one, with changed settings, and show what changed."""
+    from flotilla_coordinator.views.metrics import settings_that_differ
+
+    async def begin(client: Client) -> tuple[Run, list[tuple[str, Any, Any]], list[str]]:
+        source = await client.get_run_and_config(run)
+        started = await client.fork_run(
+            source.run.run_id, overrides or (), checkpoint=checkpoint, fresh_optimizer=fresh_optimizer
+        )
+        found = await client.get_run_and_config(started.run_id)
+        before, after = (read_values(one.config_yaml, "run") for one in (source, found))
+        said = [] if follow else await remarks(client, started.run_id)
+        return started, settings_that_differ(before, after), said
+
+    started, changed, said = call(begin, stack, coordinator)
+    shown = [f"{key}: {before} -> {after}" for key, before, after in changed] or ["no setting changed"]
+    if follow:
+        say("\n".join([f"run {started.run_id} started; its files: {started.directory}", *shown]))
+        stay_with(started.run_id, stack, coordinator, as_json=as_json)
+    elif as_json:
+        settings = [{"key": key, "from": before, "to": after} for key, before, after in changed]
+        print_json(run_json(started) | {"settings": settings})
+    else:
+        print_line(started.run_id)
+        say("\n".join([*shown, *said, f"next: flotilla run watch {started.run_id}"]))
 
 
 @app.command()

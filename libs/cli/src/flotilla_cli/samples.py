@@ -140,7 +140,8 @@ def samples(
     to: Annotated[
         Kind | None,
         typer.Option(
-            "--to", help="Write training data instead: answers for sft, or pairs for dpo and reward_model."
+            "--to",
+            help="Write a file instead: answers for sft, pairs for dpo and reward_model, or OpenEnv's traces.",
         ),
     ] = None,
     output: Annotated[
@@ -180,6 +181,8 @@ def samples(
     _require_fitting(evaluation=evaluation, state=state, held_out=held_out)
     if parquet is not None and to is not None:
         raise InvalidRequest("--to and --parquet write different files", where="--parquet with --to")
+    if evaluation and to is Kind.TRACE:
+        raise InvalidRequest("evaluations record no tokens", where="--evaluation with --to trace")
     rows = training_file(to, output, force=force, at_least=at_least, best=best, margin=margin)
     written = rows is not None or parquet is not None
     wanted = Filter(
@@ -194,7 +197,8 @@ def samples(
         )
     run_id = of_run.run.run_id
     if rows is not None:
-        rows.write(run_id, _config_of(of_run), shown, stack, as_json=as_json)
+        directory = Path(of_run.run.directory)
+        rows.write(run_id, _config_of(of_run), shown, stack, directory, as_json=as_json)
     elif parquet is not None:
         _write_parquet(parquet, run_id, shown, as_json=as_json)
     elif as_json:
@@ -259,13 +263,14 @@ def _config_of(of_run: GetRunResponse) -> RunConfig | None:
 
 
 def _why_none(of_run: GetRunResponse) -> str:
-    """Say of a run that learns from the answers of its data what to look at; nothing of one that draws samples."""
+    """Say of a run that learns from what its data brings what to look at; nothing of one that draws samples."""
     run_id, config = of_run.run.run_id, _config_of(of_run)
-    if config is None or not (config.learns_from_pairs or config.algorithm.type == "sft"):
+    if config is None or config.draws_samples or config.loop == "client":
         return ""
+    given = "recorded samples" if config.data.recorded else "answers"
     answers = f", and flotilla samples {run_id} --evaluation its answers to held-out prompts"
     return (
-        f"run {run_id} draws no samples: {config.algorithm.type} learns from the answers of its data. "
+        f"run {run_id} draws no samples: {config.algorithm.type} learns from the {given} of its data. "
         "flotilla run plan shows what it learns of the first row, and flotilla run show its metrics"
         + (answers if config.evaluates_answers else "")
     )

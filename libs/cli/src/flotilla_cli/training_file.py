@@ -5,6 +5,7 @@ Invariant: a file is whole or not there, and one that exists is overwritten by -
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,15 @@ from flotilla_core.model_folder import model_folder
 if TYPE_CHECKING:
     from flotilla_cli.training_rows import TrainingRows
 
+NOT_RECORDED = "they were not trained, so they are not recorded"
+
 
 class Kind(StrEnum):
     """Kinds of rows that `--to` makes of samples."""
 
     SFT = "sft"
     PAIRS = "pairs"
+    TRACE = "trace"
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,14 @@ class TrainingFile:
         config: RunConfig | None,
         samples: Sequence[Mapping[str, Any]],
         stack: str | None,
+        directory: Path,
         *,
         as_json: bool,
     ) -> None:
         """Write the rows of samples; raise where there is none."""
+        if self.kind is Kind.TRACE:
+            self._write_traces(run_id, samples, directory, as_json=as_json)
+            return
         # A command that only shows samples needs no package of the coordinator.
         from flotilla_cli.training_rows import Choice, training_rows
         from flotilla_data.tokenizer import Tokenizer
@@ -72,6 +80,38 @@ class TrainingFile:
         make_folder_of(self.path)
         write_atomically(self.path, made.text())
         self._say(run_id, made, config, as_json=as_json)
+
+    def _write_traces(
+        self, run_id: str, samples: Sequence[Mapping[str, Any]], directory: Path, *, as_json: bool
+    ) -> None:
+        """Write what the run recorded of the samples."""
+        from flotilla_coordinator.records.rollouts import FOLDER
+        from flotilla_coordinator.records.traces import traces
+
+        record = directory / FOLDER
+        if not record.is_dir():
+            raise NotFound(
+                f"run {run_id} recorded no samples",
+                where=str(record),
+                next_step="runs with rollout.record do",
+            )
+        found = dict(traces(record, {str(sample["sample_id"]) for sample in samples}))
+        if not found:
+            raise NotFound(f"no such sample of run {run_id} is recorded", where=str(record))
+        make_folder_of(self.path)
+        write_atomically(
+            self.path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in found.values())
+        )
+        missing = len(samples) - len(found)
+        if as_json:
+            groups = {name.rpartition("/")[0] for name in found}
+            left_out = {NOT_RECORDED: missing} if missing else {}
+            about = {"run_id": run_id, "file": str(self.path), "to": self.kind.value, "rows": len(found)}
+            print_json(about | {"prompts": len(groups), "left_out": left_out})
+            return
+        print_line(f"{self.path}: {len(found)} traces of samples of run {run_id}")
+        if missing:
+            say(f"{missing} samples have no trace: {NOT_RECORDED}")
 
     def _way(self, made: TrainingRows, at_least: float) -> str:
         best = made.best_reward

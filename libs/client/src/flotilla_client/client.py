@@ -83,6 +83,24 @@ class Client:
         request = pb.StartRunRequest(request_id=new_request_id(), config_yaml=resolve_run(files, overrides))
         return (await rpc.unary(self._stub.StartRun, request, timeout_s=_CALL_S)).run
 
+    async def fork_run(
+        self,
+        run_id: str = "latest",
+        overrides: Sequence[str] = (),
+        *,
+        checkpoint: str = "",
+        fresh_optimizer: bool = False,
+    ) -> Run:
+        """Start a run from a checkpoint of another one: the named one, "best", or the newest.
+
+        Its settings are those of the other run with `overrides`. Another `algorithm.type` brings its own preset.
+        """
+        source = await self.get_run_and_config(run_id)
+        forked = pb.Fork(run_id=source.run.run_id, checkpoint=checkpoint, fresh_optimizer=fresh_optimizer)
+        text = forked_config(source.config_yaml, f"run {source.run.run_id}", overrides)
+        request = pb.StartRunRequest(request_id=new_request_id(), config_yaml=text, fork=forked)
+        return (await rpc.unary(self._stub.StartRun, request, timeout_s=_CALL_S)).run
+
     async def open_loop(self, files: RunFiles, overrides: Sequence[str] = ()) -> Loop:
         """Start a run whose steps are made here, and return when it takes calls."""
         run = await self.start_run(files, [*overrides, "loop=client"])
@@ -230,3 +248,13 @@ def resolve_run(files: RunFiles, overrides: Sequence[str] = ()) -> str:
     """One run configuration, as YAML: files merged left to right, overrides applied, paths absolute."""
     paths = [files] if isinstance(files, str | Path) else list(files)
     return config.dump_yaml(config.load(config.RunConfig, paths, overrides, resolve_paths=True))
+
+
+def forked_config(text: str, source: str, overrides: Sequence[str]) -> str:
+    """Return the configuration of a run with overrides, whose paths start at the current folder."""
+    if any(one.partition("=")[0].strip() == "algorithm.type" for one in overrides):
+        # The sections of the other algorithm are written out, and none of them is asked for.
+        overrides = ["algorithm={}", *overrides]
+    return config.dump_yaml(
+        config.load_text(config.RunConfig, text, source=source, overrides=overrides, resolve_paths=True)
+    )

@@ -48,6 +48,22 @@ class SyncClient(WaitingClient):
         """Returns as soon as the run is admitted."""
         return self._wait(self._client.start_run(files, overrides))
 
+    def fork_run(
+        self,
+        run_id: str = "latest",
+        overrides: Sequence[str] = (),
+        *,
+        checkpoint: str = "",
+        fresh_optimizer: bool = False,
+    ) -> Run:
+        """Start a run from a checkpoint of another one: the named one, "best", or the newest.
+
+        Its settings are those of the other run with `overrides`. Another `algorithm.type` brings its own preset.
+        """
+        return self._wait(
+            self._client.fork_run(run_id, overrides, checkpoint=checkpoint, fresh_optimizer=fresh_optimizer)
+        )
+
     def open_loop(self, files: RunFiles, overrides: Sequence[str] = ()) -> SyncLoop:
         """Start a run whose steps are made here, and return when it takes calls."""
         return self._synchronous(self._wait(self._client.open_loop(files, overrides)))

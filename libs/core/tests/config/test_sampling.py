@@ -212,3 +212,38 @@ def test_rewards_get_a_text_up_to_the_end_of_the_first_text_that_ended_it() -> N
     assert sampling.stop_token_ids == (7,)
     assert sampling.shown("4</answer>\n") == "4</answer>" and sampling.shown("4 END. 5</answer>") == "4 END"
     assert sampling.shown("cut off at") == "cut off at"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rollout: {max_staleness: 1}", "rollout.max_staleness is about samples that are drawn"),
+        ("rollout: {dynamic_sampling: {}}", "rollout.dynamic_sampling is about samples that are drawn"),
+        ("rollout: {record: true}", "rollout.record is about samples that are drawn"),
+        ("algorithm: {type: sft}", "algorithm.type sft learns from given answers"),
+        ("loop: client", "loop: client leaves the samples to the client"),
+        ("algorithm: {correction: {staleness_decay: 0.9}}", "staleness_decay counts the updates"),
+        ("algorithm: {correction: {proximal: interpolated}}", "proximal interpolated counts the updates"),
+        ("algorithm: {type: gdpo}", "algorithm.advantage.weights is empty"),
+    ],
+)
+def test_a_setting_that_recorded_samples_have_no_use_for_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        load_text(RunConfig, f"{RUN}data: {{train: /x, recorded: true}}\n{text}\n", source="run.yaml")
+
+
+@pytest.mark.parametrize("text", ["loop: client", "algorithm: {type: sft}"])
+def test_only_samples_that_the_coordinator_trains_are_recorded(text: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"rollout\.record is true, and"):
+        load(f"rollout: {{record: true}}\n{text}\n")
+
+
+def test_recorded_samples_bring_their_rewards_and_need_no_generator() -> None:
+    text = "name: run\nsteps: 3\ndata: {train: /x, recorded: true}\n"
+    recorded = load_text(RunConfig, text, source="run.yaml")
+    assert not recorded.draws_samples and not recorded.needs_generators and recorded.learns_by_rewards
+    assert load_text(
+        RunConfig, f"{text}evaluation: {{data: /e.jsonl}}\nrewards: [{{reward: exact}}]\n", source=""
+    ).needs_generators
+    turns = load_text(RunConfig, f"{text}algorithm: {{type: gigpo}}\n", source="run.yaml")
+    assert turns.algorithm.type == "gigpo" and turns.environment is None

@@ -95,7 +95,7 @@ async def test_an_outcome_that_was_cut_off_hides_no_run_and_the_ledger_tells_its
 
 async def test_a_run_that_succeeded_is_not_continued(bench: Bench) -> None:
     await bench.recorded(RunState.SUCCEEDED)
-    with pytest.raises(FailedPrecondition, match=r"has succeeded.*initial_weights"):
+    with pytest.raises(FailedPrecondition, match=r"has succeeded.*flotilla run fork"):
         await bench.runs.resume(RUN, "", "r1")
     assert bench.launched == []
 

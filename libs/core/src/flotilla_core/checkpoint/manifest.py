@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flotilla_core.errors import Damaged, Mismatch
+from flotilla_core.files import write_atomically
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
@@ -62,6 +63,20 @@ class Manifest:
         manifest = cls(files)
         manifest._write(folder)
         flush_directory(folder)
+        return manifest
+
+    def renew(self, folder: Path, contents: Mapping[str, str]) -> Manifest:
+        """Seal a copy of this folder in which some files get other contents; no other file is read again.
+
+        Files are replaced, never written in place: they may be links to those of the folder that was copied.
+        """
+        for name, content in contents.items():
+            write_atomically(folder / name, content)
+        manifest = Manifest({**self.files, **{name: _flushed(folder / name) for name in contents}})
+        (folder / FILE_NAME).unlink(missing_ok=True)
+        manifest._write(folder)
+        for directory in (*(child for child in folder.rglob("*") if child.is_dir()), folder):
+            flush_directory(directory)
         return manifest
 
     @classmethod

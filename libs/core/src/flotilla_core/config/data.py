@@ -62,6 +62,8 @@ class DataConfig(ConfigModel):
     train: TrainingData
     """JSONL, JSON or Parquet file, folder, pattern such as `part-*.parquet`, `hub:owner/name`, or
     `reasoning_gym:TASK?size=500&seed=1&level=0`; or a list of several, each with `path`, `weight` and `name`."""
+    recorded: bool = False
+    """The rows of `train` are samples that a run recorded (`rollout.record`); they train in place of new ones."""
     split: str = Field(default="train", pattern=r"^[A-Za-z0-9_.-]+$")
     """Split to read where a folder or a hub name has several."""
     prompt_field: str = Field(default="prompt", min_length=1)
@@ -224,6 +226,8 @@ class RolloutConfig(ConfigModel):
     that it has; otherwise it starts again from the prompt."""
     max_reward_failure_rate: float = Field(default=0.5, ge=0, le=1)
     """Share of a step's samples that may end as a reward error or timeout; above it the run fails."""
+    record: bool = False
+    """Write the samples of each batch to `rollouts/` of the run directory, with all that training needs of them."""
     generators: int | None = Field(default=None, ge=1, le=256)
     """Maximum number of generators for the run; empty: an even share of all, which is all of them for a single run."""
     dynamic_sampling: DynamicSamplingConfig | None = None

@@ -10,6 +10,7 @@ may take is bounded by the run, whatever its environment asks for.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -297,6 +298,11 @@ class RunConfig(ConfigModel):
         return isinstance(self.algorithm, RewardModelConfig)
 
     @property
+    def draws_samples(self) -> bool:
+        """Return whether its samples come from the policy, rather than from its data."""
+        return isinstance(self.algorithm, PolicyConfig) and not self.data.recorded
+
+    @property
     def learns_by_rewards(self) -> bool:
         """Return whether samples teach nothing when their rewards are equal."""
         return isinstance(self.algorithm, PolicyConfig) and self.algorithm.needs_rewards
@@ -322,7 +328,7 @@ class RunConfig(ConfigModel):
     @property
     def needs_generators(self) -> bool:
         """Return whether the run has generators: for its samples, or for its evaluations."""
-        return isinstance(self.algorithm, PolicyConfig) or self.loop == "client" or self.evaluates_answers
+        return self.draws_samples or self.loop == "client" or self.evaluates_answers
 
     @model_validator(mode="after")
     def _has_groups_for_its_steps(self) -> RunConfig:
@@ -435,12 +441,12 @@ class RunConfig(ConfigModel):
                 )
             advantage = self.algorithm.advantage
             weights = advantage.weights if isinstance(advantage, GdpoAdvantage) else ()
-            if weights and len(weights) != len(self.rewards):
+            if weights and len(weights) != len(self.rewards) and not self.data.recorded:
                 raise ValueError(
                     f"algorithm.advantage.weights has {len(weights)} numbers, rewards has {len(self.rewards)} terms: "
                     "write one for each, or none to take their own"
                 )
-            if not self.is_rewarded and self.algorithm.needs_rewards:
+            if not self.is_rewarded and self.algorithm.needs_rewards and not self.data.recorded:
                 raise ValueError(f"rewards is empty: {name} needs at least one reward term")
             if self.rollout.dynamic_sampling is not None and not self.algorithm.needs_rewards:
                 raise ValueError(
@@ -468,7 +474,7 @@ class RunConfig(ConfigModel):
     @model_validator(mode="after")
     def _acts_where_it_samples(self) -> RunConfig:
         advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
-        if isinstance(advantage, GigpoAdvantage) and self.environment is None:
+        if isinstance(advantage, GigpoAdvantage) and self.environment is None and not self.data.recorded:
             raise ValueError(
                 "algorithm.advantage.type gigpo compares turns that were asked in the same state, which an environment "
                 "names, and environment is not set: set it, take grpo, or compute advantages in a loop of your own "
@@ -486,6 +492,48 @@ class RunConfig(ConfigModel):
         if why:
             raise ValueError(f"environment is set, and {why}: leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _learns_what_was_recorded(self) -> RunConfig:
+        if self.rollout.record and (self.loop == "client" or not isinstance(self.algorithm, PolicyConfig)):
+            why = "leaves to the client what is trained" if self.loop == "client" else "draws no samples"
+            of = "loop: client" if self.loop == "client" else f"algorithm.type {self.algorithm.type}"
+            raise ValueError(f"rollout.record is true, and {of} {why}: leave one of them out")
+        if not self.data.recorded:
+            return self
+        advantage = self.algorithm.advantage if isinstance(self.algorithm, PolicyConfig) else None
+        if isinstance(advantage, GdpoAdvantage) and not advantage.weights:
+            raise ValueError(
+                "algorithm.advantage.weights is empty, and data.recorded leaves nothing to take them from: write one "
+                "for each term of the recorded rewards"
+            )
+        for key, why in self._idle_beside_records():
+            raise ValueError(f"data.recorded is true, and {key} {why}: leave one of them out")
+        return self
+
+    def _idle_beside_records(self) -> Iterator[tuple[str, str]]:
+        """Return the settings that recorded samples have no use for, each with the reason."""
+        algorithm, rollout = self.algorithm, self.rollout
+        if not isinstance(algorithm, PolicyConfig):
+            yield f"algorithm.type {algorithm.type}", "learns from given answers, not from samples"
+            return
+        if self.loop == "client":
+            yield "loop: client", "leaves the samples to the client"
+        for key in ("max_staleness", "over_issue", "dynamic_sampling", "resume_partial", "record"):
+            if getattr(rollout, key):
+                yield f"rollout.{key}", "is about samples that are drawn"
+        if self.data.learns_outcomes:
+            yield "data.rest_epochs or data.curriculum", "goes by the rewards of new samples"
+        if self.data.difficulty_field:
+            yield "data.difficulty_field", "names a column of prompts"
+        if algorithm.correction.staleness_decay != 1 or algorithm.correction.proximal == "interpolated":
+            key = "staleness_decay" if algorithm.correction.staleness_decay != 1 else "proximal interpolated"
+            yield (
+                f"algorithm.correction.{key}",
+                "counts the updates since a sample was drawn, which nobody knows of recorded samples",
+            )
+        if algorithm.asked_teachers is not None and algorithm.asked_teachers.teacher_field is not None:
+            yield "teacher_field", "names a column of prompts"
 
     @model_validator(mode="after")
     def _judges_what_it_evaluates(self) -> RunConfig:

@@ -50,7 +50,9 @@ class CoordinatorServicer(CoordinatorServiceServicer):
 
     async def StartRun(self, request: pb.StartRunRequest, context: Context) -> pb.StartRunResponse:
         """Admit a run."""
-        return pb.StartRunResponse(run=await self._runs.start(request.config_yaml, request.request_id))
+        fork = request.fork if request.HasField("fork") else None
+        run = await self._runs.start(request.config_yaml, request.request_id, fork)
+        return pb.StartRunResponse(run=run)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         """Return one run with its configuration."""

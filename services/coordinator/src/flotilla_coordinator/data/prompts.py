@@ -48,6 +48,36 @@ class Answer(NamedTuple):
     """The tokens that are learned, the others being context; None where all are."""
 
 
+class RecordedBranch(NamedTuple):
+    """A sequence of a recorded episode: its prompt, and where what follows it begins among the tokens."""
+
+    start: int
+    prompt_token_ids: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class RecordedSample:
+    """A sample that a run drew and scored, as its record has it."""
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    trained: npt.NDArray[np.bool_] | None
+    """The tokens that the policy wrote; None where it wrote all."""
+    text: str
+    reward: float
+    reward_terms: tuple[float, ...]
+    greedy_reward: float | None
+    truncated: bool
+    ending: str
+    """The end of the episode; empty for a single response."""
+    turns: int
+    turn_rewards: tuple[float, ...]
+    turn_ends: tuple[int, ...]
+    turn_states: tuple[int, ...]
+    messages: str
+    branches: tuple[RecordedBranch, ...]
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt in one epoch."""
@@ -65,12 +95,31 @@ class Prompt:
     chat needs a sequence for each turn."""
     data_set: str = ""
     """The name of its data set, where the run has several."""
+    recorded: tuple[RecordedSample, ...] = ()
+    """The samples of the prompt that a run recorded, where the data holds samples."""
     teacher: str = ""
     """The role of the teacher that scores its samples, where its row chooses one."""
     chat: Messages = field(default_factory=list)
     """The messages of the prompt, where it is a chat."""
     answer_column: dict[str, Any] = field(default_factory=dict)
     """The answer as the row has it, under the name of its column."""
+
+    @property
+    def brought(self) -> Sequence[Answer | RecordedSample]:
+        """Return what is trained and comes with the data: given answers or recorded samples."""
+        return self.given or self.recorded
+
+    @property
+    def brought_tokens(self) -> Iterator[int]:
+        """Return the tokens of each sequence that comes with the data."""
+        for one in self.brought:
+            branches = one.branches if isinstance(one, RecordedSample) else ()
+            ends = [*(branch.start for branch in branches[1:]), len(one.token_ids)]
+            prompts = [branch.prompt_token_ids for branch in branches] or [self.token_ids]
+            begin = 0
+            for prompt, end in zip(prompts, ends, strict=True):
+                yield len(prompt) + end - begin
+                begin = end
 
 
 @dataclass

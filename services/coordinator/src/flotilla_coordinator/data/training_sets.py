@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flotilla_coordinator.data.prompts import (
     Stage,
     load_prompts,
 )
+from flotilla_coordinator.data.recorded import load_recorded
 from flotilla_core.config import (
     DataConfig,
     EvaluationConfig,
@@ -161,6 +163,14 @@ def _refuse_equal(names: list[str]) -> None:
 def training_data(config: RunConfig, copies: Path | None = None) -> Load:
     """Return the reader of `data.train`; a client that makes the steps brings its pairs itself."""
     algorithm = config.algorithm
+    if isinstance(algorithm, PolicyConfig) and config.data.recorded:
+        return partial(
+            load_recorded,
+            copies=copies,
+            temperature=config.rollout.sampling.temperature,
+            least_samples=algorithm.advantage.needed_group_samples,
+            greedy=algorithm.advantage.needs_greedy_reward,
+        )
     asked = algorithm.asked_teachers if isinstance(algorithm, PolicyConfig) else None
     if asked is not None and asked.teacher_field is None:
         asked = None

@@ -6,6 +6,7 @@ Invariants: every problem is one sentence that names the key and what to do; all
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from flotilla_coordinator.plan.chapter import Entries, refusal
 from flotilla_coordinator.plan.functions import file_errors, judge_errors, trusted_warnings
@@ -38,6 +39,11 @@ def settings_chapter(config: RunConfig, stack: StackConfig) -> Entries:
 def config_errors(config: RunConfig) -> Entries:
     """Find settings that contradict each other."""
     yield from count_errors(config)
+    if config.rollout.record and find_spec("pyarrow") is None:
+        yield refusal(
+            "rollout.record writes Parquet files, and pyarrow is not installed: install the coordinator with its "
+            "extra `report`, or leave rollout.record out"
+        )
     stop, evaluation = config.stop, config.evaluation
     critic, alone = critic_of(config), critic_warmup_steps(config)
     yield from _schedule_errors("optimizer", config.optimizer, config.steps - alone)
@@ -104,7 +110,7 @@ def model_errors(
 
 def fleet_warnings(config: RunConfig, stack: StackConfig) -> Entries:
     """Warn of services that the stack does not start by itself."""
-    if not isinstance(config.algorithm, PolicyConfig) and not config.evaluates_answers:
+    if not config.draws_samples and not config.evaluates_answers:
         return
     generators = stack.generator.replicas + len(stack.generator.attach)
     if not generators:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from flotilla_coordinator.data.prompts import Prompt, PromptFile
+from flotilla_coordinator.data.prompts import Answer, Prompt, PromptFile, RecordedSample
 from flotilla_coordinator.data.training_sets import LoadedSet, data_remarks, reads_of
 from flotilla_coordinator.plan.chapter import STARTING_WEIGHTS, Entries, Line, shown_bytes
 from flotilla_coordinator.plan.gpu_memory import token_bytes
@@ -123,15 +123,16 @@ def data_lines(config: RunConfig, sets: Sequence[LoadedSet], longest: int) -> It
 def first_row_chapter(run: RunFacts) -> Entries:
     """Show what the first row teaches: its text, with what is learned between >>> and <<<."""
     (first,) = run.data.first(1)
-    several = [f" ({place} of {len(first.given)})" for place in range(1, len(first.given) + 1)]
-    names = several if len(first.given) > 1 else [""]
+    shown_first: Sequence[Answer | RecordedSample] = first.given or first.recorded[:1]
+    several = [f" ({place} of {len(shown_first)})" for place in range(1, len(shown_first) + 1)]
+    names = several if len(shown_first) > 1 else [""]
     if run.config.learns_from_pairs:
         names = [" (chosen)", " (rejected)"]
 
     def shown(tokens: np.ndarray) -> str:
         return _shortened(run.tokenizer.decode(tokens.tolist(), skip_special=False))
 
-    for name, answer in zip(names, first.given, strict=False):
+    for name, answer in zip(names, shown_first, strict=False):
         learned = np.ones(len(answer.token_ids), np.bool_) if answer.trained is None else answer.trained
         edges = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
         parts = ((learned[begin], shown(answer.token_ids[begin:end])) for begin, end in pairwise(edges))

@@ -43,6 +43,8 @@ class RunFacts:
     @property
     def given(self) -> str:
         """The kind of what the data set brings in place of samples; empty where generators make samples."""
+        if self.config.data.recorded:
+            return "recorded samples"
         if self.config.learns_from_pairs:
             return "pairs"
         return "answers" if self.config.algorithm.type == "sft" else ""
@@ -54,8 +56,8 @@ class RunFacts:
         if self.given:
             # A chat may need a sequence for each of its turns.
             first = self.data.first(COUNTED_PROMPTS)
-            brought = sum(len(prompt.given) for prompt in first) / len(first)
-            per_prompt = brought or {"pairs": 2, "answers": 1}[self.given]
+            brought = sum(len(prompt.brought) for prompt in first) / len(first)
+            per_prompt = brought or (2 if self.given == "pairs" else 1)
         return math.ceil(self.config.rollout.prompts_per_step * per_prompt)
 
     @property
@@ -81,7 +83,7 @@ class RunFacts:
 
 def longest_sequence(config: RunConfig, data: PromptFile) -> int:
     """Return the most tokens that one sequence of an update can have."""
-    if data.first(1)[0].given:
+    if data.first(1)[0].brought:
         return longest_given(data)
     if config.environment is not None:
         return config.environment.episode_tokens
@@ -89,10 +91,5 @@ def longest_sequence(config: RunConfig, data: PromptFile) -> int:
 
 
 def longest_given(data: PromptFile) -> int:
-    """Return the tokens of the longest prompt with one of its answers."""
-    return max(
-        len(prompt.token_ids) + len(answer.token_ids)
-        for chunk in data.chunks()
-        for prompt in chunk
-        for answer in prompt.given
-    )
+    """Return the tokens of the longest sequence that comes with the data: a prompt with what follows it."""
+    return max(tokens for chunk in data.chunks() for prompt in chunk for tokens in prompt.brought_tokens)

@@ -33,6 +33,12 @@ def step_chapter(run: RunFacts) -> Entries:
     if run.given:
         yield Line("step", f"{samples} sequences", f"rollout.prompts_per_step prompts with their {run.given}")
         yield from run.limit.answers_beyond(run.longest)
+        if isinstance(config.algorithm, PolicyConfig) and _trusts_old_samples(config.algorithm):
+            yield warning(
+                "recorded samples come from another policy than the one that is trained, and nothing in "
+                f"{config.algorithm.type} as it is set looks at how far apart they are: set "
+                "algorithm.correction.importance to token"
+            )
         return
     yield from canary_errors(config, run.data.kept)
     replicas = max(run.stack.generator.replicas, 1)

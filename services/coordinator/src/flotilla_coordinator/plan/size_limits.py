@@ -48,7 +48,7 @@ STATE = 4 + 8
 
 def count_errors(config: RunConfig) -> Entries:
     """Refuse too many groups and samples at one time, by the configuration alone."""
-    if config.loop == "coordinator" and not config.learns_from_pairs and config.algorithm.type != "sft":
+    if config.loop == "coordinator" and config.draws_samples:
         groups = groups_under_way(config)
         samples = groups * config.rollout.samples_per_prompt
         under_way = "would be under way at one time, and"

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 from opentelemetry.trace import SpanContext
 
-from flotilla_coordinator.data.prompts import Prompt
-from flotilla_coordinator.ledger.records import DropReason, FinishedSample
+from flotilla_coordinator.data.prompts import Prompt, RecordedSample
+from flotilla_coordinator.ledger.records import Branch, DropReason, Episode, FinishedSample
 from flotilla_coordinator.ledger.verdicts import Said, TermVerdict, part_means
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core import ids
 from flotilla_core.config import RunConfig
 from flotilla_core.version import Version
+from flotilla_data.chats import Messages
 
 
 @dataclass
@@ -117,6 +118,10 @@ class RolloutGroup:
     answer: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     """The other columns of its prompt's row."""
+    chat: Messages = field(default_factory=list)
+    """The messages of its prompt, where it is a chat."""
+    answer_column: dict[str, Any] = field(default_factory=dict)
+    """The answer as the row has it, under the name of its column."""
 
     @property
     def nbytes(self) -> int:
@@ -176,7 +181,6 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([len(sample.token_ids) for sample in samples])
     oldest = [sample.oldest_version for sample in samples]
-    staleness = np.array([version.step - v.step for v in oldest if v is not None] or [0])
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -184,9 +188,10 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
         "tokens/response_mean": float(lengths.mean()),
         "tokens/response_total": float(lengths.sum()),
         "tokens/truncated_rate": float(np.mean([sample.truncated for sample in samples])),
-        "staleness/mean": float(staleness.mean()),
-        "staleness/max": float(staleness.max()),
     }
+    # Nobody knows how old recorded samples are: the versions of another run are none of this one.
+    if ages := [version.step - one.step for one in oldest if one is not None]:
+        metrics |= {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))}
     means = part_means(sample.verdicts for sample in samples)
     metrics |= {f"reward/part/{name}": mean for name, mean in means.items()}
     greedy = [group.samples[0].greedy_reward for group in batch.groups]
@@ -197,7 +202,7 @@ def batch_metrics(batch: Batch, version: Version) -> dict[str, float]:
         metrics[f"reward/mean/{name}"] = float(np.mean([s.reward for group in own for s in group.samples]))
         metrics[f"reward/uniform_groups/{name}"] = _uniform_share(own)
         metrics[f"data/share/{name}"] = len(own) / len(batch.groups)
-    for generator, count in Counter(sample.generator for sample in samples).items():
+    for generator, count in Counter(sample.generator for sample in samples if sample.generator).items():
         metrics[f"generator/{generator}/samples"] = float(count)
     return metrics
 
@@ -221,4 +226,52 @@ def given_group(run_id: str, prompt: Prompt) -> RolloutGroup:
     ]
     return RolloutGroup(
         group_id, prompt.prompt_text, prompt.token_ids, samples, answer=prompt.answer, info=prompt.info
+    )
+
+
+def recorded_group(run_id: str, prompt: Prompt) -> RolloutGroup:
+    """Return a prompt with its recorded samples, in their order, as the samples that the trainer gets.
+
+    They have no version of this run: the trainer takes none of their tokens as written by the policy that it trains.
+    """
+    group_id = ids.group_id(run_id, prompt.epoch, prompt.index)
+    samples = [
+        RolloutSample(
+            sample_id=ids.sample_id(group_id, place),
+            token_ids=one.token_ids,
+            logprobs=one.logprobs,
+            text=one.text,
+            truncated=one.truncated,
+            reward=one.reward,
+            reward_terms=one.reward_terms,
+            greedy_reward=one.greedy_reward,
+            trained=one.trained,
+            episode=_recorded_episode(one),
+        )
+        for place, one in enumerate(prompt.recorded)
+    ]
+    return RolloutGroup(
+        group_id,
+        prompt.prompt_text,
+        prompt.token_ids,
+        samples,
+        data_set=prompt.data_set,
+        answer=prompt.answer,
+        info=prompt.info,
+        chat=prompt.chat,
+        answer_column=prompt.answer_column,
+    )
+
+
+def _recorded_episode(one: RecordedSample) -> Episode | None:
+    if not one.ending:
+        return None
+    return Episode(
+        one.ending,
+        one.turns,
+        one.turn_rewards,
+        one.messages,
+        tuple(Branch(branch.start, branch.prompt_token_ids) for branch in one.branches),
+        one.turn_ends,
+        one.turn_states,
     )

@@ -320,6 +320,8 @@ class GroupRollout:
             teacher=prompt.teacher,
             answer=prompt.answer,
             info=prompt.info,
+            chat=prompt.chat,
+            answer_column=prompt.answer_column,
         )
         trainable = [sample for sample in scored if sample.drop_reason is None]
         too_few = len(recorded) + len(trainable) < self._min_group_samples

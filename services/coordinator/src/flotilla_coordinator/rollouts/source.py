@@ -19,9 +19,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from flotilla_coordinator.data.prompt_source import PromptSource
+from flotilla_coordinator.data.prompts import Prompt
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
-from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, batch_metrics, given_group
+from flotilla_coordinator.rollouts.batch import (
+    Batch,
+    RolloutGroup,
+    batch_metrics,
+    given_group,
+    recorded_group,
+)
 from flotilla_coordinator.rollouts.group import FinishedGroup, GroupRequest, GroupRollout
 from flotilla_coordinator.rollouts.prompt_queue import GroupTask, PromptQueue
 from flotilla_coordinator.rollouts.samples import Replay
@@ -299,5 +306,21 @@ class SupervisedSource(CursorAlone):
     async def batch(self, step: int, version: Version) -> Batch:
         """Return the next prompts and their answers."""
         prompts = [self._prompts.next(step) for _ in range(self._prompts_per_step)]
-        groups = [given_group(self._run_id, prompt) for prompt in prompts]
+        groups = [self._group(prompt) for prompt in prompts]
         return Batch(step=step, groups=groups, cursor=self._prompts.cursor)
+
+    def _group(self, prompt: Prompt) -> RolloutGroup:
+        return given_group(self._run_id, prompt)
+
+
+class RecordedSource(SupervisedSource):
+    """Makes batches of groups that a run recorded, in the source's order; nothing of it enters the ledger again."""
+
+    async def batch(self, step: int, version: Version) -> Batch:
+        """Return the next groups."""
+        batch = await super().batch(step, version)
+        batch.metrics.update(batch_metrics(batch, version))
+        return batch
+
+    def _group(self, prompt: Prompt) -> RolloutGroup:
+        return recorded_group(self._run_id, prompt)

@@ -22,6 +22,7 @@ from flotilla_coordinator.fleet.run_fleet import SleepingGenerators
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import DropReason
 from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.records.rollouts import RolloutRecord
 from flotilla_coordinator.rollouts.batch import Batch, BatchSource
 from flotilla_coordinator.rollouts.episodes import EpisodeFigures
 from flotilla_coordinator.rollouts.judges import JudgeTally
@@ -106,6 +107,8 @@ class RunContext:
     reward_models: Mapping[str, RewardModel] = field(default_factory=dict)
     """The models that give rewards, by their names."""
     judges: JudgeTally = field(default_factory=JudgeTally)
+    rollouts: RolloutRecord | None = None
+    """The record of all that training needs of its samples, where the run keeps one."""
     autoscaler: Autoscaler | None = None
     pinned: PinnedEvaluation | None = None
     """The evaluation on a pinned generator, where the run has one."""
@@ -265,9 +268,15 @@ class RunContext:
             await self.disk.until_taken(
                 "samples", lambda: asyncio.to_thread(self.directory.write_samples, batch, rewards)
             )
+            await self._write_rollouts(batch, version)
         # A coordinator that dies before the end of the step leaves its metrics here, as they are by now.
         await recorded(result=result, step=step + 1, cursor=self.cursor, metrics=dict(self.metrics))
         self.steps_recorded = step + 1
+
+    async def _write_rollouts(self, batch: Batch, version: Version) -> None:
+        record = self.rollouts
+        if record is not None:
+            await self.disk.until_taken("rollouts", lambda: asyncio.to_thread(record.write, batch, version))
 
     def _record_of(
         self, batch: Batch, updates: StepUpdates, version: Version

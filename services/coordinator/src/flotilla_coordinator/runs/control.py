@@ -75,8 +75,7 @@ def changed_config(config: RunConfig, assignments: Sequence[str], steps_done: in
     if fixed := [key for key in keys if key not in LIVE_KEYS]:
         raise InvalidRequest(
             f"{', '.join(fixed)} cannot change while a run is active",
-            next_step=f"these can: {', '.join(LIVE_KEYS)}; for anything else start a new run, with initial_weights "
-            "from a checkpoint of this one",
+            next_step=f"these can: {', '.join(LIVE_KEYS)}; for anything else fork the run: flotilla run fork",
         )
     if "evaluation.every_steps" in keys and config.evaluation is None:
         raise InvalidRequest(

@@ -79,7 +79,7 @@ class Runs:
         """Return the plan of a run: its figures, its warnings and the reasons against it."""
         return plan_run(load_text(RunConfig, config_yaml, source="run"), self.host.stack)
 
-    async def start(self, config_yaml: str, request_id: str) -> run_pb2.Run:
+    async def start(self, config_yaml: str, request_id: str, fork: pb.Fork | None = None) -> run_pb2.Run:
         """Admit a run, or raise the reason against it; a repeated request gets the run that it started."""
         await self._recovered.wait()
 
@@ -87,7 +87,14 @@ class Runs:
             async with self.change_lock:
                 if request_id and request_id in self._started:
                     return await self.find(self._started[request_id])
-                run = self._register(await self._starter.start(config_yaml))
+                if fork is None:
+                    active = await self._starter.start(config_yaml)
+                else:
+                    source = await self.ledger.get_run(fork.run_id)
+                    active = await self._starter.fork(
+                        config_yaml, source, fork.checkpoint, fresh=fork.fresh_optimizer
+                    )
+                run = self._register(active)
                 self._started[request_id] = run.run_id
                 return run
 
@@ -339,7 +346,7 @@ def changeable(record: RunRecord, active: RunHandle | None) -> RunHandle:
         raise FailedPrecondition(
             f"run {record.run_id} has made its last step",
             why="what is left is its end: weights, evaluation, checkpoint, export",
-            next_step="to train further, start a new run with initial_weights set to its folder `model`",
+            next_step=f"to train further, fork it: flotilla run fork {record.run_id} steps=N",
         )
     if active.config.loop == "client":
         raise FailedPrecondition(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from flotilla.common.v1.finding_pb2 import SEVERITY_ERROR, Finding
@@ -27,6 +28,7 @@ from flotilla_coordinator.runs.checkpoints import BEST, CONFIGURATION, Progress,
 from flotilla_coordinator.runs.control import RunControl
 from flotilla_coordinator.runs.events import EventLog
 from flotilla_coordinator.runs.executor import RunExecutor
+from flotilla_coordinator.runs.fork import Forked
 from flotilla_coordinator.runs.resume import FROM_START, StartPoint
 from flotilla_coordinator.runs.status import RunStatus, continued_run, record_end
 from flotilla_coordinator.views.runs import interrupted_run, interruption
@@ -74,7 +76,31 @@ class RunStarter:
         """Admit a run, or raise the reason against it."""
         config, plan = await self._checked(config_yaml)
         self._fleet.require_place(ResourceRequest.of(config))
+        return await self._begun(ids.new_run_id(config.name), config, plan, config_yaml)
+
+    async def fork(self, config_yaml: str, source: RunRecord, checkpoint: str, *, fresh: bool) -> RunHandle:
+        """Admit a run that continues from a checkpoint of another one, or raise the reason against it."""
+        config, plan = await self._checked(config_yaml)
+        before = await asyncio.to_thread(
+            load_text, RunConfig, source.config_yaml, source=f"run {source.run_id}"
+        )
+        self._fleet.require_place(ResourceRequest.of(config))
+        folder = await asyncio.to_thread(_checkpoint_to_fork, source, before, checkpoint)
         run_id = ids.new_run_id(config.name)
+        forked = await asyncio.to_thread(
+            lambda: Forked.of(run_id, folder, before, config, fresh_optimizer=fresh)
+        )
+        return await self._begun(run_id, config, plan, config_yaml, forked)
+
+    async def _begun(
+        self,
+        run_id: str,
+        config: RunConfig,
+        plan: run_pb2.Plan,
+        config_yaml: str,
+        forked: Forked | None = None,
+    ) -> RunHandle:
+        """Make the records of a new run, and begin it."""
         directory = RunDirectory.create(self._host.state_dir / "runs" / run_id)
         directory.write_configuration(dump_yaml(config), self._versions())
         run = run_pb2.Run(
@@ -85,16 +111,29 @@ class RunStarter:
             directory=str(directory.path),
         )
         run.created_at.GetCurrentTime()
+        record = RunRecord(
+            run_id, config.name, RunState.RUNNING, config_yaml, str(directory.path), time.time()
+        )
+        start_point = StartPoint()
+        if forked is not None:
+            shelf = CheckpointShelf(directory.checkpoints_path)
+            await asyncio.to_thread(on_disk, shelf.path, forked.write, shelf)
+            progress = forked.progress
+            run.step = progress.steps_done
+            record = replace(
+                record, step=progress.steps_done, version=progress.version, cursor=progress.cursor
+            )
+            start_point = StartPoint(progress.version.lineage + 1, forked.source.name)
         events = EventLog(lambda event: self._publish(run_id, directory, event))
         status = RunStatus(run, events, learns_by_rewards=config.learns_by_rewards)
         active = RunHandle(run_id, RunControl(config), status, events)
-        await self._ledger.save_run(
-            RunRecord(run_id, config.name, RunState.RUNNING, config_yaml, str(directory.path), time.time())
-        )
+        await self._ledger.save_run(record)
+        if forked is not None:
+            active.status.notice(info(f"forked from {forked.source}: {forked.described}"))
         for remark in remarks(plan):
             active.status.notice(remark)
         fleet = await self._fleet.admit(run_id, ResourceRequest.of(config))
-        return self._execute(active, directory, StartPoint(), fleet)
+        return self._execute(active, directory, start_point, fleet)
 
     async def resume(self, record: RunRecord, checkpoint: str) -> RunHandle:
         """Continue a run that ended before its last step, or raise the reason against it."""
@@ -103,8 +142,7 @@ class RunStarter:
             raise FailedPrecondition(
                 f"run {run_id} has succeeded",
                 why="there is nothing to continue",
-                next_step="to train further, start a new run with initial_weights set to the folder `model` of a "
-                "checkpoint",
+                next_step=f"to train further, fork it: flotilla run fork {run_id} steps=N",
             )
         config, _ = await self._checked(record.config_yaml)
         self._fleet.require_place(ResourceRequest.of(config))
@@ -290,6 +328,22 @@ class RunStarter:
         except OSError as error:  # the ledger holds what must not be lost
             log.warning("an event was not written", run_id=run_id, error=str(error))
         self._events.publish(run_id, f"{run_id}/{event.sequence}", event.SerializeToString())
+
+
+def _checkpoint_to_fork(source: RunRecord, config: RunConfig, name: str) -> Path:
+    """Return the folder of the named checkpoint of a run, or of its newest one."""
+    directory = RunDirectory(Path(source.directory))
+    shelf = CheckpointShelf(directory.checkpoints_path)
+    if name == BEST:
+        name = named_best(directory, config.checkpoint.best_by)
+    names = shelf.names()
+    if not name and not names:
+        raise NotFound(
+            f"run {source.run_id} has no checkpoint to fork from",
+            where=str(shelf.path),
+            next_step="start a new run, or run it again with checkpoint.every_steps above 0",
+        )
+    return shelf.folder(name or names[-1])
 
 
 def _check_checkpoint(record: RunRecord, config: RunConfig, shelf: CheckpointShelf, checkpoint: str) -> None:

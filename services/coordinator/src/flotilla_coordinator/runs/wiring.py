@@ -25,6 +25,7 @@ from flotilla_coordinator.fleet.run_fleet import RunFleet, SleepingGenerators
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.plan import batching_of_run, sleeps_in
 from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.records.rollouts import FOLDER, RolloutRecord
 from flotilla_coordinator.rollouts.batch import BatchSource, RolloutSample
 from flotilla_coordinator.rollouts.environments import Environments
 from flotilla_coordinator.rollouts.episodes import Episodes
@@ -39,7 +40,7 @@ from flotilla_coordinator.rollouts.judges import (
 from flotilla_coordinator.rollouts.played_turns import TurnLog
 from flotilla_coordinator.rollouts.reward_models import RewardModel, RewardModelScorer, TermsInOrder
 from flotilla_coordinator.rollouts.scoring import RewardServiceScorer, Scorer
-from flotilla_coordinator.rollouts.source import RolloutSource, SupervisedSource
+from flotilla_coordinator.rollouts.source import RecordedSource, RolloutSource, SupervisedSource
 from flotilla_coordinator.runs.checkpoints import RunCheckpoints
 from flotilla_coordinator.runs.client.loop import ClientLoop
 from flotilla_coordinator.runs.client.sampling import ClientSampling, ClientSource
@@ -153,6 +154,7 @@ class RunWiring:
             episodes=sampler.figures if isinstance(sampler, Episodes) else None,
             reward_models=self._reward_models,
             judges=self._judges,
+            rollouts=self._record(directory, tokenizer),
             metrics=self._metrics,
             canary_figures=self._canary_figures,
             autoscaler=self._autoscaler(),
@@ -237,7 +239,7 @@ class RunWiring:
 
     def _autoscaler(self) -> Autoscaler | None:
         config = self._host.stack.autoscale
-        if config is None or not isinstance(self._config.algorithm, PolicyConfig):
+        if config is None or not self._config.draws_samples:
             return None
         wanted = self._config.rollout.generators
         if wanted is not None:  # No run would get more.
@@ -319,6 +321,8 @@ class RunWiring:
         config = self._config
         if not isinstance(config.algorithm, PolicyConfig):
             return SupervisedSource(self._run_id, prompts, config.rollout.prompts_per_step)
+        if config.data.recorded:
+            return RecordedSource(self._run_id, prompts, config.rollout.prompts_per_step)
         if config.loop == "client":
             return ClientSource(prompts)
         groups = GroupRollout(
@@ -332,6 +336,13 @@ class RunWiring:
             is_void=_void_by(sync),
         )
         return RolloutSource(self._run_id, config.rollout, config.steps, prompts, groups, self._ledger)
+
+    def _record(self, directory: RunDirectory, tokenizer: Tokenizer) -> RolloutRecord | None:
+        rollout = self._config.rollout
+        if not rollout.record:
+            return None
+        place, temperature = directory.path / FOLDER, rollout.sampling.temperature
+        return RolloutRecord(place, self._run_id, temperature, tokenizer.digest)
 
     def _reward_models_of(self, sessions: Mapping[str, RewardModelSession]) -> dict[str, RewardModel]:
         """Load the tokenizer of each reward model."""

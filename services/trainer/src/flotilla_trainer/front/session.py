@@ -238,9 +238,9 @@ class Session:
         specification = json_format.MessageToDict(self._spec, preserving_proto_field_name=True)
         return {"run_id": self.run_id, **self._progress.facts(), "specification": specification}
 
-    def continue_from(self, facts: dict[str, Any]) -> None:
+    def continue_from(self, facts: dict[str, Any], *, fresh_objective: bool = False) -> None:
         """Continue this session's lineage at the step of the checkpoint with these facts, which the ranks now hold."""
-        self._progress.continue_from(facts)
+        self._progress.continue_from(facts, fresh_objective=fresh_objective)
         self._pending.clear(forget=True)
 
     async def evaluate(self, groups: Sequence[pb.TrainGroup]) -> pb.EvaluateLossResponse:

@@ -99,12 +99,16 @@ class SessionProgress:
             **self.objective.state(),
         }
 
-    def continue_from(self, facts: dict[str, Any]) -> None:
-        """Continue this session's lineage at the step of the checkpoint with these facts."""
+    def continue_from(self, facts: dict[str, Any], *, fresh_objective: bool = False) -> None:
+        """Continue this session's lineage at the step of the checkpoint with these facts.
+
+        With `fresh_objective` the facts are of another objective, and what it adapted does not count.
+        """
         _, step = facts["policy_version"]
         self.version = Version(self.version.lineage, step)
-        self._skipped_in_row = facts["skipped_in_row"]
-        self.objective.restore(facts)
+        if not fresh_objective:
+            self._skipped_in_row = facts["skipped_in_row"]
+            self.objective.restore(facts)
 
 
 def learning_rate(optimizer: OptimizerConfig, peak: float, total_updates: int, update: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,16 @@ class RankCheckpoints:
             daemon=True,
         ).start()
 
-    def load(self, folder: Path, optimizer: PolicyOptimizer) -> None:
-        """Restore weights and moments from a checkpoint, whatever number of ranks wrote it."""
+    def load(self, folder: Path, optimizer: PolicyOptimizer, *, fresh_optimizer: bool = False) -> None:
+        """Restore weights and moments from a checkpoint, whatever number of ranks wrote it.
+
+        With `fresh_optimizer` no moment is read, and the optimizer is as before its first step.
+        """
         with telemetry.span(names.TRAINER_LOAD):
             found: dict[str, tuple[dict[str, torch.Tensor], int]] = {}
             failure: FlotillaError | None = None
             try:
-                found = self._read(folder)
+                found = self._read(folder, () if fresh_optimizer else MOMENTS)
             except FlotillaError as error:
                 failure = error
             self._model.agree(failure)
@@ -113,14 +117,14 @@ class RankCheckpoints:
         else:
             self._link.answer(report, {})
 
-    def _read(self, folder: Path) -> dict[str, tuple[dict[str, torch.Tensor], int]]:
+    def _read(self, folder: Path, moments: Sequence[str]) -> dict[str, tuple[dict[str, torch.Tensor], int]]:
         """Return this rank's rows of every tensor, and the steps that each parameter has taken."""
         found = {}
         with ShardReader(folder) as shards:
             parameters = self._model.trainable()
             kept = shards.names()
             wanted = {
-                name: [PARAMETER, *(kind for kind in MOMENTS if f"{kind}/{name}" in kept)]
+                name: [PARAMETER, *(kind for kind in moments if f"{kind}/{name}" in kept)]
                 for name in parameters
             }
             for name, kinds in wanted.items():

@@ -284,7 +284,8 @@ class RankWorker:
 
     def _load_checkpoint(self, command: Frame) -> Answer:
         _, _, optimizer = self._session()
-        self._checkpoints.load(Path(command.fields["folder"]), optimizer)
+        folder, fresh = Path(command.fields["folder"]), command.fields["fresh_optimizer"]
+        self._checkpoints.load(folder, optimizer, fresh_optimizer=fresh)
         self._drop_gradients()
         return {}, {}
 

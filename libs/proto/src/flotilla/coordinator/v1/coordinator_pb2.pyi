@@ -120,22 +120,57 @@ class StartRunRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CONFIG_YAML_FIELD_NUMBER: _builtins.int
+    FORK_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     config_yaml: _builtins.str
     """Resolved run configuration (files merged, overrides applied)."""
+    @_builtins.property
+    def fork(self) -> Global___Fork:
+        """Absent: the run begins at its start."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         config_yaml: _builtins.str = ...,
+        fork: Global___Fork | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fork", b"fork"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_yaml", b"config_yaml", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_yaml", b"config_yaml", "fork", b"fork", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartRunRequest: _TypeAlias = StartRunRequest  # noqa: Y015
+
+@_typing.final
+class Fork(_message.Message):
+    """A checkpoint of another run that a new run continues from, under its own id, with the settings of its own configuration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    FRESH_OPTIMIZER_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    checkpoint: _builtins.str
+    """Name of a checkpoint (step-000120), or "best"; empty: the newest."""
+    fresh_optimizer: _builtins.bool
+    """Begin without the optimizer's moments."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        checkpoint: _builtins.str = ...,
+        fresh_optimizer: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "fresh_optimizer", b"fresh_optimizer", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fork: _TypeAlias = Fork  # noqa: Y015
 
 @_typing.final
 class StartRunResponse(_message.Message):

@@ -1,0 +1,145 @@
+"""Makes the first checkpoint of a forked run out of a checkpoint of another one.
+
+Invariants: the run that is forked is only read. The copy has its files as hard links where both are on one disk, so it
+takes no room and outlives the original. Whatever differs from the original is inside the sealed copy: a fork that loses
+its gang before its own first checkpoint begins again in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flotilla_coordinator.data.training_sets import reads_of
+from flotilla_coordinator.runs.checkpoints import FILE_NAME, Progress
+from flotilla_coordinator.trainers.spec import critic_of, objective
+from flotilla_core.checkpoint import CheckpointShelf, Manifest
+from flotilla_core.checkpoint.manifest import FILE_NAME as MANIFEST
+from flotilla_core.config import RunConfig
+from flotilla_core.errors import InvalidConfig, NotFound
+from flotilla_core.roles import CRITIC
+from flotilla_core.version import Version
+
+TRAINER_FILE = "trainer.json"
+"""The file in which a gang keeps what it knows of its progress, beside the shards."""
+FORKED = "forked"
+"""The key in it that says what of the state a fork begins anew."""
+
+
+@dataclass(frozen=True)
+class Forked:
+    """The parts that a new run continues from, and those that it begins anew."""
+
+    source: Path
+    """The checkpoint."""
+    progress: Progress
+    """The progress of the new run."""
+    fresh_optimizer: bool
+    fresh_objective: bool
+    """True where the objective is another one, so that what it adapted or remembered does not count."""
+    fresh_data: bool
+    """True where the data is drawn from its start."""
+
+    @classmethod
+    def of(
+        cls, run_id: str, source: Path, before: RunConfig, after: RunConfig, *, fresh_optimizer: bool
+    ) -> Forked:
+        """Return what the run `after` takes from a checkpoint of `before`; raise where it cannot continue from it."""
+        progress = Progress.of(source)
+        _require_continuable(before, after, progress.steps_done)
+        fresh_data = _drawn_by(before) != _drawn_by(after)
+        return cls(
+            source,
+            Progress(
+                run_id,
+                progress.steps_done,
+                Version(0, progress.version.step),
+                None if fresh_data else progress.cursor,
+            ),
+            fresh_optimizer,
+            fresh_objective=objective(before) != objective(after),
+            fresh_data=fresh_data,
+        )
+
+    def write(self, shelf: CheckpointShelf) -> None:
+        """Write the checkpoint of the new run."""
+        name = self.source.name
+        aside = shelf.begin(name)
+        try:
+            manifest = Manifest.read(self.source)
+            for file in manifest.files:
+                _link(self.source / file, aside / file)
+            anew = {FILE_NAME: self.progress.to_bytes().decode(), TRAINER_FILE: self._facts(Path())}
+            if f"{CRITIC}/{TRAINER_FILE}" in manifest.files:
+                of_critic = Manifest.read(self.source / CRITIC)
+                of_critic.renew(aside / CRITIC, {TRAINER_FILE: self._facts(Path(CRITIC))})
+                for file in (TRAINER_FILE, MANIFEST):
+                    anew[f"{CRITIC}/{file}"] = (aside / CRITIC / file).read_text()
+            manifest.renew(aside, anew)
+            shelf.publish(name)
+        except FileNotFoundError as error:
+            raise NotFound(
+                "the checkpoint is gone",
+                where=str(self.source),
+                why=f"{error.filename} is missing; its run may have removed it for a newer one",
+                next_step="fork from another one: see `flotilla checkpoint list`",
+            ) from error
+        finally:
+            shelf.discard(name)
+
+    @property
+    def described(self) -> str:
+        """Say what is kept, for people."""
+        optimizer = "begins without moments" if self.fresh_optimizer else "keeps its moments"
+        data = "is drawn from its start" if self.fresh_data else "goes on where it was"
+        return f"the optimizer {optimizer}, the data {data}"
+
+    def _facts(self, folder: Path) -> str:
+        facts: dict[str, Any] = json.loads((self.source / folder / TRAINER_FILE).read_bytes())
+        facts[FORKED] = {"optimizer": self.fresh_optimizer, "objective": self.fresh_objective}
+        return json.dumps(facts, indent=1)
+
+
+def _require_continuable(before: RunConfig, after: RunConfig, steps_done: int) -> None:
+    """Raise where the weights of a checkpoint are none of the new run, or leave it no step."""
+    if after.steps <= steps_done:
+        raise InvalidConfig(
+            f"steps is {after.steps}, and {steps_done} steps are done at the checkpoint",
+            next_step=f"set steps to more than {steps_done}: steps are counted from the start of the first run",
+        )
+    for key in ("lora", "initial_weights"):
+        if getattr(before, key) != getattr(after, key):
+            raise InvalidConfig(
+                f"{key} is another one than that of the run that is forked",
+                why="the checkpoint holds weights that were trained from it",
+                next_step=f"leave {key} as it is, or start a new run from the checkpoint's folder `model`",
+            )
+    if before.trains_reward_model != after.trains_reward_model:
+        raise InvalidConfig(
+            "a reward model and a language model have different heads",
+            next_step="start a new run from the checkpoint's folder `model`",
+        )
+    if critic_of(after) is not None and critic_of(before) is None:
+        raise InvalidConfig(
+            "the run has a critic, and the checkpoint has none",
+            next_step="start a new run from the checkpoint's folder `model`",
+        )
+
+
+def _drawn_by(config: RunConfig) -> tuple[Any, ...]:
+    """Return what decides which prompt follows which."""
+    return config.data, config.seed, reads_of(config)
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another disk, or one without hard links
+        shutil.copyfile(source, target)

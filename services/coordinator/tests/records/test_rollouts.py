@@ -1,0 +1,184 @@
+"""What a run records of its samples trains as they did: every column that the trainer gets survives the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from flotilla.trainer.v1 import trainer_pb2 as pb
+from flotilla_coordinator.data.prompts import PromptFile
+from flotilla_coordinator.data.recorded import load_recorded
+from flotilla_coordinator.ledger.records import Branch, Episode, TokenSpan
+from flotilla_coordinator.records.rollouts import RolloutRecord, schema
+from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample, recorded_group
+from flotilla_coordinator.trainers.messages import fill
+from flotilla_core.config import DataConfig
+from flotilla_core.errors import FlotillaError, InvalidConfig
+from flotilla_core.version import Version
+
+DIGEST = "of-this-tokenizer"
+ANY: Any = SimpleNamespace(digest=DIGEST)
+
+
+def sample(name: str, tokens: int, **changes: Any) -> RolloutSample:
+    rng = np.random.default_rng(tokens)
+    return RolloutSample(
+        sample_id=name,
+        token_ids=rng.integers(0, 99, tokens).astype(np.int32),
+        logprobs=-rng.random(tokens).astype(np.float32),
+        text="a text",
+        spans=(TokenSpan(Version(1, 4), 0, tokens),),
+        **{"reward": 0.25, "reward_terms": (0.5, -0.25), "generator": "generator-0"} | changes,
+    )
+
+
+def group(name: str, samples: list[RolloutSample]) -> RolloutGroup:
+    prompt = np.arange(len(name), dtype=np.int32)
+    chat, column = [{"role": "user", "content": "7?"}], {"answer": 7}
+    rest: dict[str, Any] = {"answer": "7", "info": {"level": 3}, "chat": chat, "answer_column": column}
+    return RolloutGroup(name, "the prompt", prompt, samples, **rest)
+
+
+def episode(tokens: int) -> RolloutSample:
+    trained = np.arange(tokens) % 3 != 0
+    branches = (Branch(0, np.array([5, 6], np.int32)), Branch(4, np.array([5, 6, 7], np.int32)))
+    played = Episode("completed", 2, (0.5, 1.0), '[{"role": "user"}]', branches, (3, tokens), (-9, 1 << 62))
+    return sample("e", tokens, trained=trained, episode=played)
+
+
+BATCH = Batch(
+    4,
+    [
+        group("run/0/11", [sample("a", 5), sample("b", 1, truncated=True, greedy_reward=0.5)]),
+        group("run/0/2", [episode(9), sample("c", 3, trained=np.array([True, False, True]))]),
+    ],
+    {},
+)
+
+
+def read(folder: Path, **conditions: Any) -> PromptFile:
+    asked = {"temperature": 1.0, "least_samples": 2, "greedy": False} | conditions
+    return load_recorded(folder, DataConfig(train=folder, recorded=True), ANY, None, **asked)
+
+
+def message(found: RolloutGroup) -> pb.TrainGroup:
+    """The group as the trainer gets it, without the names and versions that another run gives it."""
+    filled = pb.TrainGroup()
+    fill(filled, found)
+    filled.group_id = ""
+    for one in filled.samples:
+        one.sample_id = ""
+        del one.version_spans[:]
+    return filled
+
+
+def test_the_trainer_gets_of_a_record_what_it_got_of_the_samples(tmp_path: Path) -> None:
+    RolloutRecord(tmp_path, "run", 1.0, DIGEST).write(BATCH, Version(1, 4))
+    file = read(tmp_path)
+    assert (file.rows, file.kept, file.longest_prompt) == (2, 2, len("run/0/11"))
+    groups = [recorded_group("other", prompt) for prompt in file.prompts]
+    assert [message(one) for one in groups] == [message(one) for one in BATCH.groups]
+    assert not any(one.spans for made in groups for one in made.samples)
+    for name in ("prompt_text", "answer", "info", "chat", "answer_column"):
+        assert [getattr(one, name) for one in groups] == [getattr(one, name) for one in BATCH.groups]
+    first, second = file.prompts
+    assert [*first.brought_tokens] == [8 + 5, 8 + 1]
+    assert [*second.brought_tokens] == [2 + 4, 3 + 5, 7 + 3]
+
+
+def test_a_file_has_the_columns_of_the_schema_and_a_row_for_each_sample(tmp_path: Path) -> None:
+    record = RolloutRecord(tmp_path, "run", 0.5, DIGEST)
+    path = record.write(BATCH, Version(1, 4))
+    assert path == tmp_path / "step-000004.parquet" and [*tmp_path.iterdir()] == [path]
+    table = pq.read_table(path)
+    assert table.schema.equals(schema()) and table.schema.metadata == schema().metadata
+    rows = table.to_pylist()
+    assert [row["sample_id"] for row in rows] == ["a", "b", "e", "c"]
+    assert rows[0]["versions"] == [{"version": "1.4", "start": 0, "end": 5}]
+    assert {row["trained_version"] for row in rows} == {"1.4"} and {row["temperature"] for row in rows} == {
+        0.5
+    }
+    assert rows[0]["ending"] is None and rows[2]["ending"] == "completed"
+
+
+def test_a_repeated_step_replaces_its_file_and_one_without_samples_writes_none(tmp_path: Path) -> None:
+    record = RolloutRecord(tmp_path, "run", 1.0, DIGEST)
+    record.write(BATCH, Version(1, 4))
+    record.write(replace(BATCH, groups=BATCH.groups[:1]), Version(2, 4))
+    assert record.write(replace(BATCH, step=5, groups=[]), Version(2, 5)) is None
+    (path,) = tmp_path.iterdir()
+    assert pq.read_table(path).num_rows == 2
+
+
+def test_every_column_of_a_sample_is_recorded_or_is_made_anew() -> None:
+    """A new field of a sample is recorded, unless other gangs fill it before an update."""
+    scored_anew = {"values", "value_after", "reference_logprobs"} | {
+        one.name for one in fields(RolloutSample) if one.name.startswith("teacher_")
+    }
+    of_this_attempt = {"instance_ids", "outcome", "played", "greedy"}
+    named_otherwise = {
+        "text": "response",
+        "spans": "versions",
+        "verdicts": "reward_parts",
+        "episode": "branches",
+    }
+    columns = set(schema().names)
+    for one in fields(RolloutSample):
+        if one.name not in scored_anew | of_this_attempt:
+            assert named_otherwise.get(one.name, one.name) in columns, one.name
+
+
+def test_json_lines_with_the_same_columns_are_a_record_too(tmp_path: Path) -> None:
+    path = RolloutRecord(tmp_path, "run", 1.0, DIGEST).write(BATCH, Version(1, 4))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in pq.read_table(path).to_pylist()))
+    of_lines, of_columns = (
+        [recorded_group("x", one) for one in read(each).prompts] for each in (lines, path)
+    )
+    assert [message(one) for one in of_lines] == [message(one) for one in of_columns]
+
+
+def without(**changes: Any) -> Callable[[RolloutSample], RolloutSample]:
+    return lambda one: replace(one, **changes)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "conditions", "said"),
+    [
+        (without(), {"temperature": 0.7}, "drawn at temperature 1, and the run computes with 0.7"),
+        (without(), {"least_samples": 3}, "the group has 2 sample(s)"),
+        (without(), {"greedy": True}, "no reward of a greedy response"),
+        (without(logprobs=None), {}, "column 'logprobs' is missing"),
+        (without(logprobs=np.zeros(2, np.float32)), {}, "5 tokens, and 2 numbers in column 'logprobs'"),
+        (without(reward=float("nan")), {}, "column 'reward' is no number"),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_is_refused_by_its_row(
+    tmp_path: Path,
+    spoil: Callable[[RolloutSample], RolloutSample],
+    conditions: dict[str, Any],
+    said: str,
+) -> None:
+    first = group("run/0/1", [spoil(sample("a", 5)), sample("b", 5)])
+    RolloutRecord(tmp_path, "run", 1.0, DIGEST).write(Batch(0, [first], {}), Version(0, 0))
+    with pytest.raises(InvalidConfig) as error:
+        read(tmp_path, **conditions)
+    assert said in str(error.value) and "step-000000.parquet, row 1" in str(error.value)
+
+
+def test_samples_of_another_tokenizer_and_rows_of_prompts_are_refused(tmp_path: Path) -> None:
+    RolloutRecord(tmp_path, "run", 1.0, "of-another").write(BATCH, Version(0, 0))
+    with pytest.raises(InvalidConfig, match="tokens of another tokenizer"):
+        read(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    with pytest.raises(FlotillaError, match=r"no recorded sample.*column 'group_id' is missing"):
+        read(prompts)
