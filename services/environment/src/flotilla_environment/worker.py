@@ -239,7 +239,7 @@ def _text_of(value: object) -> str:
     """Return an object as JSON; raise ValueError, with what it is, where it cannot be sent."""
     if not isinstance(value, dict):
         raise ValueError("are no JSON object")
-    if _is_deeper(value, DEEPEST):
+    if is_deeper(value, DEEPEST):
         raise ValueError(f"have more than {DEEPEST} levels")
     try:
         return json.dumps(value, allow_nan=False)
@@ -247,10 +247,11 @@ def _text_of(value: object) -> str:
         raise ValueError("hold what JSON does not have, such as a number that is not finite") from None
 
 
-def _is_deeper(value: object, levels: int) -> bool:
+def is_deeper(value: object, levels: int) -> bool:
+    """Return whether a value has more than so many levels of lists and objects."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return levels == 0 or any(
-        _is_deeper(part, levels - 1) for part in parts if isinstance(part, dict | list | tuple)
+        is_deeper(part, levels - 1) for part in parts if isinstance(part, dict | list | tuple)
     )
 
 
