@@ -294,13 +294,18 @@ def _numbers(method: Callable[..., Any], what: str, given: Mapping[str, Any]) ->
 
 
 def _number(method: Callable[..., Any], what: str, given: Any) -> float:
-    try:
-        number = float(given)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or abs(number) > LARGEST_NUMBER or isinstance(given, str):
+    if not is_number(given):
         raise _refused(
             method,
             f"returned {repr(given)} as {what}, expected a finite number of at most {LARGEST_NUMBER:g}",
         )
-    return number
+    return float(given)
+
+
+def is_number(given: Any) -> bool:
+    """Return whether something may be a reward."""
+    try:
+        number = float(given)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return math.isfinite(number) and abs(number) <= LARGEST_NUMBER and not isinstance(given, str)

@@ -30,7 +30,7 @@ class Place:
     afresh: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class _Thread:
     name: str
     history: list[bytes]
@@ -55,9 +55,11 @@ class Histories:
         self._threads: list[_Thread] = []
         """The one that was asked last is the last."""
         self._made = 0
+        self._heard: tuple[_Thread, list[bytes]] | None = None
+        """The thread and the history to which the next turn is said."""
 
     def hear(self, messages: Sequence[Message]) -> Place:
-        """Return where a history goes on; that thread has heard it from now on, and `say` is its turn."""
+        """Return where a history goes on; its thread has heard it once `say` has its turn."""
         history = [digest_of(message) for message in messages]
         thread = self._that_goes_on(history)
         if thread is not None:
@@ -66,17 +68,18 @@ class Histories:
             thread = self._that_is_rewritten(messages, history)
             afresh = thread is not None
             if thread is None:
-                thread = _Thread("" if not self._made else str(self._made + 1), [])
-                self._made += 1
+                thread = _Thread(str(self._made + 1) if self._made else "", [])
             place = Place(thread.name, tuple(messages), afresh)
-        thread.history = history
-        self._threads = [*(one for one in self._threads if one is not thread), thread]
+        self._heard = thread, history
         return place
 
     def say(self, message: Message) -> None:
-        """Take the turn of the policy in the thread that was heard last."""
-        thread, digest = self._threads[-1], digest_of(message)
-        thread.history.append(digest)
+        """Take the turn of the policy after what was heard last."""
+        assert self._heard is not None, "a turn answers what was heard"
+        (thread, history), digest = self._heard, digest_of(message)
+        self._made += thread not in self._threads
+        self._threads = [*(one for one in self._threads if one is not thread), thread]
+        thread.history = [*history, digest]
         thread.said.add(digest)
 
     def _that_goes_on(self, history: list[bytes]) -> _Thread | None:

@@ -84,10 +84,14 @@ class Session:
         self.task = task
         self.rewards: dict[str, float] = {}
         """What the agent gave, by name."""
-        self.taken_by = ""
-        """The agent that took the task; empty where it has a process of its own."""
+        self.given: frozenset[str] = frozenset()
+        """The names of rewards that the run itself gives."""
+        self.taken_by = b""
+        """The hash of the key of the agent that took the task; empty where it has a process of its own."""
         self.ended = asyncio.Event()
         """The agent says that it has done its task."""
+        self.answered = 0
+        """The turns so far."""
         self._over: FlotillaError | None = None
         self._queue: list[Ask] = []
         self._arrived = asyncio.Event()
@@ -138,10 +142,10 @@ class Session:
             for ask in [*self._queue]:
                 if not ask.begun and not ask.waiting:
                     self._forget(ask)
-            ask = next((one for one in self._queue if not one.begun), None)
-            if ask is not None:
-                ask.begun = True
-                return ask
+            first = next((one for one in self._queue if not one.begun), None)
+            if first is not None:
+                first.begun = True
+                return first
             self._arrived.clear()
             await self._arrived.wait()
 
@@ -154,6 +158,7 @@ class Session:
     def answer(self, ask: Ask, done: Completed) -> None:
         """Give the turn to all that wait for it."""
         self._queue.remove(ask)
+        self.answered += 1
         if not ask.answer.done():
             ask.answer.set_result(done)
 

@@ -54,7 +54,10 @@ def _check_message(field: str, message: Mapping[str, Any]) -> None:
         raise _refused(field, f"its role is none of {', '.join(ROLES)}")
     if len(calls) > MOST_CALLS:
         raise _refused(field, f"it has {len(calls):,} calls, of {MOST_CALLS:,} at most")
-    names = [message.get("tool_call_id", ""), *(text for call in calls for text in (call["id"], call["name"]))]
+    names = [
+        message.get("tool_call_id", ""),
+        *(text for call in calls for text in (call["id"], call["name"])),
+    ]
     if not all(len(name) <= LONGEST_NAME and is_one_line(name) for name in names):
         raise _refused(field, f"a name or an id has more than {LONGEST_NAME} characters, or several lines")
     if any(is_deeper(json.loads(call["arguments"]), DEEPEST) for call in calls):
@@ -118,7 +121,9 @@ def _tokens(written: pb.TurnWritten) -> Iterator[Token]:
     if not written.HasField("token_ids"):
         return
     columns: Sequence[np.ndarray] = from_tensor(written.token_ids), from_tensor(written.logprobs)
-    for token, logprob, raw in zip(*(column.tolist() for column in columns), written.token_bytes, strict=True):
+    for token, logprob, raw in zip(
+        *(column.tolist() for column in columns), written.token_bytes, strict=True
+    ):
         yield Token(token, raw.decode(errors="replace"), raw, logprob)
 
 
