@@ -18,6 +18,7 @@ from flotilla_core.files import open_regular
 from flotilla_core.json_text import read_json_object
 from flotilla_core.model_folder import TOKENIZER_FILE, end_tokens, tokenizer_digest
 from flotilla_data.chat_template import ChatTemplate, Conversation
+from flotilla_data.token_bytes import TokenBytes
 
 CHARACTERS_AT_ONCE = 1 << 20
 """A token takes a hundred times the memory of a character while it is made."""
@@ -105,6 +106,14 @@ class Tokenizer:
     def decode_many(self, sequences: Sequence[list[int]], *, skip_special: bool = True) -> list[str]:
         """Return the texts of many sequences at once; other threads run meanwhile."""
         return list(self._backend.decode_batch(list(sequences), skip_special_tokens=skip_special))
+
+    def bytes_of(self, token_ids: list[int]) -> list[bytes]:
+        """Return the bytes of each token, which may be a part of a character."""
+        return self._bytes.of(token_ids)
+
+    @cached_property
+    def _bytes(self) -> TokenBytes:
+        return TokenBytes(self._backend)
 
     def render_chat(
         self,
