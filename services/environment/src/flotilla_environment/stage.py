@@ -22,7 +22,7 @@ class Stage:
 
     def __init__(self, config: EnvironmentServiceConfig) -> None:
         self.holders = Holders(config.workers, partial(find, config.isolation, "environment"))
-        self._agents = Agents(config.gateway, lambda: self.holders.jail)
+        self.agents = Agents(config.gateway, lambda: self.holders.jail)
 
     async def start(self) -> None:
         """Look what jail this host has; all else starts with the first episode that needs it."""
@@ -31,10 +31,10 @@ class Stage:
     def episode(self, start: pb.EpisodeStart, code: Path | None = None) -> Played[Any]:
         """Return an episode; `code` is where the file of its class is on this host."""
         if start.environment.environment == AGENT:
-            return AgentEpisode(start, self._agents)
+            return AgentEpisode(start, self.agents)
         return Episode(start, catalog.resolve(start.environment, code), self.holders)
 
     async def stop(self) -> None:
         """End all of it."""
-        await self._agents.stop()
+        await self.agents.stop()
         await self.holders.stop()

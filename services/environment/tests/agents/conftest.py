@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
 from flotilla.common.v1.chat_pb2 import Message
 from flotilla.environment.v1 import environment_pb2 as pb
@@ -109,7 +112,7 @@ async def _all_of(parts: asyncio.Queue[pb.RunEpisodeRequest | None]) -> AsyncIte
 
 
 @asynccontextmanager
-async def staged(folder: Path, config: Mapping[str, Any] | None = None) -> AsyncIterator[Caller]:
+async def _staged(folder: Path, config: Mapping[str, Any] | None = None) -> AsyncIterator[Caller]:
     stage = Stage(EnvironmentServiceConfig.model_validate(config or {"isolation": {"unsafe": True}}))
     await stage.start()
     try:
@@ -119,6 +122,86 @@ async def staged(folder: Path, config: Mapping[str, Any] | None = None) -> Async
 
 
 @pytest.fixture
+def staged() -> Any:
+    """Give what makes a stage, by its section of the stack."""
+    return _staged
+
+
+@pytest.fixture
 async def caller(tmp_path: Path) -> AsyncIterator[Caller]:
-    async with staged(tmp_path) as made:
+    async with _staged(tmp_path) as made:
         yield made
+
+
+@pytest.fixture
+async def few(tmp_path: Path) -> AsyncIterator[Caller]:
+    """Play one episode at a time."""
+    async with _staged(tmp_path, {"isolation": {"unsafe": True}, "gateway": {"sessions": 1}}) as made:
+        yield made
+
+
+KEY = "a key of at least sixteen"
+Client = Callable[["Own"], Awaitable[None]]
+
+
+@dataclass
+class Own:
+    """The session of an agent that is a part of the test."""
+
+    url: str
+    key: str
+    task: dict[str, Any]
+    http: aiohttp.ClientSession
+    openai: AsyncOpenAI
+    anthropic: AsyncAnthropic
+
+    async def raw(
+        self, body: Mapping[str, Any], path: str = "/v1/chat/completions", **headers: str
+    ) -> tuple[int, dict[str, Any]]:
+        """Send a request as no client of a vendor does."""
+        shown = {"authorization": f"Bearer {self.key}"} | headers
+        async with self.http.post(self.url + path, json=body, headers=shown) as said:
+            return said.status, await said.json()
+
+    async def chat(self, *texts: str, **options: Any) -> str:
+        """Ask for a turn after these messages, of the user and the policy in turns."""
+        roles = ("user", "assistant")
+        messages: Any = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+        said = await self.openai.chat.completions.create(model="any", messages=messages, **options)
+        return said.choices[0].message.content or ""
+
+
+@dataclass
+class Beside:
+    """Plays an episode whose agent is a function of the test."""
+
+    caller: Caller
+    leaves: Callable[[], object] = bool
+    """Have the caller of the episode leave."""
+
+    async def plays(self, policy: Policy, client: Client, **options: Any) -> Played:
+        playing = asyncio.create_task(self.caller.plays(policy, **options))
+        self.leaves = playing.cancel
+        gateway = await self.caller.stage.agents.gateway.start()
+        async with aiohttp.ClientSession() as http:
+            key = {"authorization": f"Bearer {KEY}"}
+            taken: dict[str, Any] = {}
+            while not taken and not playing.done():
+                async with http.get(f"{gateway}/tasks/next", headers=key) as said:
+                    taken = await said.json() if said.status == 200 else {}
+            if taken:
+                url, own = taken["session"]["url"], taken["session"]["key"]
+                async with (
+                    AsyncOpenAI(base_url=f"{url}/v1", api_key=own, max_retries=0) as openai,
+                    AsyncAnthropic(base_url=url, api_key=own, max_retries=0) as anthropic,
+                ):
+                    session = Own(url, own, taken["task"], http, openai, anthropic)
+                    await client(session)
+                    await session.raw({}, "/end")
+        return await playing
+
+
+@pytest.fixture
+async def beside(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> Beside:
+    monkeypatch.setenv("FLOTILLA_AGENTS_KEY", KEY)
+    return Beside(caller)

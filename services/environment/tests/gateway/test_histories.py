@@ -101,5 +101,6 @@ def test_the_number_of_threads_is_bounded() -> None:
         assert not histories.hear([user(str(number))]).afresh
         histories.say(SAYS)
     assert histories.hear([user("more")]) == Place("", (user("more"),), True), "the oldest is rewritten"
+    histories.say(SAYS)
     assert histories.hear([user("still more")]) == Place("2", (user("still more"),), True)
     assert histories.hear([user("5"), SAYS, THANKS]) == Place("6", (THANKS,), False)
