@@ -44,6 +44,8 @@ IGNORED = fields.SAMPLING | {
     "service_tier",
     "speed",
     "thinking",
+    "user_profile_id",
+    "workspace_id",
 }
 THOUGHTS = ("thinking", "redacted_thinking")
 BILLING = "x-anthropic-billing-header"
