@@ -45,6 +45,8 @@ from flotilla_trainer.batch.update_batch import UpdateBatch
 LEAST_TURNS = int(os.environ.get("FLOTILLA_AGENT_TURNS", "500"))
 """Turns of each dialect that are compared; `make test-load` takes ten thousand."""
 AGENTS = 16
+LIMIT_S = 120.0
+"""Of a request: many agents and the coordinator share this process."""
 KEY = "a key of agents that come by themselves"
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {}}}}
 MOST_TOKENS = 160
@@ -118,7 +120,9 @@ class Chat:
     key = "messages"
 
     def __init__(self) -> None:
-        self.client: Any = openai.AsyncOpenAI(base_url="http://none", api_key="none", max_retries=0)
+        self.client: Any = openai.AsyncOpenAI(
+            base_url="http://none", api_key="none", max_retries=0, timeout=LIMIT_S
+        )
 
     def at(self, url: str, key: str) -> Any:
         return self.client.with_options(base_url=f"{url}/v1", api_key=key)
@@ -172,7 +176,9 @@ class Messages:
     key = "messages"
 
     def __init__(self) -> None:
-        self.client: Any = anthropic.AsyncAnthropic(base_url="http://none", api_key="none", max_retries=0)
+        self.client: Any = anthropic.AsyncAnthropic(
+            base_url="http://none", api_key="none", max_retries=0, timeout=LIMIT_S
+        )
 
     def at(self, url: str, key: str) -> Any:
         return self.client.with_options(base_url=url, api_key=key)
