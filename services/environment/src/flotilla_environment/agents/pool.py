@@ -26,7 +26,7 @@ IDLE_S = 60.0
 
 
 class Seat:
-    """What an episode has of its agent."""
+    """The hold of an episode on its agent."""
 
     def __init__(self, exit: asyncio.Future[Exit], close: Callable[[bool], Awaitable[None]]) -> None:
         self.exit = exit
@@ -48,7 +48,7 @@ class Pool:
         self.queue = Queue()
         self._seats: dict[Session, asyncio.Future[Exit]] = {}
         self._running: dict[bytes, AgentProcess] = {}
-        """By the hashes of their keys."""
+        """The living ones, by the hashes of their keys."""
         self._keeping = [asyncio.create_task(self._keep(), name="agents") for _ in range(processes)]
         self._idle: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None

@@ -14,14 +14,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flotilla_core.errors import InvalidConfig, Unavailable
 from flotilla_core.subprocess_group import signal_child
-from flotilla_environment.agents import start as starter
 from flotilla_environment.agents.spec import Command
 from flotilla_environment.gateway.gateway import Gateway
 from flotilla_workers import keeper
@@ -32,6 +31,7 @@ from flotilla_workers.jail.level import Level
 if TYPE_CHECKING:
     from aiohttp.web import SockSite
 
+STARTER = Path(__file__).with_name("start.py")
 START_LIMIT_S = 60.0
 END_LIMIT_S = keeper.KILL_LIMIT_S + 5.0
 MOST_TOLD_BYTES = 4096
@@ -85,11 +85,10 @@ class AgentProcess:
     ) -> AgentProcess:
         """Start an agent, with the variables that it has where the gateway has this URL."""
         agent = await cls._made(_cell(command, jail))
-        try:
+        async with AsyncExitStack() as where_it_fails:
+            where_it_fails.push_async_callback(agent.close)
             await agent._become(command, gateway, variables)
-        except BaseException:
-            await agent.close()
-            raise
+            where_it_fails.pop_all()
         return agent
 
     @classmethod
@@ -99,7 +98,7 @@ class AgentProcess:
         with ExitStack() as at_once, ExitStack() as where_it_fails:
             at_once.callback(theirs.close)
             where_it_fails.callback(ours.close)
-            with cell.start([sys.executable, "-I", "-S", starter.__file__]) as start:
+            with cell.start([sys.executable, "-I", "-S", str(STARTER)]) as start:
                 keeps = (sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno()))
                 process = await asyncio.create_subprocess_exec(
                     *(*keeps, ":".join(cell.groups), *start.command),
@@ -125,12 +124,10 @@ class AgentProcess:
             "variables": {**_path(), **variables(url)},
             "without": OF_OTHERS,
         }
-        text = json.dumps(asked).encode()
+        line = json.dumps(asked).encode() + b"\n"
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                await asyncio.get_running_loop().sock_sendall(
-                    self._channel, starter.LENGTH.pack(len(text)) + text
-                )
+                await asyncio.get_running_loop().sock_sendall(self._channel, line)
                 if jailed:
                     self._site = await gateway.answer(await self._socket())
         except (OSError, EOFError, TimeoutError) as error:
