@@ -198,8 +198,11 @@ async def test_who_shows_another_key_or_names_no_session_gets_nothing(beside: An
 
 async def test_a_body_of_a_hundred_megabytes_is_refused_and_harms_nobody(beside: Any) -> None:
     async def client(own: Any) -> None:
+        shown = {"authorization": f"Bearer {own.key}"}
+        async with own.http.post(f"{own.url}/v1/messages", data=bytes(100_000_000), headers=shown) as said:
+            assert (said.status, (await said.json())["type"]) == (413, "error")
         with pytest.raises(openai.APIStatusError) as caught:
-            await own.chat("x" * 100_000_000)
+            await own.chat("x" * 17_000_000)
         assert caught.value.status_code == 413 and "16,777,216 bytes" in str(caught.value)
         assert await own.chat("One?") == "turn 1"
 

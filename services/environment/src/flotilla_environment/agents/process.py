@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from flotilla_core.errors import InvalidConfig, Unavailable
 from flotilla_core.subprocess_group import signal_child
@@ -76,6 +77,7 @@ class AgentProcess:
         self._channel = channel
         self._cell = cell
         self._site: SockSite | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._printed = bytearray()
         self.exit: asyncio.Task[Exit] = asyncio.create_task(self._ended(), name="agent")
 
@@ -84,7 +86,7 @@ class AgentProcess:
         cls, command: Command, jail: Jail, gateway: Gateway, variables: Callable[[str], Mapping[str, str]]
     ) -> AgentProcess:
         """Start an agent, with the variables that it has where the gateway has this URL."""
-        agent = await cls._made(_cell(command, jail))
+        agent = await cls._made(cell_of(command, jail))
         async with AsyncExitStack() as where_it_fails:
             where_it_fails.push_async_callback(agent.close)
             await agent._become(command, gateway, variables)
@@ -121,7 +123,7 @@ class AgentProcess:
             "port": PORT if jailed else 0,
             "folder": str(command.folder),
             "command": command.arguments,
-            "variables": {**_path(), **variables(url)},
+            "variables": {**_surroundings(url), **variables(url)},
             "without": OF_OTHERS,
         }
         line = json.dumps(asked).encode() + b"\n"
@@ -160,9 +162,11 @@ class AgentProcess:
         return Exit(await self._process.wait(), self._printed.decode(errors="replace"))
 
     async def close(self) -> None:
-        """End it, and free what it held."""
-        if self._channel.fileno() < 0:
-            return
+        """End it, and free what it held; whoever closes it again waits for the same end."""
+        self._closing = self._closing or asyncio.create_task(self._close(), name="end of an agent")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         signal_child(self._process, signal.SIGCONT)
@@ -179,7 +183,7 @@ class AgentProcess:
             await asyncio.to_thread(self._cell.close)
 
 
-def _cell(command: Command, jail: Jail) -> Cell:
+def cell_of(command: Command, jail: Jail) -> Cell:
     """Return the jail of an agent; raise InvalidConfig where none keeps it from the network, and it is not trusted."""
     if command.trusted or (jail.level is Level.NONE and not jail.refusal):
         return Cell(NO_JAIL)
@@ -196,8 +200,11 @@ def _cell(command: Command, jail: Jail) -> Cell:
     return Cell(jail, [command.folder], secrets.randbelow(USERS))
 
 
-def _path() -> dict[str, str]:
-    """Return the variable by which `python` is that of the service, with its packages."""
+def _surroundings(url: str) -> dict[str, str]:
+    """Return the variables by which `python` is that of the service, and no proxy stands before the gateway."""
     found = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     usual: Sequence[str] = ("/usr/local/bin", "/usr/bin", "/bin")
-    return {"PATH": os.pathsep.join(dict.fromkeys(filter(None, (*found, *usual))))}
+    path = os.pathsep.join(dict.fromkeys(filter(None, (*found, *usual))))
+    without = [*os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")).split(","), urlsplit(url).hostname]
+    proxies = ",".join(filter(None, without))
+    return {"PATH": path, "NO_PROXY": proxies, "no_proxy": proxies}
