@@ -113,7 +113,10 @@ class Pool:
             await process.close()
 
     def _tell(self, shown: bytes, ended: Exit) -> bool:
-        """Tell the episodes whose tasks a process had; where it never had one, those that wait. Return whether it had."""
+        """Tell how a process ended: to the episodes whose tasks it had; where it never had one, to those that wait.
+
+        Return whether it had one.
+        """
         took = shown in self._took
         self._took.discard(shown)
         had = [exit for session, exit in self._seats.items() if session.taken_by == shown]
