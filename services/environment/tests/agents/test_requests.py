@@ -305,6 +305,16 @@ async def test_an_agent_from_outside_that_does_nothing_is_a_timeout_and_never_a_
     assert "environment.call_timeout_s" in played.ended.failure.next_step
 
 
+async def test_requests_that_are_refused_give_an_agent_no_further_time(beside: Any) -> None:
+    async def client(own: Any) -> None:
+        said: dict[str, Any] = {}
+        while "session is over" not in str(said):
+            _, said = await own.raw({"messages": [{"role": "user", "content": "x" * 1_000_000}]})
+
+    played = await beside.plays(counted(), client, limit_s=0.5)
+    assert played.ending == "timeout" and not played.asked
+
+
 async def test_a_caller_that_leaves_ends_the_session(beside: Any) -> None:
     asked = asyncio.Event()
 
