@@ -71,7 +71,7 @@ class Played(Protocol[SayingT]):
 
     name: str
     late: str
-    """What to do where it took too long."""
+    """The way out where it took too long."""
 
     async def begin(self) -> SayingT | Failure | Timeout:
         """Return what is said first."""

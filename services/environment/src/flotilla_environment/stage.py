@@ -1,4 +1,4 @@
-"""Where the episodes of a replica are played: in workers that hold environments, or by agents."""
+"""Plays the episodes of a replica: in workers that hold environments, or by agents."""
 
 from __future__ import annotations
 

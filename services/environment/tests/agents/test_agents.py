@@ -232,3 +232,22 @@ async def test_a_process_of_a_run_that_hangs_is_replaced(caller: Any, tmp_path: 
     hung = await caller.plays(lambda _: "yes", prompt="hangs", limit_s=2.0, **options)
     assert hung.ending == "timeout"
     assert (await caller.plays(lambda _: "yes", **options)).ending == "completed"
+
+
+async def test_a_process_that_ends_after_each_task_is_replaced_and_nobody_fails(
+    caller: Any, tmp_path: Path
+) -> None:
+    code = POOLED + "        sys.exit(0)\n"
+    options: dict[str, Any] = {"command": agent(tmp_path, code), "processes": 1}
+    played = await asyncio.gather(*(caller.plays(lambda _: "yes", **options) for _ in range(4)))
+    assert [one.ending for one in played] == ["completed"] * 4
+    assert len({one.ended.rewards["pid"] for one in played}) == 4
+
+
+async def test_no_proxy_stands_between_a_trusted_agent_and_its_gateway(
+    caller: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    played = await caller.plays(lambda _: "yes", command=agent(tmp_path, RAW + "asks('One?')"))
+    assert played.ending == "completed", played.ended

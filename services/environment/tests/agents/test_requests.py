@@ -198,8 +198,11 @@ async def test_who_shows_another_key_or_names_no_session_gets_nothing(beside: An
 
 async def test_a_body_of_a_hundred_megabytes_is_refused_and_harms_nobody(beside: Any) -> None:
     async def client(own: Any) -> None:
+        shown = {"authorization": f"Bearer {own.key}"}
+        async with own.http.post(f"{own.url}/v1/messages", data=bytes(100_000_000), headers=shown) as said:
+            assert (said.status, (await said.json())["type"]) == (413, "error")
         with pytest.raises(openai.APIStatusError) as caught:
-            await own.chat("x" * 100_000_000)
+            await own.chat("x" * 17_000_000)
         assert caught.value.status_code == 413 and "16,777,216 bytes" in str(caught.value)
         assert await own.chat("One?") == "turn 1"
 
@@ -300,6 +303,16 @@ async def test_an_agent_from_outside_that_does_nothing_is_a_timeout_and_never_a_
     played = await beside.plays(counted(), client, limit_s=0.3)
     assert played.ending == "timeout" and not played.ended.rewards
     assert "environment.call_timeout_s" in played.ended.failure.next_step
+
+
+async def test_requests_that_are_refused_give_an_agent_no_further_time(beside: Any) -> None:
+    async def client(own: Any) -> None:
+        said: dict[str, Any] = {}
+        while "session is over" not in str(said):
+            _, said = await own.raw({"messages": [{"role": "user", "content": "x" * 1_000_000}]})
+
+    played = await beside.plays(counted(), client, limit_s=0.5)
+    assert played.ending == "timeout" and not played.asked
 
 
 async def test_a_caller_that_leaves_ends_the_session(beside: Any) -> None:

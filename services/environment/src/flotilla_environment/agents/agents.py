@@ -14,7 +14,7 @@ from flotilla_core.config import GatewayConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_environment.agents import variables
 from flotilla_environment.agents.pool import Pool, Seat
-from flotilla_environment.agents.process import AgentProcess, Exit
+from flotilla_environment.agents.process import AgentProcess, Exit, cell_of
 from flotilla_environment.agents.spec import AgentSpec
 from flotilla_environment.gateway.gateway import Gateway
 from flotilla_environment.gateway.session import Session
@@ -76,6 +76,7 @@ class Agents:
         key = (run_id, spec, trusted)
         if key not in self._pools:
             command = spec.started(trusted)
+            cell_of(command, self._jail())  # What refuses it refuses the run.
             self._pools[key] = Pool(command, spec.processes, self.gateway, self._jail())
         return self._pools[key]
 

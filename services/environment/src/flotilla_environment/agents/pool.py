@@ -1,8 +1,8 @@
 """The processes of a run's agent that take one task after the other.
 
 Invariants: a process that ends is replaced, and each episode whose task it had is told how it ended. One that ends
-before it took a task would do so again: all episodes that wait are told then. Without episodes the processes end after
-a while.
+before it took a task would do so again: all episodes that wait are told then, and the next one starts with the next
+episode. Without episodes the processes end after a while.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IDLE_S = 60.0
 
 
 class Seat:
-    """What an episode has of its agent."""
+    """The hold of an episode on its agent."""
 
     def __init__(self, exit: asyncio.Future[Exit], close: Callable[[bool], Awaitable[None]]) -> None:
         self.exit = exit
@@ -48,8 +48,11 @@ class Pool:
         self.queue = Queue()
         self._seats: dict[Session, asyncio.Future[Exit]] = {}
         self._running: dict[bytes, AgentProcess] = {}
-        """By the hashes of their keys."""
+        """The living ones, by the hashes of their keys."""
         self._keeping = [asyncio.create_task(self._keep(), name="agents") for _ in range(processes)]
+        self._took: set[bytes] = set()
+        """The hashes of the keys of processes whose episodes have ended."""
+        self._wanted = asyncio.Event()
         self._idle: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
 
@@ -64,9 +67,11 @@ class Pool:
             self._idle.cancel()
         exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._seats[session] = exit
+        self._wanted.set()
 
         async def close(hangs: bool) -> None:
             self._seats.pop(session, None)
+            self._took.add(session.taken_by)
             if hangs and (process := self._running.get(session.taken_by)) is not None:
                 await process.close()
             if not self._seats:
@@ -75,7 +80,8 @@ class Pool:
         return Seat(exit, close)
 
     def _stop(self) -> None:
-        self._stopping = self._stopping or asyncio.create_task(self.stop())
+        if not self._seats:
+            self._stopping = self._stopping or asyncio.create_task(self.stop())
 
     async def _keep(self) -> None:
         """Run one process, and the next one where it ends."""
@@ -88,7 +94,9 @@ class Pool:
             finally:
                 self._running.pop(shown, None)
                 self._gateway.sessions.forget(key.encode())
-            self._tell(shown, ended)
+            if not self._tell(shown, ended):
+                self._wanted.clear()
+                await self._wanted.wait()
 
     async def _run(self, key: str, shown: bytes) -> Exit:
         """Run one process to its end."""
@@ -104,12 +112,19 @@ class Pool:
         finally:
             await process.close()
 
-    def _tell(self, shown: bytes, ended: Exit) -> None:
-        """Tell the episodes whose tasks a process had; where it had none, those that wait for one."""
+    def _tell(self, shown: bytes, ended: Exit) -> bool:
+        """Tell how a process ended: to the episodes whose tasks it had; where it never had one, to those that wait.
+
+        Return whether it had one.
+        """
+        took = shown in self._took
+        self._took.discard(shown)
         had = [exit for session, exit in self._seats.items() if session.taken_by == shown]
-        for exit in had or [exit for session, exit in self._seats.items() if not session.taken_by]:
+        waiting = [] if took else [exit for session, exit in self._seats.items() if not session.taken_by]
+        for exit in had or waiting:
             if not exit.done():
                 exit.set_result(ended if had else Exit(ended.status or 1, ended.printed))
+        return took or bool(had)
 
     async def stop(self) -> None:
         """End the processes."""

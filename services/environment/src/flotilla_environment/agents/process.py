@@ -14,14 +14,14 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from flotilla_core.errors import InvalidConfig, Unavailable
 from flotilla_core.subprocess_group import signal_child
-from flotilla_environment.agents import start as starter
 from flotilla_environment.agents.spec import Command
 from flotilla_environment.gateway.gateway import Gateway
 from flotilla_workers import keeper
@@ -32,6 +32,7 @@ from flotilla_workers.jail.level import Level
 if TYPE_CHECKING:
     from aiohttp.web import SockSite
 
+STARTER = Path(__file__).with_name("start.py")
 START_LIMIT_S = 60.0
 END_LIMIT_S = keeper.KILL_LIMIT_S + 5.0
 MOST_TOLD_BYTES = 4096
@@ -76,6 +77,7 @@ class AgentProcess:
         self._channel = channel
         self._cell = cell
         self._site: SockSite | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._printed = bytearray()
         self.exit: asyncio.Task[Exit] = asyncio.create_task(self._ended(), name="agent")
 
@@ -84,12 +86,11 @@ class AgentProcess:
         cls, command: Command, jail: Jail, gateway: Gateway, variables: Callable[[str], Mapping[str, str]]
     ) -> AgentProcess:
         """Start an agent, with the variables that it has where the gateway has this URL."""
-        agent = await cls._made(_cell(command, jail))
-        try:
+        agent = await cls._made(cell_of(command, jail))
+        async with AsyncExitStack() as where_it_fails:
+            where_it_fails.push_async_callback(agent.close)
             await agent._become(command, gateway, variables)
-        except BaseException:
-            await agent.close()
-            raise
+            where_it_fails.pop_all()
         return agent
 
     @classmethod
@@ -99,7 +100,7 @@ class AgentProcess:
         with ExitStack() as at_once, ExitStack() as where_it_fails:
             at_once.callback(theirs.close)
             where_it_fails.callback(ours.close)
-            with cell.start([sys.executable, "-I", "-S", starter.__file__]) as start:
+            with cell.start([sys.executable, "-I", "-S", str(STARTER)]) as start:
                 keeps = (sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno()))
                 process = await asyncio.create_subprocess_exec(
                     *(*keeps, ":".join(cell.groups), *start.command),
@@ -122,15 +123,13 @@ class AgentProcess:
             "port": PORT if jailed else 0,
             "folder": str(command.folder),
             "command": command.arguments,
-            "variables": {**_path(), **variables(url)},
+            "variables": {**_surroundings(url), **variables(url)},
             "without": OF_OTHERS,
         }
-        text = json.dumps(asked).encode()
+        line = json.dumps(asked).encode() + b"\n"
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                await asyncio.get_running_loop().sock_sendall(
-                    self._channel, starter.LENGTH.pack(len(text)) + text
-                )
+                await asyncio.get_running_loop().sock_sendall(self._channel, line)
                 if jailed:
                     self._site = await gateway.answer(await self._socket())
         except (OSError, EOFError, TimeoutError) as error:
@@ -163,9 +162,11 @@ class AgentProcess:
         return Exit(await self._process.wait(), self._printed.decode(errors="replace"))
 
     async def close(self) -> None:
-        """End it, and free what it held."""
-        if self._channel.fileno() < 0:
-            return
+        """End it, and free what it held; whoever closes it again waits for the same end."""
+        self._closing = self._closing or asyncio.create_task(self._close(), name="end of an agent")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         signal_child(self._process, signal.SIGCONT)
@@ -182,7 +183,7 @@ class AgentProcess:
             await asyncio.to_thread(self._cell.close)
 
 
-def _cell(command: Command, jail: Jail) -> Cell:
+def cell_of(command: Command, jail: Jail) -> Cell:
     """Return the jail of an agent; raise InvalidConfig where none keeps it from the network, and it is not trusted."""
     if command.trusted or (jail.level is Level.NONE and not jail.refusal):
         return Cell(NO_JAIL)
@@ -199,8 +200,11 @@ def _cell(command: Command, jail: Jail) -> Cell:
     return Cell(jail, [command.folder], secrets.randbelow(USERS))
 
 
-def _path() -> dict[str, str]:
-    """Return the variable by which `python` is that of the service, with its packages."""
+def _surroundings(url: str) -> dict[str, str]:
+    """Return the variables by which `python` is that of the service, and no proxy stands before the gateway."""
     found = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     usual: Sequence[str] = ("/usr/local/bin", "/usr/bin", "/bin")
-    return {"PATH": os.pathsep.join(dict.fromkeys(filter(None, (*found, *usual))))}
+    path = os.pathsep.join(dict.fromkeys(filter(None, (*found, *usual))))
+    without = [*os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")).split(","), urlsplit(url).hostname]
+    proxies = ",".join(filter(None, without))
+    return {"PATH": path, "NO_PROXY": proxies, "no_proxy": proxies}

@@ -1,4 +1,4 @@
-"""What a run says of its agent: the parameters of the environment `agent`."""
+"""Reads what a run says of its agent: the parameters of the environment `agent`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DESCRIPTION = "An agent of yours plays: a program, or a function, that uses a cl
 
 @dataclass(frozen=True)
 class Command:
-    """What is run as an agent."""
+    """A program that is run as an agent."""
 
     arguments: tuple[str, ...]
     folder: Path
@@ -40,7 +40,7 @@ class AgentSpec:
     processes: int = 0
     """Processes of a run in one replica that take one task after the other; 0: a process for each episode."""
     correct: str = "none"
-    """How the last turn is compared with the answer of the data for a reward `correct`: `last_number`, `contains`."""
+    """The way in which the last turn is compared with the answer of the data, for a reward `correct`."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> AgentSpec:

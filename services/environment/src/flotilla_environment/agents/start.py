@@ -1,7 +1,7 @@
 """Starts an agent, as the first program of its process; only the standard library is imported, so it starts fast.
 
-Run as `python -I -S start.py CHANNEL_FD KEEPER`. It reads what it is to start from the channel, a length and an object
-of JSON, so that no key is among the arguments of a process. Where it is told a port it listens there, and hands the
+Run as `python -I -S start.py CHANNEL_FD KEEPER`. It reads what it is to start from the channel, a line of JSON,
+so that no key is among the arguments of a process. Where it is told a port it listens there, and hands the
 socket over by the channel. Then it becomes the agent, which inherits neither.
 """
 
@@ -10,18 +10,15 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import sys
 
-LENGTH = struct.Struct("<Q")
 NOT_FOUND = 127
 """The status of a command that cannot be run, as shells have it."""
 
 
 def main() -> None:
     with socket.socket(fileno=int(sys.argv[-2])) as channel:
-        (length,) = LENGTH.unpack(_read(channel, LENGTH.size))
-        asked = json.loads(_read(channel, length))
+        asked = json.loads(_line(channel))
         if asked["port"]:
             with socket.create_server(("127.0.0.1", asked["port"]), backlog=128) as listening:
                 socket.send_fds(channel, [b"\0"], [listening.fileno()])
@@ -38,10 +35,10 @@ def main() -> None:
         os._exit(NOT_FOUND)
 
 
-def _read(channel: socket.socket, count: int) -> bytes:
+def _line(channel: socket.socket) -> bytes:
     read = b""
-    while len(read) < count:
-        part = channel.recv(count - len(read))
+    while not read.endswith(b"\n"):
+        part = channel.recv(1 << 16)
         if not part:
             os._exit(NOT_FOUND)  # Whoever wanted the agent is gone.
         read += part

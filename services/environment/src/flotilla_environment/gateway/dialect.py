@@ -1,4 +1,4 @@
-"""What every dialect of the gateway is read into, and what each answer is written from.
+"""Defines what every dialect of the gateway is read into, and what each answer is written from.
 
 Invariants: a dialect only translates: it keeps nothing between two requests, and does no I/O. Messages and tools are
 those that chat templates know, so the history that a client sends again is equal to the one that it was told. What a
@@ -39,7 +39,7 @@ class Token:
 
     token_id: int
     text: str
-    """Its bytes as text; a half character is U+FFFD."""
+    """The bytes as text; a half character is U+FFFD."""
     raw: bytes
     logprob: float
 
@@ -69,7 +69,7 @@ class Dialect(Protocol):
     """One API of a vendor."""
 
     path: str
-    """Of its requests, below the base URL of a session."""
+    """The path of its requests, below the base URL of a session."""
 
     def read(self, body: dict[str, Any]) -> Completion:
         """Return what a request asks for; raise InvalidRequest, with the name of the field, for what cannot be done."""

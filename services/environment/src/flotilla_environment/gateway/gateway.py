@@ -20,6 +20,8 @@ from flotilla_environment.gateway.sessions import Sessions
 
 KEEP_ALIVE_S = 600.0
 """Longer than clients keep an idle connection, so that none uses one that ends at that moment."""
+STOP_S = 1.0
+"""The time that requests under way have when the service stops; no episode is played then."""
 
 
 class Gateway:
@@ -47,6 +49,7 @@ class Gateway:
             keepalive_timeout=KEEP_ALIVE_S,
             access_log=None,
             auto_decompress=False,
+            shutdown_timeout=STOP_S,
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, config.host, config.port, ssl_context=tls)

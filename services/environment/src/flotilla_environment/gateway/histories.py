@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_THREADS = 64
-"""Beyond these the one that was asked for the longest time ago is rewritten."""
+"""The most threads; beyond them the one that was asked for the longest time ago is rewritten."""
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a history goes on."""
+    """The thread in which a history goes on."""
 
     thread: str
     messages: tuple[Message, ...]
-    """What the thread is told: what is new to it, or the whole history where it is afresh."""
+    """The messages that are new to the thread, or the whole history where it is afresh."""
     afresh: bool
 
 
@@ -36,7 +36,7 @@ class _Thread:
     history: list[bytes]
     """A digest of each message that it heard or said."""
     said: set[bytes] = field(default_factory=set)
-    """Those of the policy's turns."""
+    """The digests of the policy's turns."""
 
     def common(self, history: Sequence[bytes]) -> int:
         """Return with how many messages of its own another history begins."""

@@ -36,7 +36,7 @@ from flotilla_environment.worker import LARGEST_NUMBER, LONGEST_NAME, MOST_NUMBE
 
 MOST_BODY_BYTES = 16 << 20
 MOST_BODIES_BYTES = 256 << 20
-"""Of all requests that are read or waited for at the same time."""
+"""The most bytes of all requests that are read or answered at the same time."""
 LONGEST_MODEL = 200
 MODEL = "policy"
 """The name of the one model; an answer has the name with which its request asked."""
@@ -52,7 +52,7 @@ log = get_logger(__name__)
 
 
 class Application:
-    """What the server answers, for the sessions that there are."""
+    """Answers requests, for the sessions that there are."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -154,7 +154,7 @@ def _refusing(
             refused, status = InvalidRequest(what, next_step="Shorten the history."), error.status
         except (ConnectionError, asyncio.CancelledError):
             raise
-        except Exception as error:
+        except Exception as error:  # the client is told that it failed, and the log says why
             log.exception("a request failed", path=request.path)
             refused = Internal(f"a defect of Flotilla: {type(error).__name__}")
         headers = {"retry-after": "1"} if isinstance(refused, Exhausted) else None

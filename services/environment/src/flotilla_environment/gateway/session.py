@@ -76,14 +76,14 @@ class Ask:
 
 
 class Session:
-    """What one agent may do for one episode."""
+    """The requests and rewards of one agent, for one episode."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         self.id = secrets.token_hex(12)
         self.key = f"flotilla-{secrets.token_urlsafe(KEY_BYTES)}"
         self.task = task
         self.rewards: dict[str, float] = {}
-        """What the agent gave, by name."""
+        """The rewards that the agent gave, by name."""
         self.given: frozenset[str] = frozenset()
         """The names of rewards that the run itself gives."""
         self.taken_by = b""

@@ -1,4 +1,4 @@
-"""What a client is told of a turn, in whatever dialect: its text and calls, its tokens, and events of streams.
+"""Says what a client is told of a turn, in whatever dialect: its text and calls, its tokens, and events of streams.
 
 Invariant: what a client sends again of it, in the dialect in which it was told, is read as the message
 `Told.message`.
