@@ -1,8 +1,8 @@
 """The suite of escapes as another user, and where the host has no groups of the kernel.
 
-Each run is all of libs/workers/tests/jail, and agents in a jail, in a mount namespace of its own, so nothing of the host
-changes: folders that root alone may enter are opened on the way to the interpreter, and /sys/fs/cgroup is empty where
-the run says so.
+Each run is all of libs/workers/tests/jail, and agents in a jail, in a mount namespace of its own, so nothing of the
+host changes: folders that root alone may enter are opened on the way to the interpreter, and /sys/fs/cgroup is empty
+where the run says so.
 """
 
 from __future__ import annotations

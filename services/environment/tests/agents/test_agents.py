@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_environment.catalog import problem
 
 CHAT = """
 import json, os
@@ -158,6 +159,14 @@ async def test_parameters_that_mean_nothing_are_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidConfig, match=why):
         await caller.plays(lambda _: "yes", **parameters)
+    if parameters:
+        assert why in problem("agent", {"folder": str(caller.folder), **parameters}), "a plan says it, too"
+
+
+async def test_a_plan_finds_nothing_wrong_with_an_agent_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").touch()
+    for parameters in ({"command": "a"}, {"function": "agent.py:play", "processes": 2.0}, {}):
+        assert problem("agent", {"folder": str(tmp_path), **parameters}) == ""
 
 
 async def test_episodes_beyond_the_sessions_of_a_replica_wait_and_that_is_no_time_of_their_own(
