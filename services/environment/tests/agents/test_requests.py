@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -153,6 +154,27 @@ async def _text(own: Any, body: Any) -> str:
     shown = {"authorization": f"Bearer {own.key}"}
     async with own.http.post(f"{own.url}/v1/chat/completions", json=body, headers=shown) as said:
         return str(await said.text())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_was_delivered_in_part_is_delivered_again(beside: Any, stream: bool) -> None:
+    said = pb.TurnWritten(
+        message=Message(role="assistant", content="long " * 2_000_000), finish=pb.TURN_FINISH_STOP
+    )
+
+    async def client(own: Any) -> None:
+        body = {"model": "any", "messages": [{"role": "user", "content": "One?"}], "stream": stream}
+        text, address = json.dumps(body).encode(), urlsplit(own.url)
+        head = f"POST {address.path}/v1/chat/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
+        head += f"authorization: Bearer {own.key}\r\ncontent-length: {len(text)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(head.encode() + text)
+        assert b"200 OK" in await reader.read(100)
+        writer.transport.abort()
+        whole = await _text(own, body)
+        assert len(whole) > 10_000_000 and "long long" in whole
+
+    assert len((await beside.plays(lambda _: said, client)).asked) == 1
 
 
 async def test_a_request_that_nobody_waits_for_any_more_is_never_asked(beside: Any) -> None:

@@ -161,7 +161,8 @@ class AgentEpisode:
                 asks.cancel()
                 ended.cancel()
             if ended in done:
-                return self._rewarded()
+                what, traceback = self._session.failure
+                return Failure(what, traceback) if what else self._rewarded()
             if asks in done:
                 said = self._asks(asks.result())
                 if said is not None:
