@@ -57,6 +57,8 @@ LIVE_KEYS = (
 """The settings that an active run can take from its next step on."""
 SEARCH = "search"
 """The built-in environment that reads a file of the user's, `corpus`."""
+AGENT = "agent"
+"""The built-in environment in which a program of the user's plays, `command` or `function` in `folder`."""
 SECRETS = frozenset({"api_key", "key", "token", "password", "hf_token", "username"})
 """Names under which other programs take secrets."""
 
@@ -178,7 +180,8 @@ class EnvironmentConfig(ConfigModel):
     name: Annotated[str, AfterValidator(possible_function)] = Field(min_length=1)
     """Built-in name, entry point, or path.py:Class."""
     parameters: Parameters = Field(default_factory=dict)
-    """Passed to the environment by keyword. A relative `corpus` of `search` starts at the folder of the command."""
+    """Passed to the environment by keyword. A relative `corpus` of `search`, or `folder` of `agent`, starts at the
+    folder of the command."""
     max_turns: int = Field(default=8, ge=1, le=10_000)
     """Limit of the turns of an episode; then the environment gives its rewards for what there is. A turn has at most
     `rollout.sampling.max_response_tokens`."""
@@ -198,6 +201,8 @@ class EnvironmentConfig(ConfigModel):
         given, corpus = self.parameters, self.parameters.get("corpus")
         if self.name == SEARCH and isinstance(corpus, str):
             given = given | {"corpus": str(directory / os.path.expanduser(corpus))}
+        if self.name == AGENT and isinstance(folder := given.get("folder", "."), str):
+            given = given | {"folder": os.path.normpath(directory / os.path.expanduser(folder))}
         return self.model_copy(update={"name": function_path(self.name, directory), "parameters": given})
 
 

@@ -1,8 +1,8 @@
-"""What every dialect of the gateway is read into, and what each answer is written from.
+"""Defines what every dialect of the gateway is read into, and what each answer is written from.
 
-Invariants: a dialect only translates: it keeps nothing between two requests, and does no I/O. Messages and tools are those
-that chat templates know, so the history that a client sends again is equal to the one that it was told. What a dialect
-cannot carry, or the gateway cannot do, is refused by the name of its field.
+Invariants: a dialect only translates: it keeps nothing between two requests, and does no I/O. Messages and tools are
+those that chat templates know, so the history that a client sends again is equal to the one that it was told. What a
+dialect cannot carry, or the gateway cannot do, is refused by the name of its field.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Completion:
     """A turn of the policy that a client asks for."""
 
     messages: tuple[dict[str, Any], ...]
-    """The whole history: `role`, `content` as text, `tool_calls` (`id`, `name`, `arguments` as JSON) and `tool_call_id`.
-    Instructions beside the messages are the first one, of the system."""
+    """The whole history: `role`, `content` as text, `tool_calls` (`id`, `name`, `arguments` as JSON) and
+    `tool_call_id`. Instructions beside the messages are the first one, of the system."""
     tools: tuple[dict[str, Any], ...] = ()
     """Functions: `name`, `description` and `parameters`."""
     max_tokens: int = 0
@@ -39,7 +39,7 @@ class Token:
 
     token_id: int
     text: str
-    """Its bytes as text; a half character is U+FFFD."""
+    """The bytes as text; a half character is U+FFFD."""
     raw: bytes
     logprob: float
 
@@ -69,7 +69,7 @@ class Dialect(Protocol):
     """One API of a vendor."""
 
     path: str
-    """Of its requests, below the base URL of a session."""
+    """The path of its requests, below the base URL of a session."""
 
     def read(self, body: dict[str, Any]) -> Completion:
         """Return what a request asks for; raise InvalidRequest, with the name of the field, for what cannot be done."""
