@@ -26,7 +26,10 @@ from flotilla_core.errors import (
     UserCodeError,
 )
 from flotilla_core.structs import to_json
+from flotilla_environment.builtin import BUILTIN
 from flotilla_environment.holders import Holder, Holders, Outcome, Said, owner_of
+from flotilla_environment.hosted import HostedEnvironment
+from flotilla_environment.hosted_episode import HostedEpisode
 from flotilla_environment.waits import Waits
 from flotilla_workers.functions import Target
 from flotilla_workers.process import Failure, Timeout
@@ -49,8 +52,7 @@ class Episode:
 
     def __init__(self, start: pb.EpisodeStart, target: Target, holders: Holders) -> None:
         self.name = start.environment.environment
-        has_limit = start.HasField("call_limit")
-        self._call_limit_s = start.call_limit.ToNanoseconds() / 1e9 if has_limit else CALL_LIMIT_S
+        self._call_limit_s = _call_limit_s(start)
         self._target = target
         self._owner = owner_of(target, start.run_id)
         self._holders = holders
@@ -151,8 +153,21 @@ class Episode:
         self._holder = None
 
 
+def episode_of(start: pb.EpisodeStart, target: Target, holders: Holders) -> Episode | HostedEpisode:
+    """Return an episode that begins with its first question: in a worker, or in the service itself."""
+    kind = BUILTIN[target.source] if target.kind == "builtin" else None
+    if kind is None or not issubclass(kind, HostedEnvironment):
+        return Episode(start, target, holders)
+    place = holders.place(start.run_id, trusted=target.trusted)
+    return HostedEpisode(start, target, kind, place, _call_limit_s(start))
+
+
+def _call_limit_s(start: pb.EpisodeStart) -> float:
+    return start.call_limit.ToNanoseconds() / 1e9 if start.HasField("call_limit") else CALL_LIMIT_S
+
+
 async def play(
-    episode: Episode, start: pb.EpisodeStart, parts: AsyncIterator[pb.RunEpisodeRequest]
+    episode: Episode | HostedEpisode, start: pb.EpisodeStart, parts: AsyncIterator[pb.RunEpisodeRequest]
 ) -> AsyncGenerator[pb.RunEpisodeResponse]:
     """Play an episode: the environment asks for turns, `parts` answers them."""
     turns: list[float | None] = []

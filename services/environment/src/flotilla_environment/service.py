@@ -26,7 +26,7 @@ from flotilla_core.findings import passed, warned
 from flotilla_core.rpc import RpcServer
 from flotilla_core.transfer import Files
 from flotilla_environment import catalog
-from flotilla_environment.episode import Episode, play
+from flotilla_environment.episode import episode_of, play
 from flotilla_environment.holders import Holders
 from flotilla_workers.jail.jail import find
 
@@ -71,7 +71,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             code = None
             if start.environment.HasField("code"):
                 code = await self._files.here(start.environment.code, start.run_id)
-            episode = Episode(start, catalog.resolve(start.environment, code), self._holders)
+            episode = episode_of(start, catalog.resolve(start.environment, code), self._holders)
             try:
                 async with aclosing(play(episode, start, parts)) as responses:
                     async for response in responses:

@@ -23,7 +23,7 @@ from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_core.config import IsolationConfig
 from flotilla_core.errors import FlotillaError
 from flotilla_environment import catalog
-from flotilla_environment.episode import Episode, play
+from flotilla_environment.episode import episode_of, play
 from flotilla_environment.holders import Holders
 from flotilla_workers.jail.jail import find
 from flotilla_workers.jail.level import Level, told
@@ -47,7 +47,7 @@ async def _played(results: TextIO) -> None:
             level = str(Level.NONE) if own.trusted else holders.jail.isolation
             sys.stderr.write(f"{told(level)}\n")
             sys.stderr.flush()
-        episode = Episode(start, catalog.resolve(start.environment), holders)
+        episode = episode_of(start, catalog.resolve(start.environment), holders)
         async with aclosing(play(episode, start, parts)) as responses:
             async for response in responses:
                 print(MessageToJson(response, indent=None), file=results, flush=True)
