@@ -17,7 +17,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -30,13 +30,15 @@ MOST_LINE_BYTES = 384 * 1024
 """The longest line of a server that speaks by its standard output."""
 TAIL_BYTES = 4_000
 LOOK_S = 0.02
-"""The time between two looks whether a server listens."""
+"""The time between two looks whether a server listens, or a process has ended."""
+ROUNDS = 100
 
 
 def load(_: Target) -> Callable[[dict[str, Any]], Any]:
     """Return what answers the questions of the service about this room."""
     # What runs here as the same user could otherwise open the memory of this process.
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
+    os.umask(0o022)
     return Inside().answer
 
 
@@ -175,15 +177,18 @@ class Inside:
 def _run(command: list[str], folder: str, environment: dict[str, str], limit_s: float) -> dict[str, Any]:
     """Run a command; return its exit code and what it printed. What it leaves in the background goes on."""
     with open(os.memfd_create("printed"), "w+b") as printed:
-        child = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=printed,
-            start_new_session=True,
-        )
+        try:
+            child = subprocess.Popen(
+                command,
+                cwd=folder if os.path.isdir(folder) else "/",
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                start_new_session=True,
+            )
+        except OSError as error:  # Too many processes, or too little memory.
+            return {"code": error.errno, "text": f"error: the command does not start: {error.strerror}"}
         try:
             code: int | None = child.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -196,8 +201,23 @@ def _run(command: list[str], folder: str, environment: dict[str, str], limit_s: 
 
 def _end_others() -> None:
     """End every other process in the room; only a jail with a table of processes of its own may ask for it."""
-    with suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
+    for _ in range(ROUNDS):  # One that forks without end may have been faster.
+        with suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        if not [*_others()]:
+            return
+        time.sleep(LOOK_S)
+    raise Refusal("the processes of the room do not end")
+
+
+def _others() -> Iterator[str]:
+    """Give the processes that live, beside this one and the first one."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) not in (1, os.getpid()):
+            with suppress(OSError):
+                state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
+                if state not in "ZX":
+                    yield name
 
 
 def _empty(folder: str) -> None:

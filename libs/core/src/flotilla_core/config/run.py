@@ -54,8 +54,8 @@ LIVE_KEYS = (
     "checkpoint.keep",
 )
 """The settings that an active run can take from its next step on."""
-SEARCH = "search"
-"""The built-in environment that reads a file of the user's, `corpus`."""
+PATHS = {"search": "corpus", "harbor": "tasks"}
+"""The built-in environments that read files of the user's, and the parameters that name these."""
 SECRETS = frozenset({"api_key", "key", "token", "password", "hf_token", "username"})
 """Names under which other programs take secrets."""
 
@@ -177,7 +177,8 @@ class EnvironmentConfig(ConfigModel):
     name: Annotated[str, AfterValidator(possible_function)] = Field(min_length=1)
     """Built-in name, entry point, or path.py:Class."""
     parameters: Parameters = Field(default_factory=dict)
-    """Passed to the environment by keyword. A relative `corpus` of `search` starts at the folder of the command."""
+    """Passed to the environment by keyword. A relative `corpus` of `search`, or `tasks` of `harbor`, starts at the
+    folder of the command."""
     max_turns: int = Field(default=8, ge=1, le=10_000)
     """Limit of the turns of an episode; then the environment gives its rewards for what there is. A turn has at most
     `rollout.sampling.max_response_tokens`."""
@@ -194,9 +195,9 @@ class EnvironmentConfig(ConfigModel):
     and its variables."""
 
     def with_paths_from(self, directory: Path) -> Self:
-        given, corpus = self.parameters, self.parameters.get("corpus")
-        if self.name == SEARCH and isinstance(corpus, str):
-            given = given | {"corpus": str(directory / os.path.expanduser(corpus))}
+        given, key = self.parameters, PATHS.get(self.name, "")
+        if isinstance(path := given.get(key), str):
+            given = given | {key: str(directory / os.path.expanduser(path))}
         return self.model_copy(update={"name": function_path(self.name, directory), "parameters": given})
 
 

@@ -9,6 +9,7 @@ from flotilla_environment.builtin.answers import is_right
 from flotilla_environment.builtin.calculator import Calculator
 from flotilla_environment.builtin.frozen_lake import FrozenLake
 from flotilla_environment.builtin.gymnasium import Gymnasium
+from flotilla_environment.builtin.harbor import Harbor
 from flotilla_environment.builtin.mcp import Mcp
 from flotilla_environment.builtin.search import Search
 from flotilla_environment.builtin.textarena import TextArena
@@ -76,6 +77,7 @@ BUILTIN: dict[str, type[Environment]] = {
     "dialogue": Dialogue,
     "frozen_lake": FrozenLake,
     "gymnasium": Gymnasium,
+    "harbor": Harbor,
     "mcp": Mcp,
     "python": Python,
     "search": Search,
