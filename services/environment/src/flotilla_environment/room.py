@@ -137,8 +137,13 @@ class Inside:
             time.sleep(LOOK_S)
         return {"ended": f"did not listen on port {port} within {limit_s:g} s"}
 
-    def _serving(self) -> dict[str, Any]:
-        return {"serves": self._child is not None and self._child.poll() is None}
+    def _serving(self, port: int) -> dict[str, Any]:
+        """Say whether the server takes connections: one that ends may still be a process."""
+        assert self._child is not None
+        if self._child.poll() is None:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+                return {"serves": True}
+        return {"serves": False}
 
     def _talk(self, command: list[str], environment: dict[str, str]) -> None:
         """Start a server that is spoken to by its standard input; one that was there before ends."""

@@ -32,7 +32,7 @@ class Server:
     async def lives(self) -> bool:
         """Return whether the server has not ended."""
         try:
-            return bool((await self.room.ask("serving"))["serves"])
+            return bool((await self.room.ask("serving", port=self.port))["serves"])
         except RoomLost:
             return False
 

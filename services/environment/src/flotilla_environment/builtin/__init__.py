@@ -11,6 +11,7 @@ from flotilla_environment.builtin.frozen_lake import FrozenLake
 from flotilla_environment.builtin.gymnasium import Gymnasium
 from flotilla_environment.builtin.harbor import Harbor
 from flotilla_environment.builtin.mcp import Mcp
+from flotilla_environment.builtin.openenv import OpenEnv
 from flotilla_environment.builtin.search import Search
 from flotilla_environment.builtin.textarena import TextArena
 from flotilla_environment.environment import Begun, Environment, Reply, Task, Turn
@@ -79,6 +80,7 @@ BUILTIN: dict[str, type[Environment]] = {
     "gymnasium": Gymnasium,
     "harbor": Harbor,
     "mcp": Mcp,
+    "openenv": OpenEnv,
     "python": Python,
     "search": Search,
     "textarena": TextArena,

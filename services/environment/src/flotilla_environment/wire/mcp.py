@@ -65,7 +65,7 @@ class McpServer:
         cursor: Json = {}
         for _ in range(MOST_PAGES):
             page = await self.ask("tools/list", cursor, limit_s)
-            found += [_described(tool) for tool in page.get("tools", ())]
+            found += [described(tool) for tool in page.get("tools", ())]
             if not page.get("nextCursor") or len(found) > MOST_TOOLS:
                 break
             cursor = {"cursor": page["nextCursor"]}
@@ -81,7 +81,7 @@ class McpServer:
             return f"error: {error}", False
         except TimeoutError:
             return f"error: {name} took longer than {limit_s:.0f} s", False
-        text = _text_of(result)
+        text = text_of(result)
         return (f"error: {text}", False) if result.get("isError") else (text, True)
 
     async def ask(self, method: str, params: Json, limit_s: float) -> Json:
@@ -157,14 +157,15 @@ def _result_of(said: Json) -> Json:
     return result
 
 
-def _described(tool: Any) -> Json:
+def described(tool: Any) -> Json:
+    """Return a tool as chat templates know it."""
     match tool:
         case {"name": str(name), "inputSchema": dict(schema)}:
             return {"name": name, "description": str(tool.get("description") or ""), "parameters": schema}
     raise Refusal(f"the server has a tool without a name or a schema: {tool!r:.200}")
 
 
-def _text_of(result: Json) -> str:
+def text_of(result: Json) -> str:
     """Return what the policy reads of a result: its texts, or its structure where it has none."""
     parts = [_part(part) for part in result.get("content", ()) if isinstance(part, dict)]
     if not parts and "structuredContent" in result:
