@@ -12,6 +12,7 @@ import tokenizers
 from flotilla_core.errors import InvalidConfig, NotFound
 from flotilla_core.model_folder import tokenizer_digest
 from flotilla_data.tokenizer import Tokenizer
+from flotilla_testing import chat_templates
 from flotilla_testing.model_folders import write_tokenizer
 
 
@@ -99,3 +100,29 @@ def test_a_tokenizer_that_was_written_again_is_read_again(tmp_path: Path) -> Non
     second = Tokenizer.load(tmp_path)
     assert (first.encode("="), second.encode("-")) == ([6], [6])
     assert first.digest != second.digest
+
+
+TEXTS = ("The sky is blue.", "\N{SNOWMAN} \N{PILE OF POO} na\u00efve \u4e2d\u6587\n\t ", "<|im_end|>", "")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_tokens_are_together_the_text(tmp_path: Path, text: str) -> None:
+    tokenizer = Tokenizer.load(chat_templates.write_tokenizer(tmp_path, chat_templates.CHATML))
+    ids = tokenizer.encode(text)
+    parts = tokenizer.bytes_of(ids)
+    assert b"".join(parts) == text.encode() == tokenizer.decode(ids, skip_special=False).encode()
+    assert len(parts) == len(ids)
+
+
+def test_a_token_of_a_half_character_has_its_bytes_and_a_number_that_is_no_token_has_none(
+    tmp_path: Path,
+) -> None:
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"<unk>": 0, "\u2581sky": 1, "<0xE2>": 2, "<0x98>": 3, "<0x83>": 4}, [])
+    )
+    parts = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback()]
+    backend.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Fuse()])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.bytes_of([1, 2, 3, 4, 99]) == [b" sky", b"\xe2", b"\x98", b"\x83", b""]
+    assert tokenizer.decode([1, 2, 3, 4]) == " sky\N{SNOWMAN}"

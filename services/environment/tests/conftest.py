@@ -15,9 +15,10 @@ import pytest_asyncio
 
 from flotilla.common.v1.chat_pb2 import Message, ToolCall
 from flotilla.environment.v1 import environment_pb2 as pb
-from flotilla_environment.catalog import resolve
-from flotilla_environment.episode import episode_of, play
+from flotilla_core.config import EnvironmentServiceConfig
+from flotilla_environment.episode import play
 from flotilla_environment.holders import Holders
+from flotilla_environment.stage import Stage
 from flotilla_workers.jail.jail import Jail, find
 from flotilla_workers.jail.level import Level
 
@@ -51,17 +52,22 @@ def namespaces(host_jail: Jail) -> Jail:
 
 
 @pytest_asyncio.fixture
-async def holders(host_jail: Jail) -> AsyncIterator[Holders]:
+async def stage(host_jail: Jail) -> AsyncIterator[Stage]:
     if host_jail.refusal:
         pytest.skip(host_jail.refusal)
-    kept = Holders(2, lambda: host_jail)
-    await kept.start()
+    kept = Stage(EnvironmentServiceConfig(workers=2))
+    kept.holders.jail = host_jail
     yield kept
     await kept.stop()
 
 
 @pytest.fixture
-def played(holders: Holders) -> Play:
+def holders(stage: Stage) -> Holders:
+    return stage.holders
+
+
+@pytest.fixture
+def played(stage: Stage) -> Play:
     """Play an episode by answers, each a text or calls; after the last one it is stopped."""
 
     async def play_one(
@@ -87,9 +93,9 @@ def played(holders: Holders) -> Play:
             while True:
                 yield await parts.get()
 
-        episode = episode_of(start, resolve(start.environment), holders)
+        episode = stage.episode(start)
         try:
-            async with aclosing(play(episode, start, requests())) as responses:
+            async with aclosing(play(episode, requests())) as responses:
                 async for response in responses:
                     if response.HasField("ended"):
                         said.ended = response.ended

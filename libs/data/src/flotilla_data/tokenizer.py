@@ -6,6 +6,8 @@ Invariants: it reads `tokenizer.json`, `tokenizer_config.json`, `generation_conf
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,6 +24,20 @@ from flotilla_data.chat_template import ChatTemplate, Conversation
 CHARACTERS_AT_ONCE = 1 << 20
 """A token takes a hundred times the memory of a character while it is made."""
 MOST_TEMPLATE_BYTES = 4 << 20
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""The sign that tokenizers after SentencePiece write for a space."""
+
+
+def _signs() -> dict[str, int]:
+    """Return the byte for which each sign of a byte-level vocabulary stands, as GPT-2 chose them."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+_SIGNS = _signs()
 
 
 @lru_cache(maxsize=8)
@@ -105,6 +121,31 @@ class Tokenizer:
     def decode_many(self, sequences: Sequence[list[int]], *, skip_special: bool = True) -> list[str]:
         """Return the texts of many sequences at once; other threads run meanwhile."""
         return list(self._backend.decode_batch(list(sequences), skip_special_tokens=skip_special))
+
+    def bytes_of(self, token_ids: list[int]) -> list[bytes]:
+        """Return the bytes of each token, which may be a part of a character; none for a number that is no token.
+
+        Together they are the text, but for a space that some tokenizers leave out where a text begins.
+        """
+        return [self._bytes_of(token) for token in token_ids]
+
+    def _bytes_of(self, token: int) -> bytes:
+        added, decoders = self._pieces
+        if token in added:
+            return added[token].encode()
+        text = self._backend.id_to_token(token) or ""
+        if "ByteLevel" in decoders and all(sign in _SIGNS for sign in text):
+            return bytes(_SIGNS[sign] for sign in text)
+        if "ByteFallback" in decoders and (byte := _BYTE.fullmatch(text)):
+            return bytes([int(byte[1], 16)])
+        return text.replace(_SPACE, " ").encode()
+
+    @cached_property
+    def _pieces(self) -> tuple[dict[int, str], set[str]]:
+        """The texts of added tokens, and the kinds of the decoders of all others."""
+        added = {token: one.content for token, one in self._backend.get_added_tokens_decoder().items()}
+        decoder = {} if self._backend.decoder is None else json.loads(self._backend.decoder.__getstate__())
+        return added, {str(one.get("type")) for one in (decoder, *decoder.get("decoders", ()))}
 
     def render_chat(
         self,

@@ -79,6 +79,11 @@ class EpisodeLoad:
         """The settings of the stack's simulated engine."""
         return {"response_tokens": self.turn_tokens, "time_to_first_token_s": self.turn_s}
 
+    @property
+    def section(self) -> dict[str, Any]:
+        """The section of the stack about environments."""
+        return {"replicas": 1, "workers": 1, "isolation": {"unsafe": True}}
+
     def run_file(self, stack: Stack) -> Path:
         """Write the file of a run that asks for this load."""
         file = stack.directory / "four_turns.py"
@@ -90,6 +95,10 @@ class EpisodeLoad:
             "episode_tokens": MOST_TOKENS,
             "trusted": True,
         }
+        return self.endless(stack, environment)
+
+    def endless(self, stack: Stack, environment: dict[str, Any]) -> Path:
+        """Write the file of a run with this environment."""
         return endless_run(
             stack,
             prompts=self.episodes_per_step // self.samples,
@@ -111,6 +120,8 @@ class EpisodeFigures:
     """Episodes in flight on average: the turns a second times the time of a turn, of episodes that ended."""
     coordinator_mib: float
     """The most memory that the coordinator held."""
+    environment_mib: float
+    """The most memory that the environment service held, with its workers or agents."""
     cpu_seconds: dict[str, float]
     """CPU seconds for 1,000 turns, by kind of process."""
     beside_decoding_p50_s: float
@@ -130,9 +141,8 @@ class EpisodeFigures:
 def measure(load: EpisodeLoad, directory: Path) -> EpisodeFigures:
     """Boot such a fleet in `directory`, let a run use it, and take it down."""
     model = make_chat_model(directory / "model")
-    environment = {"replicas": 1, "workers": 1, "isolation": {"unsafe": True}}
     generator: dict[str, Any] = {"sim": load.sim, "max_running_samples": load.episodes, "replicas": 0}
-    fleet = light_stack(model, directory, trainer_s=load.update_s, environment=environment, **generator)
+    fleet = light_stack(model, directory, trainer_s=load.update_s, environment=load.section, **generator)
     with fleet as stack, crowds(stack, load.replicas, load.processes):
         run = stack.ok("run", "start", str(load.run_file(stack)))
         wait_until("the warm-up steps", lambda: len(stack.metrics(run)) > load.warm_up_steps, WARM_UP_LIMIT_S)
@@ -145,9 +155,10 @@ def _measured(stack: Stack, run: dict[str, Any], load: EpisodeLoad) -> EpisodeFi
     processes = StackProcesses(stack.directory)
     first = len(stack.metrics(run))
     began, before, turns_before = time.monotonic(), processes.cpu_seconds(), len(_turns(stack))
-    resident, loops_s = [], []
+    resident, of_environment, loops_s = [], [], []
     while time.monotonic() < began + load.seconds:
         resident.append(processes.resident_mib("coordinator"))
+        of_environment.append(processes.resident_mib("environment"))
         loops_s.append(loop_s())
         time.sleep(LOOK_EVERY_S)
     after, ended = processes.cpu_seconds(), time.monotonic()
@@ -161,6 +172,7 @@ def _measured(stack: Stack, run: dict[str, Any], load: EpisodeLoad) -> EpisodeFi
         # Little's law. An episode that waits to begin is not counted.
         playing=rate * statistics.mean(turns),
         coordinator_mib=max(resident),
+        environment_mib=max(of_environment),
         cpu_seconds={kind: 1000 * (after[kind] - before[kind]) / len(turns) for kind in after},
         beside_decoding_p50_s=beside[len(beside) // 2],
         beside_decoding_p99_s=beside[len(beside) * 99 // 100],

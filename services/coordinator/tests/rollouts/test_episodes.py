@@ -261,6 +261,21 @@ async def test_the_environment_is_told_what_was_written_and_what_is_left(play: P
     assert 0 < second["tokens_left"] < first["tokens_left"] < 1000
 
 
+async def test_the_tokens_of_a_turn_go_one_by_one_to_whoever_asked_for_them_and_to_nobody_else(
+    play: Play, tokenizer: Tokenizer
+) -> None:
+    says = "sky \N{SNOWMAN}"
+    played = await play(Environments([asks("One?", tokens=True), asks("Two?"), DONE]), says=says)
+    first, second = played.environments.calls[0].answers
+    one_by_one = first["one_by_one"]
+    assert one_by_one.token_ids.tolist() == [*tokenizer.encode(says), tokenizer.eos_id]
+    assert one_by_one.logprobs.tolist() == [-0.5] * len(one_by_one.token_ids)
+    assert b"".join(one_by_one.texts[:-1]).decode() == says and second["one_by_one"] is None
+    assert [one["prompt_tokens"] for one in (first, second)] == [
+        len(asked.prompt_token_ids.data) // 4 for asked in played.generator.asked
+    ]
+
+
 async def test_a_generator_that_dies_costs_a_turn_and_its_environment_does_not_notice(play: Play) -> None:
     played = await play(Environments(TWO_TURNS), dies={2})
     assert len(played.environments.calls) == 1 and len(played.generator.asked) == 3

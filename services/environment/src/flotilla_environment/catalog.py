@@ -6,12 +6,15 @@ Invariant: no code of a user is imported into the service: a worker loads it, an
 from __future__ import annotations
 
 import inspect
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from flotilla.environment.v1 import environment_pb2 as pb
+from flotilla_core.config.run import AGENT
 from flotilla_core.errors import FlotillaError
 from flotilla_core.structs import to_json
+from flotilla_environment.agents.spec import DESCRIPTION, AgentSpec
 from flotilla_environment.builtin import BUILTIN
 from flotilla_environment.environment import Environment
 from flotilla_environment.worker import load
@@ -19,7 +22,7 @@ from flotilla_workers.catalog import Catalog
 from flotilla_workers.functions import Target
 from flotilla_workers.worker import answer
 
-CATALOG = Catalog("environment", "Class", "flotilla.environments", BUILTIN)
+CATALOG = Catalog("environment", "Class", "flotilla.environments", (*BUILTIN, AGENT))
 
 
 def resolve(spec: pb.EnvironmentSpec, code: Path | None = None) -> Target:
@@ -35,6 +38,11 @@ def problem(environment: str, parameters: dict[str, Any]) -> str:
     spec = pb.EnvironmentSpec(environment=environment)
     spec.parameters.update(parameters)
     try:
+        if environment == AGENT:
+            agent = AgentSpec.of(parameters)
+            if not agent.comes_by_itself:
+                agent.started(trusted=False)
+            return ""
         target = resolve(spec)
     except FlotillaError as error:
         return str(error)
@@ -46,6 +54,9 @@ def problem(environment: str, parameters: dict[str, Any]) -> str:
 def list_environments() -> list[pb.EnvironmentInfo]:
     """Return what is built in, and entry points; classes in files need no registration."""
     found = [_info(name, environment) for name, environment in BUILTIN.items()]
+    agent = pb.EnvironmentInfo(name=AGENT, description=DESCRIPTION)
+    agent.parameters.update(asdict(AgentSpec()))
+    found = sorted([*found, agent], key=lambda one: one.name)
     points = CATALOG.described_entry_points()
     return found + [pb.EnvironmentInfo(name=name, description=text) for name, text in points]
 

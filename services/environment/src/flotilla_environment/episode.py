@@ -12,9 +12,9 @@ import asyncio
 import itertools
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from flotilla.common.v1.finding_pb2 import Finding
 from flotilla.environment.v1 import environment_pb2 as pb
@@ -26,10 +26,7 @@ from flotilla_core.errors import (
     UserCodeError,
 )
 from flotilla_core.structs import to_json
-from flotilla_environment.builtin import BUILTIN
 from flotilla_environment.holders import Holder, Holders, Outcome, Said, owner_of
-from flotilla_environment.hosted import HostedEnvironment
-from flotilla_environment.hosted_episode import HostedEpisode
 from flotilla_environment.waits import Waits
 from flotilla_workers.functions import Target
 from flotilla_workers.process import Failure, Timeout
@@ -47,12 +44,72 @@ _PLACE = re.compile(r"(?P<where>\S.*?:\d+) in \S+: (?P<what>.*)", re.DOTALL)
 _numbers = itertools.count()
 
 
+class Saying(Protocol):
+    """The words of whoever plays an episode: a turn that is asked for, or the end."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def asked(self) -> pb.TurnAsked: ...
+
+    @property
+    def reward(self) -> float | None: ...
+
+    @property
+    def rewards(self) -> Mapping[str, float]: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+SayingT = TypeVar("SayingT", bound=Saying)
+
+
+class Played(Protocol[SayingT]):
+    """An episode as it is played, whoever plays it."""
+
+    name: str
+    late: str
+    """The way out where it took too long."""
+
+    async def begin(self) -> SayingT | Failure | Timeout:
+        """Return what is said first."""
+        ...
+
+    async def reply(self, written: pb.TurnWritten) -> SayingT | Failure | Timeout:
+        """Return what is said to a turn of the policy."""
+        ...
+
+    async def stop(self, ending: pb.Ending.ValueType) -> SayingT | Failure | Timeout:
+        """Return the rewards of an episode that gets no further turn."""
+        ...
+
+    def metrics(self, said: SayingT) -> Mapping[str, float]:
+        """Return the numbers of an episode at its end."""
+        ...
+
+    def says(self, **part: Any) -> pb.RunEpisodeResponse:
+        """Return a response, with the time that the episode has waited."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the episode holds."""
+        ...
+
+
 class Episode:
     """An episode in some worker."""
 
+    late = (
+        "its worker was ended, and other episodes in it begin again: make the method faster, raise "
+        "environment.call_timeout_s, or give environment.workers of the stack more"
+    )
+
     def __init__(self, start: pb.EpisodeStart, target: Target, holders: Holders) -> None:
         self.name = start.environment.environment
-        self._call_limit_s = _call_limit_s(start)
+        self._start = start
+        self._call_limit_s = limit_of(start)
         self._target = target
         self._owner = owner_of(target, start.run_id)
         self._holders = holders
@@ -65,7 +122,16 @@ class Episode:
         self.waits = Waits()
         self.is_over = False
 
-    async def ask(self, do: str, **question: Any) -> Said | Failure | Timeout:
+    async def begin(self) -> Said | Failure | Timeout:
+        return await self._said("begin", task=task_of(self._start))
+
+    async def reply(self, written: pb.TurnWritten) -> Said | Failure | Timeout:
+        return await self._said("reply", turn=turn_of(written))
+
+    async def stop(self, ending: pb.Ending.ValueType) -> Said | Failure | Timeout:
+        return await self._said("stop", ending=STOPS[ending])
+
+    async def _said(self, do: str, **question: Any) -> Said | Failure | Timeout:
         """Return what the environment says to one more question."""
         asked = {"do": do, "episode": self._number, **question}
         for _ in range(MOST_BEGINNINGS):
@@ -93,14 +159,11 @@ class Episode:
         self._programs.update(programs=len(told), program_errors=sum(failed for _, failed in told))
 
     def metrics(self, said: Said) -> dict[str, float]:
-        """Return the numbers of an episode at its end, with those of its programs."""
+        """Return the numbers of the environment, with those of its programs."""
         return {name: float(count) for name, count in self._programs.items()} | said.metrics
 
     def says(self, **part: Any) -> pb.RunEpisodeResponse:
-        """Return a response, with the time that the episode has waited."""
-        response = pb.RunEpisodeResponse(**part)
-        response.waited.FromNanoseconds(int(self.waits.total_s * 1e9))
-        return response
+        return with_waits(self.waits, **part)
 
     async def _asked(self, question: dict[str, Any]) -> Outcome:
         """Ask once, in a worker in which the episode stands where it was; None where this worker is lost."""
@@ -137,7 +200,6 @@ class Episode:
         return outcome
 
     async def close(self) -> None:
-        """Free what the episode holds."""
         holder = self._holder
         try:
             if holder is not None and not holder.lost and not self.is_over:
@@ -153,58 +215,58 @@ class Episode:
         self._holder = None
 
 
-def episode_of(start: pb.EpisodeStart, target: Target, holders: Holders) -> Episode | HostedEpisode:
-    """Return an episode that begins with its first question: in a worker, or in the service itself."""
-    kind = BUILTIN[target.source] if target.kind == "builtin" else None
-    if kind is None or not issubclass(kind, HostedEnvironment):
-        return Episode(start, target, holders)
-    place = holders.place(start.run_id, trusted=target.trusted)
-    return HostedEpisode(start, target, kind, place, _call_limit_s(start))
-
-
-def _call_limit_s(start: pb.EpisodeStart) -> float:
-    return start.call_limit.ToNanoseconds() / 1e9 if start.HasField("call_limit") else CALL_LIMIT_S
-
-
 async def play(
-    episode: Episode | HostedEpisode, start: pb.EpisodeStart, parts: AsyncIterator[pb.RunEpisodeRequest]
+    episode: Played[SayingT], parts: AsyncIterator[pb.RunEpisodeRequest]
 ) -> AsyncGenerator[pb.RunEpisodeResponse]:
     """Play an episode: the environment asks for turns, `parts` answers them."""
     turns: list[float | None] = []
     ending, doing = pb.ENDING_COMPLETED, "begin"
-    work = asyncio.ensure_future(episode.ask("begin", task=_task(start)))
+    work = asyncio.ensure_future(episode.begin())
     try:
         while True:
             while not (await asyncio.wait((work,), timeout=BEAT_S))[0]:
                 yield episode.says(beat=pb.Beat())
             outcome = work.result()
-            if isinstance(outcome, Said) and doing.startswith("reply"):
+            if isinstance(outcome, Failure | Timeout):
+                yield episode.says(ended=_failed(outcome, f"{episode.name}: {doing}", episode.late))
+                return
+            if doing.startswith("reply"):
                 turns[-1] = outcome.reward
-            if not isinstance(outcome, Said) or outcome.done:
-                ended = _ended(outcome, ending, turns, f"{episode.name}: {doing}")
-                if isinstance(outcome, Said):
-                    ended.metrics.update(episode.metrics(outcome))
+            if outcome.done:
+                rewards = [] if all(one is None for one in turns) else [one or 0.0 for one in turns]
+                ended = pb.EpisodeEnded(ending=ending, rewards=outcome.rewards, turn_rewards=rewards)
+                ended.metrics.update(episode.metrics(outcome))
                 yield episode.says(ended=ended)
                 return
-            asked = pb.TurnAsked(
-                messages=outcome.messages, tools=outcome.tools, afresh=outcome.afresh, state=outcome.state
-            )
-            yield episode.says(asked=asked)
+            yield episode.says(asked=outcome.asked)
             part = await anext(parts, None)
             if part is None:
                 return  # The caller ended its side: nobody hears what is said.
             if part.WhichOneof("part") == "written":
                 turns.append(None)
                 doing = f"reply to turn {len(turns)}"
-                work = asyncio.ensure_future(episode.ask("reply", turn=_turn(part.written)))
+                work = asyncio.ensure_future(episode.reply(part.written))
                 continue
             ending, doing = _stop(part), "stop"
-            work = asyncio.ensure_future(episode.ask("stop", ending=STOPS[ending]))
+            work = asyncio.ensure_future(episode.stop(ending))
     finally:
         work.cancel()
 
 
-def _task(start: pb.EpisodeStart) -> dict[str, Any]:
+def with_waits(waits: Waits, **part: Any) -> pb.RunEpisodeResponse:
+    """Return a response, with the time that its episode has waited."""
+    response = pb.RunEpisodeResponse(**part)
+    response.waited.FromNanoseconds(int(waits.total_s * 1e9))
+    return response
+
+
+def limit_of(start: pb.EpisodeStart) -> float:
+    """Return the time of each piece of work."""
+    return start.call_limit.ToNanoseconds() / 1e9 if start.HasField("call_limit") else CALL_LIMIT_S
+
+
+def task_of(start: pb.EpisodeStart) -> dict[str, Any]:
+    """Return the data of an episode."""
     return {
         "messages": [_message(message) for message in start.messages],
         "answer": start.answer,
@@ -226,7 +288,7 @@ def _message(message: Any) -> dict[str, Any]:
     return plain
 
 
-def _turn(written: pb.TurnWritten) -> dict[str, Any]:
+def turn_of(written: pb.TurnWritten) -> dict[str, Any]:
     return {
         "content": written.message.content,
         "calls": _message(written.message).get("tool_calls", []),
@@ -247,21 +309,15 @@ def _stop(part: pb.RunEpisodeRequest) -> pb.Ending.ValueType:
     return part.stop.ending
 
 
-def _ended(
-    outcome: Said | Failure | Timeout, ending: pb.Ending.ValueType, turns: list[float | None], doing: str
-) -> pb.EpisodeEnded:
+def _failed(outcome: Failure | Timeout, doing: str, late: str) -> pb.EpisodeEnded:
     if isinstance(outcome, Timeout):
         error = DeadlineExceeded(
             f"the environment took longer than {outcome.limit_s:g} s",
             where=doing,
-            next_step="its worker was ended, and other episodes in it begin again: make the method faster, raise "
-            "environment.call_timeout_s, or give environment.workers of the stack more",
+            next_step=late,
         )
         return pb.EpisodeEnded(ending=pb.ENDING_TIMEOUT, failure=error.finding())
-    if isinstance(outcome, Failure):
-        return pb.EpisodeEnded(ending=pb.ENDING_ERROR, failure=_finding(outcome, doing))
-    rewards = [] if all(one is None for one in turns) else [one or 0.0 for one in turns]
-    return pb.EpisodeEnded(ending=ending, rewards=outcome.rewards, turn_rewards=rewards)
+    return pb.EpisodeEnded(ending=pb.ENDING_ERROR, failure=_finding(outcome, doing))
 
 
 def _finding(failure: Failure, doing: str) -> Finding:

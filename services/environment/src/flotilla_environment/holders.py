@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.common.v1.chat_pb2 import Message, Tool, ToolCall
+from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_core.errors import InvalidConfig, Unavailable, unicode_text
 from flotilla_core.logger import get_logger
 from flotilla_environment.builtin import JAILED
@@ -65,6 +66,11 @@ class Said:
     metrics: dict[str, float]
     digest: bytes
     """Equal where all of it is."""
+
+    @property
+    def asked(self) -> pb.TurnAsked:
+        """The turn that it asks for."""
+        return pb.TurnAsked(messages=self.messages, tools=self.tools, afresh=self.afresh, state=self.state)
 
 
 Outcome = Said | Failure | Timeout | None

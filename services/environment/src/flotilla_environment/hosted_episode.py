@@ -13,6 +13,7 @@ from typing import Any
 
 from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_core.errors import FlotillaError, InvalidConfig
+from flotilla_environment.episode import STOPS, limit_of, task_of, turn_of, with_waits
 from flotilla_environment.holders import Said, read
 from flotilla_environment.hosted import HostedEnvironment
 from flotilla_environment.rooms import RoomLost
@@ -28,17 +29,15 @@ OURS = (str(Path(__file__).parent),)
 class HostedEpisode:
     """An episode that the service plays itself."""
 
+    late = "raise environment.call_timeout_s, or see why its servers take so long"
+
     def __init__(
-        self,
-        start: pb.EpisodeStart,
-        target: Target,
-        kind: type[HostedEnvironment],
-        place: Place,
-        call_limit_s: float,
+        self, start: pb.EpisodeStart, target: Target, kind: type[HostedEnvironment], place: Place
     ) -> None:
         self.name = start.environment.environment
         self.waits = Waits()
-        self._limit_s = call_limit_s
+        self._start = start
+        self._limit_s = limit_of(start)
         self._parameters = target.parameters
         self._kind, self._place = kind, place
         self._episodes = Episodes(self._made, {})
@@ -53,7 +52,16 @@ class HostedEpisode:
         environment.place = self._place
         return environment
 
-    async def ask(self, do: str, **question: Any) -> Said | Failure | Timeout:
+    async def begin(self) -> Said | Failure | Timeout:
+        return await self._ask("begin", task=task_of(self._start))
+
+    async def reply(self, written: pb.TurnWritten) -> Said | Failure | Timeout:
+        return await self._ask("reply", turn=turn_of(written))
+
+    async def stop(self, ending: pb.Ending.ValueType) -> Said | Failure | Timeout:
+        return await self._ask("stop", ending=STOPS[ending])
+
+    async def _ask(self, do: str, **question: Any) -> Said | Failure | Timeout:
         """Return what the environment says to one more question."""
         limit = asyncio.timeout(self._limit_s)
         try:
@@ -74,9 +82,7 @@ class HostedEpisode:
 
     def says(self, **part: Any) -> pb.RunEpisodeResponse:
         """Return a response, with the time that the episode has waited."""
-        response = pb.RunEpisodeResponse(**part)
-        response.waited.FromNanoseconds(int(self.waits.total_s * 1e9))
-        return response
+        return with_waits(self.waits, **part)
 
     async def close(self) -> None:
         """Free what the episode holds."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,9 +25,8 @@ from flotilla_core.findings import passed, warned
 from flotilla_core.rpc import RpcServer
 from flotilla_core.transfer import Files
 from flotilla_environment import catalog
-from flotilla_environment.episode import episode_of, play
-from flotilla_environment.holders import Holders
-from flotilla_workers.jail.jail import find
+from flotilla_environment.episode import play
+from flotilla_environment.stage import Stage
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["EnvironmentService"].full_name
 
@@ -38,8 +36,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     """EnvironmentService on the wire; a drain waits until no episode runs."""
 
-    def __init__(self, holders: Holders, files: Files) -> None:
-        self._holders = holders
+    def __init__(self, stage: Stage, files: Files) -> None:
+        self._stage = stage
         self._files = files
         self.playing = 0
         self._idle = asyncio.Event()
@@ -71,9 +69,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             code = None
             if start.environment.HasField("code"):
                 code = await self._files.here(start.environment.code, start.run_id)
-            episode = episode_of(start, catalog.resolve(start.environment, code), self._holders)
+            episode = self._stage.episode(start, code)
             try:
-                async with aclosing(play(episode, start, parts)) as responses:
+                async with aclosing(play(episode, parts)) as responses:
                     async for response in responses:
                         yield response
             finally:
@@ -99,15 +97,16 @@ class EnvironmentHostService:
 
     def __init__(self, config: EnvironmentServiceConfig, files: Files) -> None:
         self._workers = config.workers
-        self._holders = Holders(config.workers, partial(find, config.isolation, "environment"))
-        self._servicer = EnvironmentServicer(self._holders, files)
+        self._stage = Stage(config)
+        self._holders = self._stage.holders
+        self._servicer = EnvironmentServicer(self._stage, files)
 
     def add_to(self, server: RpcServer) -> None:
         add = environment_pb2_grpc.add_EnvironmentServiceServicer_to_server
         server.add(add, self._servicer, SERVICE_NAME)
 
     async def start(self) -> None:
-        await self._holders.start()
+        await self._stage.start()
 
     def describe(self, registration: Registration) -> None:
         registration.capacity["workers"] = self._workers
@@ -143,7 +142,7 @@ class EnvironmentHostService:
         await self._servicer.drain()
 
     async def stop(self) -> None:
-        await self._holders.stop()
+        await self._stage.stop()
 
 
 def _state_of(pid: int) -> str:

@@ -14,18 +14,17 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from functools import partial
 from typing import TextIO
 
 from google.protobuf.json_format import MessageToJson, Parse
 
 from flotilla.environment.v1 import environment_pb2 as pb
-from flotilla_core.config import IsolationConfig
+from flotilla_core.config import EnvironmentServiceConfig, IsolationConfig
+from flotilla_core.config.run import AGENT
 from flotilla_core.errors import FlotillaError
 from flotilla_environment import catalog
-from flotilla_environment.episode import episode_of, play
-from flotilla_environment.holders import Holders
-from flotilla_workers.jail.jail import find
+from flotilla_environment.episode import play
+from flotilla_environment.stage import Stage
 from flotilla_workers.jail.level import Level, told
 
 REFUSED = 3
@@ -39,21 +38,21 @@ async def _parts() -> AsyncIterator[pb.RunEpisodeRequest]:
 
 async def _played(results: TextIO) -> None:
     isolation = IsolationConfig.model_validate_json(sys.argv[1])
-    holders, parts = Holders(1, partial(find, isolation, "environment")), _parts()
-    await holders.start()
+    stage, parts = Stage(EnvironmentServiceConfig(workers=1, isolation=isolation)), _parts()
+    await stage.start()
     try:
         start = (await anext(parts)).start
-        if ".py:" in (own := start.environment).environment:
-            level = str(Level.NONE) if own.trusted else holders.jail.isolation
+        if ".py:" in (own := start.environment).environment or own.environment == AGENT:
+            level = str(Level.NONE) if own.trusted else stage.holders.jail.isolation
             sys.stderr.write(f"{told(level)}\n")
             sys.stderr.flush()
-        episode = episode_of(start, catalog.resolve(start.environment), holders)
-        async with aclosing(play(episode, start, parts)) as responses:
+        episode = stage.episode(start)
+        async with aclosing(play(episode, parts)) as responses:
             async for response in responses:
                 print(MessageToJson(response, indent=None), file=results, flush=True)
         await episode.close()
     finally:
-        await holders.stop()
+        await stage.stop()
 
 
 def main() -> int:

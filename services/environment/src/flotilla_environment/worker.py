@@ -246,7 +246,7 @@ def _text_of(value: object) -> str:
     """Return an object as JSON; raise ValueError, with what it is, where it cannot be sent."""
     if not isinstance(value, dict):
         raise ValueError("are no JSON object")
-    if _is_deeper(value, DEEPEST):
+    if is_deeper(value, DEEPEST):
         raise ValueError(f"have more than {DEEPEST} levels")
     try:
         return json.dumps(value, allow_nan=False)
@@ -254,10 +254,11 @@ def _text_of(value: object) -> str:
         raise ValueError("hold what JSON does not have, such as a number that is not finite") from None
 
 
-def _is_deeper(value: object, levels: int) -> bool:
+def is_deeper(value: object, levels: int) -> bool:
+    """Return whether a value has more than so many levels of lists and objects."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return levels == 0 or any(
-        _is_deeper(part, levels - 1) for part in parts if isinstance(part, dict | list | tuple)
+        is_deeper(part, levels - 1) for part in parts if isinstance(part, dict | list | tuple)
     )
 
 
@@ -300,13 +301,18 @@ def _numbers(method: Callable[..., Any], what: str, given: Mapping[str, Any]) ->
 
 
 def _number(method: Callable[..., Any], what: str, given: Any) -> float:
-    try:
-        number = float(given)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or abs(number) > LARGEST_NUMBER or isinstance(given, str):
+    if not is_number(given):
         raise _refused(
             method,
             f"returned {repr(given)} as {what}, expected a finite number of at most {LARGEST_NUMBER:g}",
         )
-    return number
+    return float(given)
+
+
+def is_number(given: Any) -> bool:
+    """Return whether something may be a reward."""
+    try:
+        number = float(given)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return math.isfinite(number) and abs(number) <= LARGEST_NUMBER and not isinstance(given, str)

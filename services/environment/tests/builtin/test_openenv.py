@@ -124,7 +124,7 @@ async def test_a_server_that_died_is_started_anew_for_the_next_episode(
     died = await played("openenv", parameters, ["leave"])
     assert "was lost in a step" in died.ended.failure.what
     again = await played("openenv", parameters, ["7"])
-    assert again.ended.rewards == {"return": 1.0}
+    assert again.ended.rewards == {"return": 1.0}, again.ended
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from flotilla_core.config.stack import (
     CoordinatorConfig,
     EnvironmentServiceConfig,
     GangConfig,
+    GatewayConfig,
     NatsConfig,
     RayConfig,
     RewardServiceConfig,

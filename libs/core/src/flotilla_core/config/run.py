@@ -58,6 +58,8 @@ PATHS = {"harbor": "tasks", "search": "corpus"}
 """The built-in environments that read files of the user's, and the parameters that name these."""
 SHORT = {"gymnasium": "id", "mcp": "url", "openenv": "url", "textarena": "id", **PATHS}
 """The parameters that the name of a built-in environment may hold, as `gymnasium:FrozenLake-v1` does."""
+AGENT = "agent"
+"""The built-in environment in which a program of the user's plays, `command` or `function` in `folder`."""
 SECRETS = frozenset({"api_key", "key", "token", "password", "hf_token", "username"})
 """Names under which other programs take secrets."""
 
@@ -188,8 +190,8 @@ class EnvironmentConfig(ConfigModel):
     """Built-in name, entry point, or path.py:Class. With one parameter: `gymnasium:ID`, `textarena:ID`, `openenv:URL`,
     `mcp:URL`, `harbor:FOLDER`, `search:CORPUS`."""
     parameters: Parameters = Field(default_factory=dict)
-    """Passed to the environment by keyword. A relative `corpus` of `search`, or `tasks` of `harbor`, starts at the
-    folder of the command."""
+    """Passed to the environment by keyword. A relative `corpus` of `search`, `tasks` of `harbor` or `folder` of `agent`
+    starts at the folder of the command."""
     max_turns: int = Field(default=8, ge=1, le=10_000)
     """Limit of the turns of an episode; then the environment gives its rewards for what there is. A turn has at most
     `rollout.sampling.max_response_tokens`."""
@@ -220,6 +222,8 @@ class EnvironmentConfig(ConfigModel):
         given, key = self.parameters, PATHS.get(self.name, "")
         if isinstance(path := given.get(key), str):
             given = given | {key: str(directory / os.path.expanduser(path))}
+        if self.name == AGENT and isinstance(folder := given.get("folder", "."), str):
+            given = given | {"folder": os.path.normpath(directory / os.path.expanduser(folder))}
         return self.model_copy(update={"name": function_path(self.name, directory), "parameters": given})
 
 

@@ -291,6 +291,19 @@ class RewardServiceConfig(ConfigModel):
     """Addresses of replicas that were started outside this stack."""
 
 
+class GatewayConfig(ConfigModel):
+    """The place at which agents find the policy, as clients of OpenAI or Anthropic do."""
+
+    host: HostName = Field(default_factory=loopback)
+    """Address to bind. Agents on other hosts reach it over TLS alone."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free port, of which the agents that a replica starts are told; others need one that they know."""
+    certificate: Path | None = None
+    """PEM file with a certificate for the name that agents on other hosts dial, and its private key."""
+    sessions: int = Field(default=64, ge=1, le=65536)
+    """Most episodes with agents of one replica at the same time; further ones wait."""
+
+
 class EnvironmentServiceConfig(RewardServiceConfig):
     """One environment replica, with workers and a jail as those of rewards."""
 
@@ -298,6 +311,8 @@ class EnvironmentServiceConfig(RewardServiceConfig):
     """Number of replicas that the launcher starts: 1 or more for runs with episodes of several turns."""
     workers: int = Field(default=2, ge=1, le=1024)
     """Killable worker processes for the episodes of each run. One holds many episodes and works for one at a time."""
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    """The place at which agents find the policy."""
 
     @model_validator(mode="after")
     def _keeps_its_processes(self) -> EnvironmentServiceConfig:

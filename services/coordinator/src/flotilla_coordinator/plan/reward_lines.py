@@ -12,6 +12,7 @@ from flotilla_coordinator.plan.functions import jail_of, terms_of
 from flotilla_coordinator.plan.model_facts import ModelFacts
 from flotilla_coordinator.plan.trainer_memory import scoring_bytes
 from flotilla_core.config import FleetJudgeConfig, IsolationConfig, RewardTermConfig, RunConfig, StackConfig
+from flotilla_core.config.run import AGENT
 from flotilla_core.errors import FlotillaError
 from flotilla_core.gangs import gang_of, model_of, started
 from flotilla_core.model_folder import SCORE_HEADS, model_folder, score_head
@@ -28,7 +29,8 @@ def rewards_chapter(config: RunConfig, stack: StackConfig) -> Entries:
         plays = stack.environment
         where = _where(own.name, own.trusted, plays.isolation, bool(plays.attach), "environment")
         episode = f"up to {own.max_turns} turns in {own.episode_tokens:,} tokens"
-        yield Line(f"environment {own.name}", _kind(own.name, "a class"), f"{episode}; {where}")
+        who = "an agent of yours" if own.name == AGENT else _kind(own.name, "a class")
+        yield Line(f"environment {own.name}", who, f"{episode}; {where}")
     for key, term in terms_of(config):
         gate = "" if term.gate_at is None else f", gate at {term.gate_at:g}"
         if term.model is not None:
@@ -69,7 +71,7 @@ def _kind(name: str, of_file: str) -> str:
 
 def _where(name: str, trusted: bool, asked: IsolationConfig, attached: bool, service: str) -> str:
     """Say where a function or an environment runs."""
-    if ".py:" not in name:
+    if ".py:" not in name and name != AGENT:
         return f"in the {service} service; in its jail where it runs code of others"
     if trusted or asked.unsafe:
         return f"OUTSIDE OF THE JAIL, as the {service} service itself"

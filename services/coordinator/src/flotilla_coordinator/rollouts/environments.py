@@ -23,7 +23,15 @@ from google.protobuf.struct_pb2 import Struct
 
 from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_coordinator.rollouts.environment_limits import LONGEST_NAME, is_name
-from flotilla_coordinator.rollouts.episode_messages import Asked, Chat, Ended, asked_of, ended_of, message_of
+from flotilla_coordinator.rollouts.episode_messages import (
+    Asked,
+    Chat,
+    Ended,
+    WrittenTokens,
+    asked_of,
+    ended_of,
+    message_of,
+)
 from flotilla_core import rpc
 from flotilla_core.config import EnvironmentConfig
 from flotilla_core.config.model import file_of_function
@@ -35,6 +43,7 @@ from flotilla_core.errors import (
     unicode_text,
 )
 from flotilla_core.rpc import Load, Replica, ReplicaPool
+from flotilla_core.tensors import to_tensor
 
 if TYPE_CHECKING:
     from flotilla.common.v1.files_pb2 import FolderReference
@@ -169,9 +178,14 @@ class EpisodeCall:
         cut: bool = False,
         tokens: int = 0,
         tokens_left: int = 0,
+        prompt_tokens: int = 0,
         unparsed: str = "",
+        one_by_one: WrittenTokens | None = None,
     ) -> None:
-        """Send what the policy wrote; `cut` says that it reached its most tokens, `unparsed` why a call is not read."""
+        """Send what the policy wrote; `cut` says that it reached its most tokens, `unparsed` why a call is not read.
+
+        `one_by_one` are its tokens, where they were asked for.
+        """
         said = message_of(message)
         if not all(is_name(call.name) for call in said.tool_calls):
             del said.tool_calls[:]
@@ -183,8 +197,13 @@ class EpisodeCall:
             finish=pb.TURN_FINISH_LENGTH if cut else pb.TURN_FINISH_STOP,
             tokens=tokens,
             tokens_left=tokens_left,
+            prompt_tokens=prompt_tokens,
             unparsed=unicode_text(unparsed),
         )
+        if one_by_one is not None:
+            written.token_ids.CopyFrom(to_tensor(one_by_one.token_ids))
+            written.logprobs.CopyFrom(to_tensor(one_by_one.logprobs))
+            written.token_bytes.extend(one_by_one.texts)
         self._turns += 1
         self._say(pb.RunEpisodeRequest(written=written))
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from flotilla.common.v1.chat_pb2 import Message, ToolCall
 from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_coordinator.rollouts.environment_limits import (
@@ -41,10 +43,22 @@ class Asked:
     max_tokens: int = 0
     """Most tokens of the turn, where the environment wants fewer than the run allows."""
     stop: tuple[str, ...] = ()
+    tokens: bool = False
+    """True where the environment wants the tokens of the turn, one by one."""
     state: int = 0
     """Equal where the environment names the same state for the turn; 0 where it names none."""
     digest: bytes = field(default=b"", compare=False)
     """Equal where all of it is."""
+
+
+@dataclass(frozen=True)
+class WrittenTokens:
+    """The tokens of a turn, one by one."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    texts: list[bytes]
+    """The bytes of each, which may be a part of a character."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,7 @@ def asked_of(asked: pb.TurnAsked) -> Asked:
         afresh=asked.afresh,
         max_tokens=asked.max_tokens,
         stop=tuple(asked.stop),
+        tokens=asked.tokens,
         state=_key(asked.state),
         digest=hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=16).digest(),
     )

@@ -25,7 +25,7 @@ from flotilla_coordinator.ledger.records import Branch, Episode, TokenSpan
 from flotilla_coordinator.ledger.verdicts import Said, TermVerdict
 from flotilla_coordinator.rollouts.batch import RolloutSample
 from flotilla_coordinator.rollouts.environments import TIMEOUT, EpisodeCall, EpisodeStart
-from flotilla_coordinator.rollouts.episode_messages import Asked, Ended
+from flotilla_coordinator.rollouts.episode_messages import Asked, Ended, WrittenTokens
 from flotilla_coordinator.rollouts.generation import GenerationRequest, Sampler
 from flotilla_coordinator.rollouts.played_turns import PlayedTurns, SaysOtherwiseError, TurnLog
 from flotilla_coordinator.rollouts.scoring import Outcome
@@ -364,9 +364,18 @@ class Episodes:
             cut=piece.truncated,
             tokens=tokens,
             tokens_left=max(room - tokens, 0),
+            prompt_tokens=self._config.episode_tokens - room,
             unparsed=written.unparsed,
+            one_by_one=self._one_by_one(piece) if asked.tokens else None,
         )
         return None
+
+    def _one_by_one(self, piece: RolloutSample) -> WrittenTokens:
+        """Return the tokens of a turn, as whoever asked for them reads them."""
+        token_ids = piece.token_ids.astype(np.int32, copy=False)
+        assert piece.logprobs is not None, "the policy sampled it"
+        texts = self._tokenizer.bytes_of(token_ids.tolist())
+        return WrittenTokens(token_ids, piece.logprobs.astype(np.float32, copy=False), texts)
 
     async def _written(self, play: _Play, asked: Asked, room: int) -> RolloutSample:
         """Return what the policy writes now, in a turn as long as the run, the room and the environment allow."""

@@ -59,31 +59,44 @@ class OpenEnv(HostedTools):
         self._state = ""
 
     async def begin(self, task: Task) -> Begun:  # type: ignore[override]
+        from flotilla_environment.wire.http import Lost
+
+        try:
+            schema = await self._reached()
+        except Lost:
+            if not self._command:
+                raise Refusal(f"the OpenEnv server is not there: {self._url}") from None
+            schema = await self._reached()  # It was about to end when it was looked at.
+        assert self._session is not None
+        own = task.info.get("reset")
+        seed = {"seed": int(task.info.get("seed", task.seed)) % 2**31}
+        try:
+            seen = await self._session.reset(seed | self._reset | (own if isinstance(own, dict) else {}))
+            tools = await self._tools_of(schema)
+        except Lost as error:
+            raise Refusal(f"the OpenEnv server was lost at the begin: {error}") from None
+        if seen.get("done"):
+            raise Refusal("the episode of the OpenEnv server has ended before its first turn")
+        self._state = state_of(_fields(seen))
+        return Begun(_with(task.messages, self._text_of(seen)), tools, state=self._state)
+
+    async def _reached(self) -> dict[str, Any]:
+        """Reach the server, which is started where it has to be; return the schema of its actions."""
         from flotilla_environment.rooms import variables_of
-        from flotilla_environment.wire.http import Address, Lost
+        from flotilla_environment.wire.http import Address
         from flotilla_environment.wire.openenv import OpenEnvSession
 
-        address = Address(self._url, variables_of(self.place.jail, self._headers))
+        await self._held.aclose()
+        place = self.place
+        address = Address(self._url, variables_of(place.jail, self._headers))
         if self._command:
-            place = self.place
             serving = place.servers.of(
                 place.run_id, self._command, self._environment, place.jail, trusted=place.trusted
             )
             server = await self._held.enter_async_context(serving)
             address = Address(f"http://127.0.0.1:{server.port}", address.headers, server.room)
         self._session = OpenEnvSession(address)
-        try:
-            schema = await self._session.action()
-            own = task.info.get("reset")
-            seed = {"seed": int(task.info.get("seed", task.seed)) % 2**31}
-            seen = await self._session.reset(seed | self._reset | (own if isinstance(own, dict) else {}))
-            tools = await self._tools_of(schema)
-        except Lost as error:
-            raise Refusal(f"the OpenEnv server is not there: {error}") from None
-        if seen.get("done"):
-            raise Refusal("the episode of the OpenEnv server has ended before its first turn")
-        self._state = state_of(_fields(seen))
-        return Begun(_with(task.messages, self._text_of(seen)), tools, state=self._state)
+        return await self._session.action()
 
     async def _tools_of(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the tools by which the policy acts, and none where it acts by what it writes."""

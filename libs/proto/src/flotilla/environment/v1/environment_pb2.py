@@ -26,11 +26,12 @@ from flotilla.common.v1 import chat_pb2 as flotilla_dot_common_dot_v1_dot_chat__
 from flotilla.common.v1 import files_pb2 as flotilla_dot_common_dot_v1_dot_files__pb2
 from flotilla.common.v1 import finding_pb2 as flotilla_dot_common_dot_v1_dot_finding__pb2
 from flotilla.common.v1 import rules_pb2 as flotilla_dot_common_dot_v1_dot_rules__pb2
+from flotilla.common.v1 import tensor_pb2 as flotilla_dot_common_dot_v1_dot_tensor__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)flotilla/environment/v1/environment.proto\x12\x17\x66lotilla.environment.v1\x1a\x1d\x66lotilla/common/v1/chat.proto\x1a\x1e\x66lotilla/common/v1/files.proto\x1a flotilla/common/v1/finding.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x19\n\x17ListEnvironmentsRequest\"Z\n\x18ListEnvironmentsResponse\x12>\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32(.flotilla.environment.v1.EnvironmentInfo\"a\n\x0f\x45nvironmentInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x97\x01\n\x0f\x45nvironmentSpec\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12+\n\nparameters\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x31\n\x04\x63ode\x18\x03 \x01(\x0b\x32#.flotilla.common.v1.FolderReference\x12\x0f\n\x07trusted\x18\x04 \x01(\x08\"\xc2\x01\n\x11RunEpisodeRequest\x12\x36\n\x05start\x18\x01 \x01(\x0b\x32%.flotilla.environment.v1.EpisodeStartH\x00\x12\x37\n\x07written\x18\x02 \x01(\x0b\x32$.flotilla.environment.v1.TurnWrittenH\x00\x12\x34\n\x04stop\x18\x03 \x01(\x0b\x32$.flotilla.environment.v1.EpisodeStopH\x00\x42\x06\n\x04part\"\xbb\x02\n\x0c\x45pisodeStart\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12=\n\x0b\x65nvironment\x18\x04 \x01(\x0b\x32(.flotilla.environment.v1.EnvironmentSpec\x12-\n\x08messages\x18\x05 \x03(\x0b\x32\x1b.flotilla.common.v1.Message\x12\x16\n\x06\x61nswer\x18\x06 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12%\n\x04info\x18\x07 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x04seed\x18\x08 \x01(\x04\x42\x06\xea\xe1\x18\x02 \x01\x12-\n\ncall_limit\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationJ\x04\x08\t\x10\n\"\xaf\x01\n\x0bTurnWritten\x12,\n\x07message\x18\x01 \x01(\x0b\x32\x1b.flotilla.common.v1.Message\x12\x33\n\x06\x66inish\x18\x02 \x01(\x0e\x32#.flotilla.environment.v1.TurnFinish\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x13\n\x0btokens_left\x18\x04 \x01(\r\x12\x18\n\x08unparsed\x18\x05 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\">\n\x0b\x45pisodeStop\x12/\n\x06\x65nding\x18\x01 \x01(\x0e\x32\x1f.flotilla.environment.v1.Ending\"\xe3\x01\n\x12RunEpisodeResponse\x12\x33\n\x05\x61sked\x18\x01 \x01(\x0b\x32\".flotilla.environment.v1.TurnAskedH\x00\x12\x36\n\x05\x65nded\x18\x02 \x01(\x0b\x32%.flotilla.environment.v1.EpisodeEndedH\x00\x12-\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x1d.flotilla.environment.v1.BeatH\x00\x12)\n\x06waited\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x06\n\x04part\"\x06\n\x04\x42\x65\x61t\"\xbc\x01\n\tTurnAsked\x12\x0e\n\x06thread\x18\x01 \x01(\t\x12-\n\x08messages\x18\x02 \x03(\x0b\x32\x1b.flotilla.common.v1.Message\x12\x0e\n\x06\x61\x66resh\x18\x03 \x01(\x08\x12\'\n\x05tools\x18\x04 \x03(\x0b\x32\x18.flotilla.common.v1.Tool\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x15\n\x05state\x18\x07 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\"\xed\x02\n\x0c\x45pisodeEnded\x12/\n\x06\x65nding\x18\x01 \x01(\x0e\x32\x1f.flotilla.environment.v1.Ending\x12\x43\n\x07rewards\x18\x02 \x03(\x0b\x32\x32.flotilla.environment.v1.EpisodeEnded.RewardsEntry\x12\x14\n\x0cturn_rewards\x18\x03 \x03(\x01\x12\x43\n\x07metrics\x18\x04 \x03(\x0b\x32\x32.flotilla.environment.v1.EpisodeEnded.MetricsEntry\x12,\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1b.flotilla.common.v1.Finding\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*W\n\nTurnFinish\x12\x1b\n\x17TURN_FINISH_UNSPECIFIED\x10\x00\x12\x14\n\x10TURN_FINISH_STOP\x10\x01\x12\x16\n\x12TURN_FINISH_LENGTH\x10\x02*\x86\x01\n\x06\x45nding\x12\x16\n\x12\x45NDING_UNSPECIFIED\x10\x00\x12\x14\n\x10\x45NDING_COMPLETED\x10\x01\x12\x14\n\x10\x45NDING_MAX_TURNS\x10\x02\x12\x12\n\x0e\x45NDING_NO_ROOM\x10\x03\x12\x12\n\x0e\x45NDING_TIMEOUT\x10\x04\x12\x10\n\x0c\x45NDING_ERROR\x10\x05\x32\xf8\x01\n\x12\x45nvironmentService\x12w\n\x10ListEnvironments\x12\x30.flotilla.environment.v1.ListEnvironmentsRequest\x1a\x31.flotilla.environment.v1.ListEnvironmentsResponse\x12i\n\nRunEpisode\x12*.flotilla.environment.v1.RunEpisodeRequest\x1a+.flotilla.environment.v1.RunEpisodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)flotilla/environment/v1/environment.proto\x12\x17\x66lotilla.environment.v1\x1a\x1d\x66lotilla/common/v1/chat.proto\x1a\x1e\x66lotilla/common/v1/files.proto\x1a flotilla/common/v1/finding.proto\x1a\x1e\x66lotilla/common/v1/rules.proto\x1a\x1f\x66lotilla/common/v1/tensor.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x19\n\x17ListEnvironmentsRequest\"Z\n\x18ListEnvironmentsResponse\x12>\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32(.flotilla.environment.v1.EnvironmentInfo\"a\n\x0f\x45nvironmentInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x97\x01\n\x0f\x45nvironmentSpec\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12+\n\nparameters\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x31\n\x04\x63ode\x18\x03 \x01(\x0b\x32#.flotilla.common.v1.FolderReference\x12\x0f\n\x07trusted\x18\x04 \x01(\x08\"\xc2\x01\n\x11RunEpisodeRequest\x12\x36\n\x05start\x18\x01 \x01(\x0b\x32%.flotilla.environment.v1.EpisodeStartH\x00\x12\x37\n\x07written\x18\x02 \x01(\x0b\x32$.flotilla.environment.v1.TurnWrittenH\x00\x12\x34\n\x04stop\x18\x03 \x01(\x0b\x32$.flotilla.environment.v1.EpisodeStopH\x00\x42\x06\n\x04part\"\xbb\x02\n\x0c\x45pisodeStart\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12=\n\x0b\x65nvironment\x18\x04 \x01(\x0b\x32(.flotilla.environment.v1.EnvironmentSpec\x12-\n\x08messages\x18\x05 \x03(\x0b\x32\x1b.flotilla.common.v1.Message\x12\x16\n\x06\x61nswer\x18\x06 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12%\n\x04info\x18\x07 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x14\n\x04seed\x18\x08 \x01(\x04\x42\x06\xea\xe1\x18\x02 \x01\x12-\n\ncall_limit\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationJ\x04\x08\t\x10\n\"\xb8\x02\n\x0bTurnWritten\x12,\n\x07message\x18\x01 \x01(\x0b\x32\x1b.flotilla.common.v1.Message\x12\x33\n\x06\x66inish\x18\x02 \x01(\x0e\x32#.flotilla.environment.v1.TurnFinish\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x13\n\x0btokens_left\x18\x04 \x01(\r\x12\x18\n\x08unparsed\x18\x05 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12-\n\ttoken_ids\x18\x07 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12,\n\x08logprobs\x18\x08 \x01(\x0b\x32\x1a.flotilla.common.v1.Tensor\x12\x13\n\x0btoken_bytes\x18\t \x03(\x0c\">\n\x0b\x45pisodeStop\x12/\n\x06\x65nding\x18\x01 \x01(\x0e\x32\x1f.flotilla.environment.v1.Ending\"\xe3\x01\n\x12RunEpisodeResponse\x12\x33\n\x05\x61sked\x18\x01 \x01(\x0b\x32\".flotilla.environment.v1.TurnAskedH\x00\x12\x36\n\x05\x65nded\x18\x02 \x01(\x0b\x32%.flotilla.environment.v1.EpisodeEndedH\x00\x12-\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x1d.flotilla.environment.v1.BeatH\x00\x12)\n\x06waited\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x06\n\x04part\"\x06\n\x04\x42\x65\x61t\"\xcc\x01\n\tTurnAsked\x12\x0e\n\x06thread\x18\x01 \x01(\t\x12-\n\x08messages\x18\x02 \x03(\x0b\x32\x1b.flotilla.common.v1.Message\x12\x0e\n\x06\x61\x66resh\x18\x03 \x01(\x08\x12\'\n\x05tools\x18\x04 \x03(\x0b\x32\x18.flotilla.common.v1.Tool\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x15\n\x05state\x18\x07 \x01(\tB\x06\xea\xe1\x18\x02\x18\x01\x12\x0e\n\x06tokens\x18\x08 \x01(\x08\"\xed\x02\n\x0c\x45pisodeEnded\x12/\n\x06\x65nding\x18\x01 \x01(\x0e\x32\x1f.flotilla.environment.v1.Ending\x12\x43\n\x07rewards\x18\x02 \x03(\x0b\x32\x32.flotilla.environment.v1.EpisodeEnded.RewardsEntry\x12\x14\n\x0cturn_rewards\x18\x03 \x03(\x01\x12\x43\n\x07metrics\x18\x04 \x03(\x0b\x32\x32.flotilla.environment.v1.EpisodeEnded.MetricsEntry\x12,\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1b.flotilla.common.v1.Finding\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*W\n\nTurnFinish\x12\x1b\n\x17TURN_FINISH_UNSPECIFIED\x10\x00\x12\x14\n\x10TURN_FINISH_STOP\x10\x01\x12\x16\n\x12TURN_FINISH_LENGTH\x10\x02*\x86\x01\n\x06\x45nding\x12\x16\n\x12\x45NDING_UNSPECIFIED\x10\x00\x12\x14\n\x10\x45NDING_COMPLETED\x10\x01\x12\x14\n\x10\x45NDING_MAX_TURNS\x10\x02\x12\x12\n\x0e\x45NDING_NO_ROOM\x10\x03\x12\x12\n\x0e\x45NDING_TIMEOUT\x10\x04\x12\x10\n\x0c\x45NDING_ERROR\x10\x05\x32\xf8\x01\n\x12\x45nvironmentService\x12w\n\x10ListEnvironments\x12\x30.flotilla.environment.v1.ListEnvironmentsRequest\x1a\x31.flotilla.environment.v1.ListEnvironmentsResponse\x12i\n\nRunEpisode\x12*.flotilla.environment.v1.RunEpisodeRequest\x1a+.flotilla.environment.v1.RunEpisodeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,38 +50,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EPISODEENDED_REWARDSENTRY']._serialized_options = b'8\001'
   _globals['_EPISODEENDED_METRICSENTRY']._loaded_options = None
   _globals['_EPISODEENDED_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_TURNFINISH']._serialized_start=2187
-  _globals['_TURNFINISH']._serialized_end=2274
-  _globals['_ENDING']._serialized_start=2277
-  _globals['_ENDING']._serialized_end=2411
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=261
-  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=286
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=288
-  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=378
-  _globals['_ENVIRONMENTINFO']._serialized_start=380
-  _globals['_ENVIRONMENTINFO']._serialized_end=477
-  _globals['_ENVIRONMENTSPEC']._serialized_start=480
-  _globals['_ENVIRONMENTSPEC']._serialized_end=631
-  _globals['_RUNEPISODEREQUEST']._serialized_start=634
-  _globals['_RUNEPISODEREQUEST']._serialized_end=828
-  _globals['_EPISODESTART']._serialized_start=831
-  _globals['_EPISODESTART']._serialized_end=1146
-  _globals['_TURNWRITTEN']._serialized_start=1149
-  _globals['_TURNWRITTEN']._serialized_end=1324
-  _globals['_EPISODESTOP']._serialized_start=1326
-  _globals['_EPISODESTOP']._serialized_end=1388
-  _globals['_RUNEPISODERESPONSE']._serialized_start=1391
-  _globals['_RUNEPISODERESPONSE']._serialized_end=1618
-  _globals['_BEAT']._serialized_start=1620
-  _globals['_BEAT']._serialized_end=1626
-  _globals['_TURNASKED']._serialized_start=1629
-  _globals['_TURNASKED']._serialized_end=1817
-  _globals['_EPISODEENDED']._serialized_start=1820
-  _globals['_EPISODEENDED']._serialized_end=2185
-  _globals['_EPISODEENDED_REWARDSENTRY']._serialized_start=2091
-  _globals['_EPISODEENDED_REWARDSENTRY']._serialized_end=2137
-  _globals['_EPISODEENDED_METRICSENTRY']._serialized_start=2139
-  _globals['_EPISODEENDED_METRICSENTRY']._serialized_end=2185
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=2414
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=2662
+  _globals['_TURNFINISH']._serialized_start=2373
+  _globals['_TURNFINISH']._serialized_end=2460
+  _globals['_ENDING']._serialized_start=2463
+  _globals['_ENDING']._serialized_end=2597
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_start=294
+  _globals['_LISTENVIRONMENTSREQUEST']._serialized_end=319
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_start=321
+  _globals['_LISTENVIRONMENTSRESPONSE']._serialized_end=411
+  _globals['_ENVIRONMENTINFO']._serialized_start=413
+  _globals['_ENVIRONMENTINFO']._serialized_end=510
+  _globals['_ENVIRONMENTSPEC']._serialized_start=513
+  _globals['_ENVIRONMENTSPEC']._serialized_end=664
+  _globals['_RUNEPISODEREQUEST']._serialized_start=667
+  _globals['_RUNEPISODEREQUEST']._serialized_end=861
+  _globals['_EPISODESTART']._serialized_start=864
+  _globals['_EPISODESTART']._serialized_end=1179
+  _globals['_TURNWRITTEN']._serialized_start=1182
+  _globals['_TURNWRITTEN']._serialized_end=1494
+  _globals['_EPISODESTOP']._serialized_start=1496
+  _globals['_EPISODESTOP']._serialized_end=1558
+  _globals['_RUNEPISODERESPONSE']._serialized_start=1561
+  _globals['_RUNEPISODERESPONSE']._serialized_end=1788
+  _globals['_BEAT']._serialized_start=1790
+  _globals['_BEAT']._serialized_end=1796
+  _globals['_TURNASKED']._serialized_start=1799
+  _globals['_TURNASKED']._serialized_end=2003
+  _globals['_EPISODEENDED']._serialized_start=2006
+  _globals['_EPISODEENDED']._serialized_end=2371
+  _globals['_EPISODEENDED_REWARDSENTRY']._serialized_start=2277
+  _globals['_EPISODEENDED_REWARDSENTRY']._serialized_end=2323
+  _globals['_EPISODEENDED_METRICSENTRY']._serialized_start=2325
+  _globals['_EPISODEENDED_METRICSENTRY']._serialized_end=2371
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=2600
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=2848
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from flotilla.common.v1 import chat_pb2 as _chat_pb2
 from flotilla.common.v1 import files_pb2 as _files_pb2
 from flotilla.common.v1 import finding_pb2 as _finding_pb2
+from flotilla.common.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
@@ -272,6 +273,10 @@ class TurnWritten(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     TOKENS_LEFT_FIELD_NUMBER: _builtins.int
     UNPARSED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     finish: Global___TurnFinish.ValueType
     tokens: _builtins.int
     """Tokens of this turn."""
@@ -279,8 +284,20 @@ class TurnWritten(_message.Message):
     """Tokens that the rest of the episode may have."""
     unparsed: _builtins.str
     """Why a call in the text could not be read; empty where all could."""
+    prompt_tokens: _builtins.int
+    """Tokens before this turn."""
     @_builtins.property
     def message(self) -> _chat_pb2.Message: ...
+    @_builtins.property
+    def token_ids(self) -> _tensor_pb2.Tensor:
+        """Of each token of this turn, where it was asked for with `tokens`: its id, its log-probability, and its bytes, which
+        may be a part of a character.
+        """
+
+    @_builtins.property
+    def logprobs(self) -> _tensor_pb2.Tensor: ...
+    @_builtins.property
+    def token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
         self,
         *,
@@ -289,10 +306,14 @@ class TurnWritten(_message.Message):
         tokens: _builtins.int = ...,
         tokens_left: _builtins.int = ...,
         unparsed: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        token_ids: _tensor_pb2.Tensor | None = ...,
+        logprobs: _tensor_pb2.Tensor | None = ...,
+        token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "message", b"message", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "message", b"message", "tokens", b"tokens", "tokens_left", b"tokens_left", "unparsed", b"unparsed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "message", b"message", "prompt_tokens", b"prompt_tokens", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "tokens", b"tokens", "tokens_left", b"tokens_left", "unparsed", b"unparsed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,6 +407,7 @@ class TurnAsked(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     thread: _builtins.str
     """One thread is one growing history: empty, or the name of a sub-agent."""
     afresh: _builtins.bool
@@ -394,6 +416,8 @@ class TurnAsked(_message.Message):
     """Most tokens of the turn, where the environment wants fewer than the run allows; 0: as the run says."""
     state: _builtins.str
     """The state in which the turn is asked; empty: not named. Turns of a group with equal ones may be compared."""
+    tokens: _builtins.bool
+    """The environment wants the tokens of the turn, one by one."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]:
         """What was said since the last turn of this thread; the whole history where it is afresh."""
@@ -416,10 +440,11 @@ class TurnAsked(_message.Message):
         max_tokens: _builtins.int = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         state: _builtins.str = ...,
+        tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["afresh", b"afresh", "max_tokens", b"max_tokens", "messages", b"messages", "state", b"state", "stop", b"stop", "thread", b"thread", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["afresh", b"afresh", "max_tokens", b"max_tokens", "messages", b"messages", "state", b"state", "stop", b"stop", "thread", b"thread", "tokens", b"tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""Agents: programs of users that play episodes as clients of the gateway."""

@@ -1,0 +1,1 @@
+"""The gateway: agents that were written for the endpoint of a vendor ask for their turns here."""

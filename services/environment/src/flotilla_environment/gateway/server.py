@@ -1,0 +1,272 @@
+"""The HTTP server of the gateway: finds the session of a request, and answers in the dialect in which it was asked.
+
+Invariants: nothing is done for a request that does not show the key of its session, and keys are compared in constant
+time. A body is bounded, and what all bodies take together. Every refusal is one of the dialect's. A stream that waits
+gives signs of life, and one whose client left holds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
+
+from aiohttp import web
+
+from flotilla_core.errors import (
+    Exhausted,
+    FlotillaError,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    Unauthenticated,
+)
+from flotilla_core.json_text import json_object
+from flotilla_core.logger import get_logger
+from flotilla_environment.gateway.anthropic_messages import AnthropicMessages
+from flotilla_environment.gateway.dialect import Completion, Dialect
+from flotilla_environment.gateway.openai_chat import OpenAIChat
+from flotilla_environment.gateway.openai_responses import OpenAIResponses
+from flotilla_environment.gateway.refusals import status_of
+from flotilla_environment.gateway.session import Ask, Request, Session
+from flotilla_environment.gateway.sessions import Sessions, hash_of
+from flotilla_environment.gateway.turns import check
+from flotilla_environment.worker import LARGEST_NUMBER, LONGEST_NAME, MOST_NUMBERS, SUM_OF_TURNS, is_number
+
+MOST_BODY_BYTES = 16 << 20
+MOST_BODIES_BYTES = 256 << 20
+"""The most bytes of all requests that are read or answered at the same time."""
+LONGEST_MODEL = 200
+MODEL = "policy"
+"""The name of the one model; an answer has the name with which its request asked."""
+SIGN_OF_LIFE_S = 10.0
+TASK_LIMIT_S = 25.0
+"""The time that a request for a task waits, before its client asks again."""
+DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(), AnthropicMessages())
+PLAIN = DIALECTS[0]
+"""The dialect of errors where a path belongs to none."""
+
+Handler: TypeAlias = Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
+log = get_logger(__name__)
+
+
+class Application:
+    """Answers requests, for the sessions that there are."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._bytes = 0
+
+    def made(self) -> web.Application:
+        """Return the application as aiohttp serves it."""
+        application = web.Application(client_max_size=MOST_BODY_BYTES)
+        for dialect in DIALECTS:
+            application.router.add_post(
+                f"/sessions/{{id}}{dialect.path}", self._guarded(self._completion(dialect), dialect)
+            )
+        own: Sequence[tuple[str, str, Handler]] = (
+            ("GET", "/v1/models", _models),
+            ("GET", "/task", _task),
+            ("POST", "/rewards", self._rewards),
+            ("POST", "/end", _end),
+        )
+        for method, path, handler in own:
+            application.router.add_route(method, f"/sessions/{{id}}{path}", self._guarded(handler, PLAIN))
+        application.router.add_get("/tasks/next", _refusing(self._next_task, PLAIN))
+        application.router.add_route("*", "/{path:.*}", _refusing(_nothing_here, PLAIN))
+        return application
+
+    def _guarded(
+        self, handler: Handler, dialect: Dialect
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            return await handler(request, self._session_of(request))
+
+        return _refusing(guarded, dialect)
+
+    def _session_of(self, request: web.Request) -> Session:
+        """Return the session of a request that shows its key."""
+        session = self._sessions.find(request.match_info["id"])
+        if not hmac.compare_digest(_key_of(request), session.key.encode()):
+            raise Unauthenticated("the key is not that of this session")
+        return session
+
+    def _completion(self, dialect: Dialect) -> Handler:
+        async def completion(http: web.Request, session: Session) -> web.StreamResponse:
+            size = _length_of(http)
+            if self._bytes + size > MOST_BODIES_BYTES:
+                raise Exhausted(
+                    "the gateway is busy", why=f"requests of {self._bytes >> 20} MiB are answered now"
+                )
+            self._bytes += size
+            try:
+                request = await _read(http, dialect)
+                ask = session.ask(request)
+                with ask.awaited():
+                    return await _told(http, dialect, request.completion, ask)
+            finally:
+                self._bytes -= size
+
+        return completion
+
+    async def _rewards(self, http: web.Request, session: Session) -> web.StreamResponse:
+        given = await _body(http)
+        for name, value in given.items():
+            if name in (SUM_OF_TURNS, *session.given) or len(name) > LONGEST_NAME or not name.isprintable():
+                raise InvalidRequest(f"{name[:80]!r} is no name of a reward", where=name[:80])
+            if not is_number(value):
+                raise InvalidRequest(f"{name} is no finite number of at most {LARGEST_NUMBER:g}", where=name)
+        if len(session.rewards | given) > MOST_NUMBERS:
+            raise InvalidRequest(f"there are more than {MOST_NUMBERS} rewards")
+        session.rewards |= {name: float(value) for name, value in given.items()}
+        return web.json_response({"rewards": session.rewards})
+
+    async def _next_task(self, http: web.Request) -> web.StreamResponse:
+        """Give a task to an agent that serves many; no content where there is none for now."""
+        key = _key_of(http)
+        queue = self._sessions.queue_of(key)
+        if queue is None:
+            raise Unauthenticated("the key is that of no agents")
+        try:
+            async with asyncio.timeout(TASK_LIMIT_S):
+                session = await queue.take(http.query.get("run", ""))
+        except TimeoutError:
+            return web.Response(status=204)
+        session.taken_by = hash_of(key)
+        url = f"{http.url.origin()}/sessions/{session.id}"
+        return web.json_response({"session": {"url": url, "key": session.key}, "task": session.task})
+
+
+def _refusing(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], dialect: Dialect
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Answer with what a handler raises, as the clients of a dialect read it."""
+
+    async def answered(request: web.Request) -> web.StreamResponse:
+        status = 0
+        try:
+            return await handler(request)
+        except FlotillaError as error:
+            refused = error
+        except web.HTTPRequestEntityTooLarge as error:
+            what = f"a request has at most {MOST_BODY_BYTES:,} bytes"
+            refused, status = InvalidRequest(what, next_step="Shorten the history."), error.status
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # the client is told that it failed, and the log says why
+            log.exception("a request failed", path=request.path)
+            refused = Internal(f"a defect of Flotilla: {type(error).__name__}")
+        headers = {"retry-after": "1"} if isinstance(refused, Exhausted) else None
+        body = dialect.refusal(refused)
+        return web.json_response(body, status=status or status_of(refused), headers=headers)
+
+    return answered
+
+
+async def _nothing_here(http: web.Request) -> web.StreamResponse:
+    known = ", ".join(dialect.path for dialect in DIALECTS)
+    raise NotFound(f"there is no {http.method} {http.path}", why=f"below a session there are {known}")
+
+
+def _key_of(http: web.Request) -> bytes:
+    bearer = http.headers.get("authorization", "")
+    return (http.headers.get("x-api-key") or bearer.removeprefix("Bearer ")).encode()
+
+
+def _length_of(http: web.Request) -> int:
+    """Return for how many bytes of a body there is to be room."""
+    if http.content_length is None:
+        return MOST_BODY_BYTES
+    if http.content_length > MOST_BODY_BYTES:
+        raise web.HTTPRequestEntityTooLarge(MOST_BODY_BYTES, http.content_length)
+    return http.content_length
+
+
+async def _body(http: web.Request) -> dict[str, Any]:
+    _length_of(http)
+    return _object(await http.read())
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        return json_object(body, "", what="the body", finite=True)
+    except FlotillaError as error:
+        raise InvalidRequest(error.what, why=error.why) from None
+
+
+async def _read(http: web.Request, dialect: Dialect) -> Request:
+    """Return what a request asks for."""
+    body = await http.read()
+    given = _object(body)
+    completion = dialect.read(given)
+    check(completion)
+    model = given.get("model")
+    named = isinstance(model, str) and 0 < len(model) <= LONGEST_MODEL
+    retries = http.headers.get("x-stainless-retry-count", "0")
+    return Request.of(
+        completion,
+        str(model) if named else MODEL,
+        http.path,
+        body,
+        mark=http.headers.get("idempotency-key", ""),
+        repeats=retries.isdecimal() and int(retries) > 0,
+    )
+
+
+async def _told(http: web.Request, dialect: Dialect, asked: Completion, ask: Ask) -> web.StreamResponse:
+    """Answer with a turn, once it is written."""
+    if not asked.stream:
+        done = await asyncio.shield(ask.answer)
+        response: web.StreamResponse = web.json_response(dialect.answer(asked, done))
+        await response.prepare(http)
+        await response.write_eof()
+    else:
+        response = await _streamed(http, dialect, asked, ask)
+    ask.delivered = True
+    return response
+
+
+async def _streamed(http: web.Request, dialect: Dialect, asked: Completion, ask: Ask) -> web.StreamResponse:
+    """Answer with the events of a turn; what is refused before the first sign of life has a status of its own."""
+    response = web.StreamResponse(
+        headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+    )
+    while not (await asyncio.wait((ask.answer,), timeout=SIGN_OF_LIFE_S))[0]:
+        if not response.prepared:
+            await response.prepare(http)
+        await response.write(b": the turn is being written\n\n")
+    try:
+        done = ask.answer.result()
+    except FlotillaError as error:
+        if not response.prepared:
+            raise
+        body = web.json_response(dialect.refusal(error)).body
+        assert isinstance(body, bytes)
+        await response.write(b"event: error\ndata: " + body + b"\n\n")
+        await response.write_eof()
+        return response
+    if not response.prepared:
+        await response.prepare(http)
+    for event in dialect.events(asked, done):
+        await response.write(event)
+    await response.write_eof()
+    return response
+
+
+async def _models(http: web.Request, session: Session) -> web.StreamResponse:
+    """List the one model, as clients of either vendor read it."""
+    one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "flotilla"}
+    one |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
+    pages = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
+    return web.json_response({"object": "list", "data": [one], **pages})
+
+
+async def _task(http: web.Request, session: Session) -> web.StreamResponse:
+    return web.json_response(session.task)
+
+
+async def _end(http: web.Request, session: Session) -> web.StreamResponse:
+    session.ended.set()
+    session.close("its agent has ended it")
+    return web.json_response({})
