@@ -4,8 +4,8 @@ It runs in an environment of its own, beside no package of Flotilla's: the envir
 key for each episode (docs/agents.md), and it gives back the rewards. Run as `flotilla-verifiers play TASKSET`, by the
 command of an agent, and as `flotilla-verifiers rows TASKSET` to write the lines of data of a run.
 
-Invariants: every seat of an environment asks the policy. Programs of harnesses run by this interpreter and its packages,
-in subprocesses: nothing is installed while an episode is played. An episode with an error gives no reward.
+Invariants: every seat of an environment asks the policy. Programs of harnesses run by this interpreter and its
+packages, in subprocesses: nothing is installed while an episode is played. An episode with an error gives no reward.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ def _arguments() -> argparse.Namespace:
     play = commands.add_parser("play", help="Play the episodes of a run.")
     rows = commands.add_parser("rows", help="Write a line of data for each task.")
     for command in (play, rows):
-        command.add_argument("taskset", help="Id of a taskset: an installed package, or a module in this folder.")
-        command.add_argument("--config", type=json.loads, default={}, help="Settings of the environment, as JSON.")
+        command.add_argument(
+            "taskset", help="Id of a taskset: an installed package, or a module in this folder."
+        )
+        command.add_argument(
+            "--config", type=json.loads, default={}, help="Settings of the environment, as JSON."
+        )
     play.add_argument("--harness", default="null", help="Id of the harness of each seat that names none.")
     play.add_argument("--max-turns", type=int, help="Turns of each seat; then what there is is scored.")
     rows.add_argument("--count", type=int, default=1_000, help="The most lines.")
@@ -106,10 +110,14 @@ class Tasks:
         """Return the task of a line: that of its column `index`."""
         index = task["info"].get("index")
         if not isinstance(index, int | float) or index != int(index) or index < 0:
-            raise SystemExit(f"the column index of the line is {index!r}: write lines by flotilla-verifiers rows")
+            raise SystemExit(
+                f"the column index of the line is {index!r}: write lines by flotilla-verifiers rows"
+            )
         self._read += itertools.islice(self._left, max(0, int(index) + 1 - len(self._read)))
         if index >= len(self._read):
-            raise SystemExit(f"the taskset has {len(self._read)} tasks, and the line asks for that of index {index}")
+            raise SystemExit(
+                f"the taskset has {len(self._read)} tasks, and the line asks for that of index {index}"
+            )
         return self._read[int(index)]
 
 
@@ -126,11 +134,17 @@ async def _play(arguments: argparse.Namespace) -> None:
 
 
 async def _prepared(
-    runtime: SubprocessRuntime, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
+    runtime: SubprocessRuntime,
+    script: str | bytes,
+    env: dict[str, str] | None = None,
+    *,
+    activate: bool = True,
 ) -> list[str]:
     """Return what runs a program of a harness."""
     if script != CHAT_PROGRAM_SOURCE:
-        raise RuntimeError("this harness needs packages of its own: only those with the chat program play here")
+        raise RuntimeError(
+            "this harness needs packages of its own: only those with the chat program play here"
+        )
     path = f"{runtime.scripts_dir}/chat.py"
     if not Path(path).exists():
         await runtime.write(path, CHAT_PROGRAM_SOURCE.encode())
