@@ -25,6 +25,7 @@ class Played:
     """The texts before each turn."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     ended: pb.EpisodeEnded = field(default_factory=pb.EpisodeEnded)
+    waited_s: float = 0.0
 
 
 async def play_episode(
@@ -57,7 +58,7 @@ async def play_episode(
         async with aclosing(play(episode, requests())) as responses:
             async for response in responses:
                 if response.HasField("ended"):
-                    said.ended = response.ended
+                    said.ended, said.waited_s = response.ended, response.waited.ToNanoseconds() / 1e9
                 if not response.HasField("asked"):
                     continue
                 said.heard.append([message.content for message in response.asked.messages])

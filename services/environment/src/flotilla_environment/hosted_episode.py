@@ -53,7 +53,10 @@ class HostedEpisode:
         return environment
 
     async def begin(self) -> Said | Failure | Timeout:
-        return await self._ask("begin", task=task_of(self._start))
+        self.waits.begin()
+        async with self._place.rooms.beginnings.place(self._place.run_id):
+            self.waits.end()
+            return await self._ask("begin", task=task_of(self._start))
 
     async def reply(self, written: pb.TurnWritten) -> Said | Failure | Timeout:
         return await self._ask("reply", turn=turn_of(written))

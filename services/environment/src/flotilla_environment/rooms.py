@@ -8,8 +8,8 @@ is believed no further than its form.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -19,13 +19,15 @@ from typing import Any
 from flotilla_core.errors import InvalidConfig, unicode_text
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Refusal, Target
-from flotilla_workers.jail.jail import NO_JAIL, Cell, Jail, Start
+from flotilla_workers.jail.jail import NO_JAIL, USERS, Cell, Jail, Start
+from flotilla_workers.pool import FairShare
 from flotilla_workers.process import Timeout, WorkerProcess
 
 LOADER = "flotilla_environment.room:load"
 TARGET = Target("builtin", "room")
 LATE_S = 5.0
 """The time that a room has to say what came of its work, when the limit of that has passed."""
+BEGINNINGS_OF_A_PROCESSOR = 4
 QUICK_S = 10.0
 """The time for what takes no time of its own, such as a file."""
 
@@ -121,8 +123,12 @@ class Rooms:
         self._living: set[Room] = set()
         self._opening: set[asyncio.Task[Room]] = set()
         self._stopped = False
-        # The users of rooms are those of no worker that is likely to live now.
-        self._slots = itertools.count(64 * os.getpid() + 32)
+        # Their users are those of no worker that is likely to live now.
+        self._slots = iter(lambda: secrets.randbelow(USERS), None)
+        self.beginnings: FairShare[int] = FairShare()
+        """The places for episodes that begin now: what starts in a room takes a processor for a while."""
+        for number in range(BEGINNINGS_OF_A_PROCESSOR * len(os.sched_getaffinity(0))):
+            self.beginnings.add(number)
 
     async def open(self, jail: Jail, *, trusted: bool = False, writable: tuple[str, ...] = ()) -> Room:
         """Open a room; without a jail where its code is trusted."""

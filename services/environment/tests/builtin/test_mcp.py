@@ -19,6 +19,7 @@ from aiohttp import web
 from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_core.errors import InvalidConfig
 from flotilla_environment.holders import Holders
+from flotilla_workers.pool import FairShare
 
 SERVER = Path(__file__).parent.parent / "mcp_tools.py"
 COMMAND = [sys.executable, str(SERVER)]
@@ -88,6 +89,23 @@ async def test_eight_episodes_have_a_process_each(played: Any, holders: Holders)
     )
     assert all(said.heard == [["prompt"], ["2"], ["4"]] for said in together)
     assert not holders.pids
+
+
+async def test_episodes_that_begin_take_turns_and_their_wait_is_no_time_of_theirs(
+    played: Any, holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = holders.place("run", trusted=False).rooms
+    monkeypatch.setattr(rooms, "beginnings", FairShare())
+    waits = [
+        asyncio.ensure_future(played("mcp", {"command": COMMAND}, ["5"], answer="5", call_limit_s=20.0))
+        for _ in range(3)
+    ]
+    await asyncio.sleep(0.1)
+    assert not holders.pids
+    rooms.beginnings.add(0)
+    said = await asyncio.gather(*waits)
+    assert all(one.ended.rewards == {"correct": 1.0} and one.waited_s >= 0.1 for one in said)
+    assert max(one.waited_s for one in said) < 20.0
 
 
 async def test_a_command_sees_the_variables_of_the_run_and_none_of_the_service(

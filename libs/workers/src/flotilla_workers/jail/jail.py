@@ -390,7 +390,7 @@ def find(asked: IsolationConfig | None = None, section: str = "reward") -> Jail:
     """Return the highest level that works here, within what a section of the stack asks for."""
     asked = asked or IsolationConfig()
     if asked.unsafe:
-        return replace(NO_JAIL, section=section)
+        return replace(NO_JAIL, section=section, environment=asked.environment)
     bounds = Bounds(int(asked.memory_gib * (1 << 30)), asked.processes)
     given = Jail(
         Level.NONE,
