@@ -119,7 +119,7 @@ test-all: setup  ## Run every suite that this machine can, one after the other; 
 	$(filter-out test-contract test-integration,$(SUITES:%=test-%)) test-py312
 
 .PHONY: $(SUITES:%=test-%)
-$(filter-out test-chaos test-docker test-helm test-load test-ray test-storage test-tasks test-trackers,$(SUITES:%=test-%)): test-%: setup
+$(filter-out test-chaos test-docker test-environments test-helm test-load test-ray test-storage test-tasks test-trackers,$(SUITES:%=test-%)): test-%: setup
 	@echo "==> $* tests"
 	@$(BIN)/pytest -q tests/$*
 
@@ -133,6 +133,18 @@ test-docker:
 	@PYTHON=$(PYTHON) scripts/setup.sh .venv-docker requirements/docker.txt
 	@echo "==> docker: images, and fleets of containers on a real engine"
 	@.venv-docker/bin/pytest -q tests/docker
+
+# Servers and environments of others, each with packages that exclude ours.
+OF_OTHERS := mcp-server openenv verifiers
+test-environments: setup $(OF_OTHERS:%=.venv-%/.ready)
+	@echo "==> environments: servers and environments of public packages are played unchanged"
+	@$(BIN)/pytest -q tests/environments
+
+.venv-%/.ready: requirements/%.txt
+	@echo "==> environments: building .venv-$*"
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
 
 test-helm:
 	@PYTHON=$(PYTHON) scripts/setup.sh .venv-helm requirements/helm.txt

@@ -136,7 +136,8 @@ def main() -> int:
     lock_set("tools", "tools", (), upgrade=upgrade, gpu=False)
     lock_set("docs", "docs", (), upgrade=upgrade, gpu=False)
     write("trackers", resolve("trackers", None))  # older packages than ours, in an environment of its own
-    write("helm", resolve("helm", None))
+    for name in ("helm", "mcp-server", "openenv", "verifiers"):  # in environments of their own
+        write(name, resolve(name, None))
     for name in ("ray", "docker", "tasks"):
         write(name, resolve(name, FOLDER / "constraints.txt"))
     write("storage", resolve("storage", None))

@@ -500,6 +500,11 @@ def test_an_environment_that_is_there_stays_and_a_name_needs_no_file(flotilla: C
     Path("mine/game.py").write_text(text := Path("mine/game.py").read_text() + "# mine\n")
     made = init(flotilla, SUMS, "--environment", "mine/game.py:Sums", "--force")
     assert Path("mine/game.py").read_text() == text and "mine/game.py" not in made["files"]
+    for name in ("gymnasium:FrozenLake-v1", "openenv:http://a:80"):
+        init(flotilla, SUMS, "--environment", name, "--force")
+        assert f'name: "{name}"' in Path("run.yaml").read_text()
+        own = run_file().environment
+        assert own is not None and own.parameters.popitem()[1] == name.partition(":")[2]
     assert init(flotilla, SUMS, "--environment", "calculator", "--force")["next"][0].startswith(
         "flotilla env test calculator "
     )

@@ -37,6 +37,13 @@ def reply(content: str = "", episode: int = 0, **turn: Any) -> dict[str, Any]:
     return {"do": "reply", "episode": episode, "turn": whole}
 
 
+class Played(Episodes):
+    """Episodes, each of whose answers is waited for."""
+
+    def answered(self, question: dict[str, Any]) -> dict[str, Any]:
+        return asyncio.run(self.answer(question))
+
+
 class Echo(Environment):
     """Says what it hears."""
 
@@ -59,22 +66,22 @@ class Echo(Environment):
 
 
 def test_episodes_of_one_worker_are_apart_and_each_is_closed_once() -> None:
-    episodes = Episodes(Echo, {})
+    episodes = Played(Echo, {})
     for number in range(4):
-        said = episodes.answer(begin(number))
+        said = episodes.answered(begin(number))
         assert (said["messages"], said["tools"]) == (
             [{"role": "user", "content": "7"}],
             ['{"name": "f", "parameters": {}}'],
         )
     playing = [*episodes._playing.values()]
-    assert episodes.answer(reply("end", 1))["rewards"] == {"calls": 0.0}
+    assert episodes.answered(reply("end", 1))["rewards"] == {"calls": 0.0}
     with pytest.raises(KeyError):
-        episodes.answer(reply("raise", 2))
-    episodes.answer({"do": "close", "episode": 3})
-    episodes.answer({"do": "close", "episode": 3})
+        episodes.answered(reply("raise", 2))
+    episodes.answered({"do": "close", "episode": 3})
+    episodes.answered({"do": "close", "episode": 3})
     assert [one.closed for one in playing if isinstance(one, Echo)] == [0, 1, 1, 1]
     assert [*episodes._playing] == [0] == [*episodes._tools]
-    assert episodes.answer({"do": "stop", "episode": 0, "ending": "no_room"})["done"]
+    assert episodes.answered({"do": "stop", "episode": 0, "ending": "no_room"})["done"]
     assert not episodes._playing
 
 
@@ -91,10 +98,10 @@ def test_episodes_of_one_worker_are_apart_and_each_is_closed_once() -> None:
     ids=["object", "none", "list", "broken", "endless", "deep"],
 )
 def test_arguments_of_a_call_are_an_object_or_a_reason(arguments: str, heard: str) -> None:
-    episodes = Episodes(Echo, {})
-    episodes.answer(begin())
+    episodes = Played(Echo, {})
+    episodes.answered(begin())
     calls = [{"id": "1", "name": "f", "arguments": arguments}]
-    (message,) = episodes.answer(reply(calls=calls))["messages"]
+    (message,) = episodes.answered(reply(calls=calls))["messages"]
     assert message["content"].startswith(heard)
 
 
@@ -105,7 +112,7 @@ def test_what_a_method_returns_wrongly_is_told_with_its_line() -> None:
 
     line = inspect.getsourcelines(Wrong.begin)[1]
     with pytest.raises(Exception, match=rf"{__file__}:{line} in begin: returned Reply.* expected a Begun"):
-        Episodes(Wrong, {}).answer(begin())
+        Played(Wrong, {}).answered(begin())
 
 
 DEEP = '{"a":' * 33 + "1" + "}" * 33
@@ -174,10 +181,10 @@ class Says(Environment):
     ],
 )
 def test_a_reply_that_would_lose_something_is_refused(what: Reply, why: str) -> None:
-    episodes = Episodes(Says, {"what": what})
-    episodes.answer(begin())
+    episodes = Played(Says, {"what": what})
+    episodes.answered(begin())
     with pytest.raises(Refusal, match=f"{__file__}:\\d+ in reply: {why}"):
-        episodes.answer(reply())
+        episodes.answered(reply())
 
 
 @pytest.mark.parametrize(
@@ -203,7 +210,7 @@ def test_a_tool_that_cannot_be_sent_is_refused(tool: dict[str, Any], why: str) -
     with pytest.raises(
         Refusal, match=f"{__file__}:\\d+ in begin: returned .*{why.removeprefix('returned ')}"
     ):
-        Episodes(Tools, {}).answer(begin())
+        Played(Tools, {}).answered(begin())
 
 
 @pytest.mark.parametrize("name", ["خانه\u200cها", "\U0001f469\u200d\U0001f680", "a\u00a0b"])
@@ -221,9 +228,9 @@ def test_the_longest_reply_fits_into_the_answer_of_a_worker() -> None:
 
 
 def _said(what: Reply) -> dict[str, Any]:
-    episodes = Episodes(Says, {"what": what})
-    episodes.answer(begin())
-    return episodes.answer(reply())
+    episodes = Played(Says, {"what": what})
+    episodes.answered(begin())
+    return episodes.answered(reply())
 
 
 def test_the_state_of_the_next_turn_is_told_and_an_end_has_none() -> None:
@@ -232,10 +239,10 @@ def test_the_state_of_the_next_turn_is_told_and_an_end_has_none() -> None:
 
 
 def test_a_stop_has_no_reward_of_a_turn() -> None:
-    episodes = Episodes(Says, {"what": Reply(done=True, reward=1.0)})
-    episodes.answer(begin())
+    episodes = Played(Says, {"what": Reply(done=True, reward=1.0)})
+    episodes.answered(begin())
     with pytest.raises(Refusal, match="in stop: gives the reward of a turn, and a stop is none"):
-        episodes.answer({"do": "stop", "episode": 0, "ending": "max_turns"})
+        episodes.answered({"do": "stop", "episode": 0, "ending": "max_turns"})
 
 
 def test_a_plan_says_why_an_environment_does_not_load() -> None:

@@ -29,6 +29,7 @@ from flotilla_cli.services import find_services
 from flotilla_cli.stack import load_stack, stack_paths
 from flotilla_core import rpc
 from flotilla_core.config.model import function_path
+from flotilla_core.config.run import spelled_out
 from flotilla_core.errors import Internal, InvalidRequest, Unavailable
 from flotilla_core.findings import found_of
 from flotilla_data.rows import open_rows, parts
@@ -117,7 +118,7 @@ def test(
         list[str],
         typer.Argument(
             metavar="ENVIRONMENT [KEY=VALUE]...",
-            help="An environment by name or path.py:Class, and its parameters.",
+            help="An environment by name, path.py:Class or one such as gymnasium:FrozenLake-v1, and its parameters.",
         ),
     ],
     data: Annotated[
@@ -162,10 +163,12 @@ def test(
 
 
 def _start(arguments: list[str], trusted: bool) -> pb.EpisodeStart:
-    name, *parameters = arguments
+    short, *parameters = arguments
+    name, own = spelled_out(short)
     start = pb.EpisodeStart()
     start.environment.environment = function_path(name, Path.cwd())
     start.environment.trusted = trusted
+    start.environment.parameters.update(own)
     for text in parameters:
         key, sign, value = text.partition("=")
         if not sign:

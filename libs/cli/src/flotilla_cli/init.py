@@ -110,7 +110,8 @@ def init(
         typer.Option(
             "--environment",
             metavar="ENVIRONMENT",
-            help="Play episodes: a name, or path.py:Class; a file that is not there is written.",
+            help="Play episodes: a name, one such as gymnasium:FrozenLake-v1, or path.py:Class; a file that is not "
+            "there is written.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the files, but no Python file.")] = False,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla_core.config.model import function_path
+from flotilla_core.config.run import PATHS, spelled_out
 from flotilla_core.errors import InvalidRequest
 
 TURNS = 4
@@ -62,6 +63,11 @@ class Episodes:
     def of(cls, option: str, folder: Path) -> Episodes:
         """Return what an option names, by a path that means the same in the folder of the files."""
         found = CLASS_OF_FILE.fullmatch(option)
+        short, own = spelled_out(option)
+        if own:
+            if short in PATHS and folder.absolute() != Path.cwd():
+                option = f"{short}:{Path(option.partition(':')[2]).expanduser().absolute()}"
+            return cls(option)
         if found is None:
             if ".py" in option or "/" in option:
                 raise InvalidRequest(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from flotilla_core.config import (
     EnvironmentConfig,
@@ -217,6 +218,32 @@ def test_an_agent_runs_in_the_folder_of_the_command_or_in_its_own(
     monkeypatch.setenv("HOME", "/home/me")
     config = EnvironmentConfig(name="agent", parameters=given)
     assert config.with_paths_from(Path("/there")).parameters == resolved
+
+
+@pytest.mark.parametrize(
+    ("name", "spelled", "parameters"),
+    [
+        ("gymnasium:FrozenLake-v1", "gymnasium", {"id": "FrozenLake-v1"}),
+        ("textarena:Sudoku-v0", "textarena", {"id": "Sudoku-v0"}),
+        ("openenv:http://127.0.0.1:8000", "openenv", {"url": "http://127.0.0.1:8000"}),
+        ("mcp:https://a.b/mcp", "mcp", {"url": "https://a.b/mcp"}),
+        ("harbor:tasks/all", "harbor", {"tasks": "/there/tasks/all"}),
+        ("search:c.txt", "search", {"corpus": "/there/c.txt"}),
+        ("game.py:Game", "/there/game.py:Game", {}),
+        ("mine:Game", "mine:Game", {}),
+    ],
+)
+def test_the_name_of_an_environment_may_hold_its_one_parameter(
+    name: str, spelled: str, parameters: dict[str, str]
+) -> None:
+    config = EnvironmentConfig(name=name, parameters={"further": 1}).with_paths_from(Path("/there"))
+    assert config.name == spelled and config.parameters == parameters | {"further": 1}
+    assert EnvironmentConfig(name=config.name, parameters=config.parameters) == config
+
+
+def test_a_parameter_in_the_name_and_beside_it_is_refused() -> None:
+    with pytest.raises(ValidationError, match="id is named twice: in name and in parameters"):
+        EnvironmentConfig(name="gymnasium:FrozenLake-v1", parameters={"id": "Taxi-v3"})
 
 
 def test_model_is_a_path_where_the_folder_exists_else_a_name(

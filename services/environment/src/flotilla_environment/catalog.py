@@ -29,7 +29,7 @@ def resolve(spec: pb.EnvironmentSpec, code: Path | None = None) -> Target:
     """Return the code of an environment; `code` is where the file of its class is on this host."""
     parameters = to_json(spec.parameters)
     if spec.environment in BUILTIN:
-        return Target("builtin", spec.environment, parameters=parameters)
+        return Target("builtin", spec.environment, parameters=parameters, trusted=spec.trusted)
     return CATALOG.target(spec.environment, parameters, code)._replace(trusted=spec.trusted)
 
 

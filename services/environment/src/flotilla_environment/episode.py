@@ -126,7 +126,7 @@ class Episode:
         return await self._said("begin", task=task_of(self._start))
 
     async def reply(self, written: pb.TurnWritten) -> Said | Failure | Timeout:
-        return await self._said("reply", turn=_turn(written))
+        return await self._said("reply", turn=turn_of(written))
 
     async def stop(self, ending: pb.Ending.ValueType) -> Said | Failure | Timeout:
         return await self._said("stop", ending=STOPS[ending])
@@ -288,7 +288,7 @@ def _message(message: Any) -> dict[str, Any]:
     return plain
 
 
-def _turn(written: pb.TurnWritten) -> dict[str, Any]:
+def turn_of(written: pb.TurnWritten) -> dict[str, Any]:
     return {
         "content": written.message.content,
         "calls": _message(written.message).get("tool_calls", []),

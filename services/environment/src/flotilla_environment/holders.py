@@ -25,6 +25,8 @@ from flotilla_core.logger import get_logger
 from flotilla_environment.builtin import JAILED
 from flotilla_environment.environment import Program
 from flotilla_environment.programs import Programs
+from flotilla_environment.rooms import Rooms
+from flotilla_environment.servers import Place, Servers
 from flotilla_environment.waits import Waits
 from flotilla_environment.worker import ROLES
 from flotilla_workers.frames import NoAnswer
@@ -233,6 +235,8 @@ class Holders:
         self._of: dict[Owner, list[Holder]] = {}
         self._stopped = False
         self._programs = Programs()
+        self._rooms = Rooms()
+        self._servers = Servers(self._rooms)
         self.lost = 0
         """Workers that were killed for what they did or died, since the start."""
 
@@ -257,6 +261,10 @@ class Holders:
         """Return of each program of the policy what it is told, and whether it failed."""
         return await self._programs.run(programs, self.jail, run_id, waits)
 
+    def place(self, run_id: str, *, trusted: bool) -> Place:
+        """Return where episodes of a run are played that need no worker."""
+        return Place(run_id, trusted, self.jail, self._rooms, self._servers)
+
     def _cell(self, owner: Owner) -> Cell:
         if not owner.jailed:
             return Cell(NO_JAIL)
@@ -280,7 +288,7 @@ class Holders:
             for owner in self._of.values()
             for number, holder in enumerate(owner)
             if holder.pid is not None
-        }
+        } | self._rooms.pids
 
     async def stop(self) -> None:
         """Kill every worker, and start none any more."""
@@ -288,3 +296,4 @@ class Holders:
         holders = [holder for owner in self._of.values() for holder in owner]
         await asyncio.gather(*(holder.kill() for holder in holders))
         await self._programs.stop()
+        await self._rooms.stop()

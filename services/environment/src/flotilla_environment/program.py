@@ -45,7 +45,7 @@ def run(question: dict[str, Any]) -> dict[str, Any]:
         error = _error_of(code, limit_s)
         with suppress(Exception):  # The program may have closed it, or filled its folder.
             sys.stdout.flush()
-        text = "\n".join(part for part in (_bounded(printed).rstrip("\n"), error) if part)
+        text = "\n".join(part for part in (bounded(printed).rstrip("\n"), error) if part)
     return {"text": text or "nothing was printed", "failed": bool(error)}
 
 
@@ -100,7 +100,7 @@ def _told(error: BaseException) -> str:
         return f"error: {type(error).__name__}"
 
 
-def _bounded(printed: IO[bytes]) -> str:
+def bounded(printed: IO[bytes]) -> str:
     """Return what was printed: all of it, or its beginning and its end."""
     length = printed.seek(0, os.SEEK_END)
     printed.seek(0)

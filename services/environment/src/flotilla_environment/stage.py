@@ -1,4 +1,4 @@
-"""Plays the episodes of a replica: in workers that hold environments, or by agents."""
+"""Plays the episodes of a replica: in workers that hold environments, by the service itself, or by agents."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from flotilla_core.config.run import AGENT
 from flotilla_environment import catalog
 from flotilla_environment.agents.agents import Agents
 from flotilla_environment.agents.episode import AgentEpisode
+from flotilla_environment.builtin import BUILTIN
 from flotilla_environment.episode import Episode, Played
 from flotilla_environment.holders import Holders
+from flotilla_environment.hosted import HostedEnvironment
+from flotilla_environment.hosted_episode import HostedEpisode
 from flotilla_workers.jail.jail import find
 
 
@@ -32,7 +35,13 @@ class Stage:
         """Return an episode; `code` is where the file of its class is on this host."""
         if start.environment.environment == AGENT:
             return AgentEpisode(start, self.agents)
-        return Episode(start, catalog.resolve(start.environment, code), self.holders)
+        target = catalog.resolve(start.environment, code)
+        kind = BUILTIN[target.source] if target.kind == "builtin" else None
+        if kind is not None and issubclass(kind, HostedEnvironment):
+            return HostedEpisode(
+                start, target, kind, self.holders.place(start.run_id, trusted=target.trusted)
+            )
+        return Episode(start, target, self.holders)
 
     async def stop(self) -> None:
         """End all of it."""

@@ -59,41 +59,54 @@ def load(target: Target) -> Callable[[Any], Any]:
     except TypeError as error:
         given = ", ".join(f"{key}=" for key in target.parameters)
         raise Refusal(f"{name}{inspect.signature(found)} cannot be made with ({given}): {error}") from error
-    return Episodes(found, target.parameters).answer
+    episodes, loop = Episodes(found, target.parameters), asyncio.new_event_loop()
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        # A method that waits keeps the other episodes of this worker waiting, too.
+        return loop.run_until_complete(episodes.answer(question))
+
+    return answer
 
 
 class Episodes:
     """The episodes of one environment with its parameters."""
 
-    def __init__(self, environment: type[Environment], parameters: dict[str, Any]) -> None:
+    def __init__(self, environment: Callable[..., Environment], parameters: dict[str, Any]) -> None:
         self._environment = environment
         self._parameters = parameters
         self._playing: dict[int, Environment] = {}
         self._tools: dict[int, list[str]] = {}
-        self._loop = asyncio.new_event_loop()
 
-    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return what the environment says; nothing of the end of an episode that nobody hears."""
         episode = question["episode"]
         if question["do"] == "close":
-            self._close(episode)
+            await self.close(episode)
             return NOTHING
         said = None
         try:
-            said = self._said(episode, question)
+            said = await self._said(episode, question)
         finally:
             if said is None:
                 with suppress(Exception):  # What was raised before is what is told.
-                    self._close(episode)
+                    await self.close(episode)
         if said["done"]:
-            self._close(episode)
+            await self.close(episode)
         return said
 
-    def _said(self, episode: int, question: dict[str, Any]) -> dict[str, Any]:
+    async def close(self, episode: int) -> None:
+        """Close and forget an episode, where it has not ended yet."""
+        environment = self._playing.pop(episode, None)
+        self._tools.pop(episode, None)
+        if environment is not None:
+            closing: Any = environment.close
+            await _what(closing())
+
+    async def _said(self, episode: int, question: dict[str, Any]) -> dict[str, Any]:
         method: Callable[..., Any]
         if question["do"] == "begin":
             environment = self._playing[episode] = self._environment(**self._parameters)
-            begun = self._call(environment.begin, Task(**question["task"]))
+            begun = await _what(environment.begin(Task(**question["task"])))
             if not isinstance(begun, Begun):
                 raise _refused(environment.begin, f"returned {repr(begun)}, expected a Begun")
             self._tools[episode] = _tools(environment.begin, begun.tools)
@@ -101,9 +114,9 @@ class Episodes:
         else:
             environment = self._playing[episode]
             if question["do"] == "stop":
-                method, reply = environment.stop, self._call(environment.stop, question["ending"])
+                method, reply = environment.stop, await _what(environment.stop(question["ending"]))
             else:
-                method, reply = environment.reply, self._call(environment.reply, _turn(question["turn"]))
+                method, reply = environment.reply, await _what(environment.reply(_turn(question["turn"])))
             if not isinstance(reply, Reply):
                 raise _refused(method, f"returned {repr(reply)}, expected a Reply")
         if question["do"] == "stop" and reply.reward is not None:
@@ -130,16 +143,10 @@ class Episodes:
             raise _refused(method, f"says {length:,} bytes as JSON, of {MOST_BYTES:,} at most")
         return said
 
-    def _call(self, method: Callable[..., Any], argument: object) -> Any:
-        returned = method(argument)
-        # One that waits keeps the other episodes of this worker waiting, too.
-        return self._loop.run_until_complete(returned) if inspect.iscoroutine(returned) else returned
 
-    def _close(self, episode: int) -> None:
-        environment = self._playing.pop(episode, None)
-        self._tools.pop(episode, None)
-        if environment is not None:
-            environment.close()
+async def _what(returned: Any) -> Any:
+    """Return what a method returned, which may be `async`."""
+    return await returned if inspect.iscoroutine(returned) else returned
 
 
 def _turn(said: dict[str, Any]) -> Turn:

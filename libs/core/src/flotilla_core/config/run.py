@@ -55,8 +55,10 @@ LIVE_KEYS = (
     "checkpoint.keep",
 )
 """The settings that an active run can take from its next step on."""
-SEARCH = "search"
-"""The built-in environment that reads a file of the user's, `corpus`."""
+PATHS = {"harbor": "tasks", "search": "corpus"}
+"""The built-in environments that read files of the user's, and the parameters that name these."""
+SHORT = {"gymnasium": "id", "mcp": "url", "openenv": "url", "textarena": "id", **PATHS}
+"""The parameters that the name of a built-in environment may hold, as `gymnasium:FrozenLake-v1` does."""
 AGENT = "agent"
 """The built-in environment in which a program of the user's plays, `command` or `function` in `folder`."""
 SECRETS = frozenset({"api_key", "key", "token", "password", "hf_token", "username"})
@@ -174,14 +176,23 @@ def named_trackers(value: Any) -> Any:
     return sections
 
 
+def spelled_out(name: str) -> tuple[str, dict[str, str]]:
+    """Return the name of an environment, and the parameter that it holds, if it does."""
+    short, colon, value = name.partition(":")
+    if colon and value and short in SHORT:
+        return short, {SHORT[short]: value}
+    return name, {}
+
+
 class EnvironmentConfig(ConfigModel):
     """The environment that answers the policy; each sample is an episode of several turns."""
 
     name: Annotated[str, AfterValidator(possible_function)] = Field(min_length=1)
-    """Built-in name, entry point, or path.py:Class."""
+    """Built-in name, entry point, or path.py:Class. With one parameter: `gymnasium:ID`, `textarena:ID`, `openenv:URL`,
+    `mcp:URL`, `harbor:FOLDER`, `search:CORPUS`."""
     parameters: Parameters = Field(default_factory=dict)
-    """Passed to the environment by keyword. A relative `corpus` of `search`, or `folder` of `agent`, starts at the
-    folder of the command."""
+    """Passed to the environment by keyword. A relative `corpus` of `search`, `tasks` of `harbor` or `folder` of `agent`
+    starts at the folder of the command."""
     max_turns: int = Field(default=8, ge=1, le=10_000)
     """Limit of the turns of an episode; then the environment gives its rewards for what there is. A turn has at most
     `rollout.sampling.max_response_tokens`."""
@@ -197,10 +208,21 @@ class EnvironmentConfig(ConfigModel):
     """Run an environment of yours outside of the jail, as the environment service itself: with its files, its network
     and its variables."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(name := given.get("name"), str):
+            return given
+        name, own = spelled_out(name)
+        parameters = given.get("parameters") or {}
+        if isinstance(parameters, dict) and (twice := own.keys() & parameters):
+            raise ValueError(f"{min(twice)} is named twice: in name and in parameters")
+        return given | {"name": name} | ({"parameters": parameters | own} if own else {})
+
     def with_paths_from(self, directory: Path) -> Self:
-        given, corpus = self.parameters, self.parameters.get("corpus")
-        if self.name == SEARCH and isinstance(corpus, str):
-            given = given | {"corpus": str(directory / os.path.expanduser(corpus))}
+        given, key = self.parameters, PATHS.get(self.name, "")
+        if isinstance(path := given.get(key), str):
+            given = given | {key: str(directory / os.path.expanduser(path))}
         if self.name == AGENT and isinstance(folder := given.get("folder", "."), str):
             given = given | {"folder": os.path.normpath(directory / os.path.expanduser(folder))}
         return self.model_copy(update={"name": function_path(self.name, directory), "parameters": given})

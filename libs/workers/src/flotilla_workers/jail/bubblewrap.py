@@ -53,6 +53,7 @@ def command(
     environment: dict[str, str],
     tmp_bytes: int,
     as_another: bool,
+    writable: Sequence[str] = (),
 ) -> list[str]:
     """Return the command that runs `inside` in a jail; it takes the filter from a descriptor.
 
@@ -82,6 +83,11 @@ def command(
         *("--dev", "/dev"),
         *("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp"),
         *("--perms", "1777", "--size", str(tmp_bytes // 4), "--tmpfs", "/dev/shm"),
+        *(
+            part
+            for path in writable
+            for part in ("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", path)
+        ),
         *(part for path in topmost(shown) for part in _bind(path)),  # folders below /tmp as well
         *(part for folder in functions for part in _without_hidden(folder, shown)),
         *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME, "--clearenv"),

@@ -84,6 +84,8 @@ class Jail:
     bounds: Bounds = field(default_factory=Bounds)
     readable: tuple[Path, ...] = ()
     """Files and folders that all may read, beside the folders of Python and of its packages."""
+    writable: tuple[str, ...] = ()
+    """Folders of the jail's own beside /tmp, empty at its start and gone at its end; at the higher level alone."""
     environment: tuple[str, ...] = ()
     """The variables of this process that all see."""
     preload: tuple[str, ...] | None = None
@@ -157,6 +159,7 @@ class Jail:
                 environment=variables | {"HOME": bubblewrap.HOME},
                 as_another=user is not None,
                 tmp_bytes=self.bounds.tmp_bytes,
+                writable=self.writable,
             )
             # The first process of the jail is bubblewrap, whose own environment the jail can read.
             yield Start(inside, {"PATH": variables["PATH"]}, (calls,))
@@ -387,7 +390,7 @@ def find(asked: IsolationConfig | None = None, section: str = "reward") -> Jail:
     """Return the highest level that works here, within what a section of the stack asks for."""
     asked = asked or IsolationConfig()
     if asked.unsafe:
-        return replace(NO_JAIL, section=section)
+        return replace(NO_JAIL, section=section, environment=asked.environment)
     bounds = Bounds(int(asked.memory_gib * (1 << 30)), asked.processes)
     given = Jail(
         Level.NONE,

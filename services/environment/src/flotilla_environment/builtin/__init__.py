@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flotilla_environment.builtin.answers import ends_with_number, holds, number
+from flotilla_environment.builtin.answers import is_right
 from flotilla_environment.builtin.calculator import Calculator
 from flotilla_environment.builtin.frozen_lake import FrozenLake
 from flotilla_environment.builtin.gymnasium import Gymnasium
+from flotilla_environment.builtin.harbor import Harbor
+from flotilla_environment.builtin.mcp import Mcp
+from flotilla_environment.builtin.openenv import OpenEnv
 from flotilla_environment.builtin.search import Search
 from flotilla_environment.builtin.textarena import TextArena
 from flotilla_environment.environment import Begun, Environment, Reply, Task, Turn
@@ -67,9 +70,7 @@ class Python(ToolEnvironment):
         return [self._python]
 
     def score(self, answer: str) -> dict[str, float]:
-        right = self.task.answer
-        is_right = holds if number(right) is None else ends_with_number
-        return {"correct": float(is_right(answer, right))}
+        return {"correct": float(is_right(answer, self.task.answer))}
 
 
 BUILTIN: dict[str, type[Environment]] = {
@@ -77,6 +78,9 @@ BUILTIN: dict[str, type[Environment]] = {
     "dialogue": Dialogue,
     "frozen_lake": FrozenLake,
     "gymnasium": Gymnasium,
+    "harbor": Harbor,
+    "mcp": Mcp,
+    "openenv": OpenEnv,
     "python": Python,
     "search": Search,
     "textarena": TextArena,

@@ -20,6 +20,11 @@ def holds(answer: str, right: str) -> bool:
     return bool(wanted) and f" {wanted} " in f" {said} "
 
 
+def is_right(answer: str, right: str) -> bool:
+    """Return whether an answer is right: a number by the last one in it, another text by its words."""
+    return (holds if number(right) is None else ends_with_number)(answer, right)
+
+
 def number(text: str) -> float | None:
     """Return the number that a text is; None where it is none."""
     try:
