@@ -25,6 +25,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "libs/core/src/flotilla_core/service/process.py": 2,
     "services/coordinator/src/flotilla_coordinator/rollouts/source.py": 1,
     # The outermost edge of a process, a call or a run: what nobody expected becomes one clear message.
+    "services/generator/src/flotilla_generator/shared_call.py": 1,
     "libs/core/src/flotilla_core/bounded_process.py": 1,
     "libs/core/src/flotilla_core/rpc/errors_interceptor.py": 2,
     "libs/cli/src/flotilla_cli/main.py": 1,
