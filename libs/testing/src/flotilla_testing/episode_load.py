@@ -138,6 +138,11 @@ class EpisodeFigures:
     beside_decoding_p99_s: float
     """The time from the reply of an environment to the next turn that it gets, without the time of decoding: work and
     waits of the coordinator, and of the wire, the generator and the environment service as well."""
+    coordinator_p50_s: float
+    coordinator_p99_s: float
+    coordinator_worst_p99_s: float
+    """The time of a turn that neither the environment nor the generator had. Medians over the steps of their medians
+    and of their 99th percentiles, and the largest of the latter."""
     lag_p99_s: float
     """The delay of a turn of the coordinator's event loop: the median over the steps of their 99th percentiles."""
     again: int
@@ -186,6 +191,9 @@ def _measured(stack: Stack, run: dict[str, Any], load: EpisodeLoad) -> EpisodeFi
         cpu_seconds={kind: 1000 * (after[kind] - before[kind]) / len(turns) for kind in after},
         beside_decoding_p50_s=beside[len(beside) // 2],
         beside_decoding_p99_s=beside[len(beside) * 99 // 100],
+        coordinator_p50_s=statistics.median(step["turns/coordinator_s_p50"] for step in steps),
+        coordinator_p99_s=statistics.median(step["turns/coordinator_s_p99"] for step in steps),
+        coordinator_worst_p99_s=max(step["turns/coordinator_s_p99"] for step in steps),
         lag_p99_s=statistics.median(step["coordinator/loop_lag_p99_s"] for step in steps),
         again=int(sum(step["samples/retried"] + step.get("episodes/repeated", 0) for step in steps)),
         branches=int(sum(sum(n for key, n in step.items() if "branches_" in key) for step in steps)),

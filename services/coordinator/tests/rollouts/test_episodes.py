@@ -53,6 +53,8 @@ class Generator:
     dies: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
     """The answers without a token."""
+    takes_s: float = 0.0
+    """The time that it says a turn took."""
     version: int = 3
     asked: list[gen.GenerateRequest] = field(default_factory=list)
     instance_id: str = "generator-0"
@@ -92,6 +94,7 @@ class Generator:
             finish_reason=gen.FINISH_REASON_LENGTH if cut else gen.FINISH_REASON_STOP,
         )
         piece.version_spans.add(version=Version(0, self.version).to_proto(), start=0, end=len(tokens))
+        piece.timing.total.FromNanoseconds(int(self.takes_s * 1e9))
         return piece
 
 
@@ -206,6 +209,7 @@ def play(tokenizer: Tokenizer) -> Play:
     ) -> Played:
         generator = Generator(tokenizer, says, options.pop("dies", set()))
         generator.silent = options.pop("silent", set())
+        generator.takes_s = options.pop("generator_s", 0.0)
         pool: Any = Pool(generator)
         lost: list[tuple[str, ...]] = []
 
@@ -531,7 +535,13 @@ async def test_figures_say_how_episodes_ended_and_where_time_went(play: Play) ->
     figures = played.episodes.figures.take()
     assert figures["episodes/ended_completed"] == 2.0 and figures["episodes/turns_mean"] == 1.5
     assert figures["environment/moves"] == 2.0 and figures["episodes/policy_s_mean"] > 0
+    assert 0 < figures["turns/coordinator_s_p50"] <= figures["turns/coordinator_s_p99"]
     assert played.episodes.figures.take() == {}
+
+
+async def test_the_time_that_a_generator_had_a_turn_is_no_time_of_the_coordinator(play: Play) -> None:
+    played = await play(Environments(TWO_TURNS), generator_s=1000.0)
+    assert played.episodes.figures.take()["turns/coordinator_s_p99"] < -990
 
 
 def test_the_time_of_an_environment_has_a_clock_of_its_own_only_where_it_ends_before_silence_does() -> None:

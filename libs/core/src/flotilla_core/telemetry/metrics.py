@@ -99,6 +99,13 @@ METRICS = (
     Metric("episodes/policy_s_mean", "s", "Mean time of an episode in which the policy writes."),
     Metric("episodes/environment_s_mean", "s", "Mean time of an episode beside that."),
     Metric(
+        "turns/coordinator_s_p50",
+        "s",
+        "Median time of a turn that neither its environment nor its generator had: the coordinator's work, its waits "
+        "for a generator, and the wire.",
+    ),
+    Metric("turns/coordinator_s_p99", "s", "The 99th percentile of it."),
+    Metric(
         "environment/<name>", "", "Mean of a number that an environment gives with the end of an episode."
     ),
     Metric("rollout/ended_groups", "groups", "Groups that ended (with `dynamic_sampling`)."),

@@ -30,6 +30,8 @@ class RolloutSample(FinishedSample):
 
     instance_ids: frozenset[str] = frozenset()
     """The generators that wrote it, each from its start to its end; none for a sample that was recorded before."""
+    generator_s: float = 0.0
+    """The time that it took by what its generators say, waits for a place there included."""
     outcome: Outcome | None = None
     """The result of the rewards in this attempt at the step; None for a sample that was scored before, or given."""
     played: Outcome | None = None

@@ -94,6 +94,8 @@ class _Play:
     again: bool = False
     """True where a turn was generated more than once."""
     policy_s: float = 0.0
+    beside_s: list[float] = field(default_factory=list)
+    """The time of each turn that neither the environment nor a generator had."""
     began_at: float = field(default_factory=time.monotonic)
 
     def take(self, piece: RolloutSample, state: int) -> None:
@@ -182,6 +184,7 @@ class EpisodeFigures:
         self._counts: Counter[str] = Counter()
         self._seconds = np.zeros(2)
         """Of the policy and of the environment."""
+        self._beside_s: list[float] = []
 
     def repeated(self) -> None:
         """Count an episode that began anew."""
@@ -203,6 +206,7 @@ class EpisodeFigures:
         seconds = time.monotonic() - play.began_at
         self._seconds += np.array([play.policy_s, seconds - play.policy_s])
         self._sums["episodes"] += 1
+        self._beside_s += play.beside_s
         for name, value in metrics.items():
             self._of_environment[name].append(value)
 
@@ -218,7 +222,10 @@ class EpisodeFigures:
                 "episodes/policy_s_mean": policy_s,
                 "episodes/environment_s_mean": environment_s,
             }
-        self._seconds = np.zeros(2)
+        if self._beside_s:
+            p50, p99 = np.percentile(self._beside_s, [50, 99]).tolist()
+            figures |= {"turns/coordinator_s_p50": p50, "turns/coordinator_s_p99": p99}
+        self._seconds, self._beside_s = np.zeros(2), []
         return figures | {f"environment/{name}": float(np.mean(values)) for name, values in own.items()}
 
 
@@ -346,6 +353,7 @@ class Episodes:
     async def _turn(self, play: _Play, call: EpisodeCall, asked: Asked) -> str | Ended | None:
         """Let the policy write one turn; return why there is none, or how the episode ended without one."""
         transcript, own = play.transcript, play.request.sampling
+        asked_at = time.monotonic()
         if transcript.turns >= self._config.max_turns:
             return MAX_TURNS
         try:
@@ -356,9 +364,9 @@ class Episodes:
             return _failed(ERROR, refused)
         if room < 1:
             return NO_ROOM
-        piece = play.past.again(transcript.turns, asked.digest)
-        if piece is None:
-            piece = await self._written(play, asked, room)
+        recorded = play.past.again(transcript.turns, asked.digest)
+        piece = recorded or await self._written(play, asked, room)
+        if recorded is None:
             play.past.add(asked.digest, piece)
         play.take(piece, asked.state)
         written = transcript.wrote(piece, asked.thread, state=asked.state, shown=own.shown)
@@ -374,6 +382,8 @@ class Episodes:
             unparsed=written.unparsed,
             one_by_one=self._one_by_one(piece) if asked.tokens else None,
         )
+        if recorded is None:
+            play.beside_s.append(time.monotonic() - asked_at - piece.generator_s)
         return None
 
     def _one_by_one(self, piece: RolloutSample) -> WrittenTokens:

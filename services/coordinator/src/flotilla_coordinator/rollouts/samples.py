@@ -56,6 +56,7 @@ class PartialSample:
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     spans: list[TokenSpan] = field(default_factory=list)
     instance_ids: set[str] = field(default_factory=set)
+    generator_s: float = 0.0
 
     def add(self, piece: gen.GeneratedSample, instance_id: str, most_tokens: int) -> None:
         """Add the next piece; one that leaves no room for a last piece is drawn again."""
@@ -88,10 +89,12 @@ class PartialSample:
             generator=generator,
             attempt=attempt,
             instance_ids=frozenset(self.instance_ids),
+            generator_s=self.generator_s,
         )
 
     def _append(self, piece: gen.GeneratedSample, instance_id: str) -> None:
         self.instance_ids.add(instance_id)
+        self.generator_s += piece.timing.total.ToNanoseconds() / 1e9
         written = len(self.token_ids)
         self.spans += (
             TokenSpan(Version.from_proto(span.version), written + span.start, written + span.end)
