@@ -174,6 +174,54 @@ def test_a_sample_that_cannot_be_trained_is_refused_by_its_row(
     assert said in str(error.value) and "step-000000.parquet, row 1" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": [-1, 2, 3, 4, 5]},
+        {"token_ids": [1.5, 2, 3, 4, 5]},
+        {"token_ids": [2**31, 2, 3, 4, 5]},
+        {"token_ids": [[1], [2], [3], [4], [5]]},
+        {"token_ids": ["1", "2", "3", "4", "5"]},
+        {"token_ids": [None, 2, 3, 4, 5]},
+        {"logprobs": "-0.5"},
+        {"logprobs": [None] * 5},
+        {"trained": [1, 0, 1, 0, 1]},
+        {"prompt_token_ids": {"a": 1}},
+        {"prompt": 5},
+        {"response": 5},
+        {"answer": ["7"]},
+        {"info": "[" * 10_000},
+        {"info": "[1]"},
+        {"info": 7},
+        {"chat": "{}"},
+        {"answer_column": "NaN"},
+        {"reward": True},
+        {"reward": "1"},
+        {"reward_terms": ["x"]},
+        {"turns": "many"},
+        {"turn_rewards": 3},
+        {"turn_ends": [None]},
+        {"turn_states": ["s"]},
+        {"branches": [{"start": 1, "prompt_token_ids": [1]}]},
+        {"branches": [{"start": 0}]},
+        {"branches": [{"start": 0, "prompt_token_ids": [1]}, {"start": 9, "prompt_token_ids": [1]}]},
+        {"branches": ["x"]},
+        {"branches": 4},
+        {"greedy_reward": "x"},
+    ],
+    ids=str,
+)
+def test_a_row_that_holds_something_else_is_refused_by_its_line(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    path = RolloutRecord(tmp_path, "run", 1.0, DIGEST).write(BATCH, Version(1, 4))
+    first, *others = pq.read_table(path).to_pylist()
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in (first | changes, *others)))
+    with pytest.raises(InvalidConfig, match=r"no recorded sample.*lines\.jsonl, line 1"):
+        read(lines)
+
+
 def test_samples_of_another_tokenizer_and_rows_of_prompts_are_refused(tmp_path: Path) -> None:
     RolloutRecord(tmp_path, "run", 1.0, "of-another").write(BATCH, Version(0, 0))
     with pytest.raises(InvalidConfig, match="tokens of another tokenizer"):

@@ -8,14 +8,13 @@ another run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +28,14 @@ from flotilla_coordinator.data.prompts import (
 )
 from flotilla_core.config import DataConfig
 from flotilla_core.errors import InvalidConfig
+from flotilla_core.json_text import finite_json
 from flotilla_data.formats import no_rows
 from flotilla_data.rows import BYTES_AT_ONCE, ROWS_AT_ONCE, Row, Rows, open_rows
 from flotilla_data.tokenizer import Tokenizer
 
+T = TypeVar("T", dict[str, Any], list[Any])
+KINDS = {"i": "iu", "f": "iuf", "b": "b"}
+"""The kinds of values that a list of tokens, numbers or flags may hold."""
 NEXT = "record samples with rollout.record, and name the folder `rollouts` of that run, or its files"
 
 
@@ -147,10 +150,10 @@ def prompt_of(number: int, rows: Sequence[Row]) -> Prompt:
         number,
         _text(rows[0], "prompt"),
         _numbers(rows[0], "prompt_token_ids", np.dtype(np.int32)),
-        values.get("answer") or "",
-        json.loads(values.get("info") or "{}"),
-        chat=json.loads(values.get("chat") or "[]"),
-        answer_column=json.loads(values.get("answer_column") or "{}"),
+        _text(rows[0], "answer") if values.get("answer") else "",
+        _json(rows[0], "info", dict),
+        chat=_json(rows[0], "chat", list),
+        answer_column=_json(rows[0], "answer_column", dict),
         recorded=tuple(map(_sample, rows)),
     )
 
@@ -172,12 +175,11 @@ def _judged(rows: Rows, conditions: Conditions | None) -> Judged:
     for _, group in groupby(rows.unproven(), key=_group_of):
         own = list(group)
         starts.append(own[0].number)
-        prompt_tokens = len(_numbers(own[0], "prompt_token_ids", np.dtype(np.int32)))
-        longest = max(longest, prompt_tokens)
-        samples = [_sample(row) for row in own]
+        prompt = prompt_of(len(starts) - 1, own)
+        longest = max(longest, prompt_tokens := len(prompt.token_ids))
         if conditions is not None:
             _require_group(own, prompt_tokens, conditions)
-            for row, sample in zip(own, samples, strict=True):
+            for row, sample in zip(own, prompt.recorded, strict=True):
                 _require_fitting(row, sample, conditions)
     return Judged(np.array([*starts, len(rows)], np.int64), longest)
 
@@ -238,26 +240,28 @@ def _sample(row: Row) -> RecordedSample:
             raise _bad(row, f"it has {len(tokens)} tokens, and {len(column)} numbers in column {name!r}")
     if not np.isfinite(logprobs).all():
         raise _bad(row, "a log-probability is not finite")
-    reward = values.get("reward")
-    if not isinstance(reward, int | float) or not np.isfinite(reward):
-        raise _bad(row, "column 'reward' is no number")
-    return RecordedSample(
-        token_ids=tokens,
-        logprobs=logprobs,
-        trained=trained,
-        text=values.get("response") or "",
-        reward=float(reward),
-        reward_terms=tuple(map(float, values.get("reward_terms") or ())),
-        greedy_reward=values.get("greedy_reward"),
-        truncated=bool(values.get("truncated")),
-        ending=values.get("ending") or "",
-        turns=int(values.get("turns") or 0),
-        turn_rewards=tuple(map(float, values.get("turn_rewards") or ())),
-        turn_ends=tuple(map(int, values.get("turn_ends") or ())),
-        turn_states=tuple(map(int, values.get("turn_states") or ())),
-        messages=values.get("messages") or "",
-        branches=_branches(row, len(tokens)),
-    )
+    reward = _number(row, "reward")
+    greedy = None if values.get("greedy_reward") is None else _number(row, "greedy_reward")
+    try:
+        return RecordedSample(
+            token_ids=tokens,
+            logprobs=logprobs,
+            trained=trained,
+            text=_text(row, "response"),
+            reward=reward,
+            reward_terms=tuple(map(float, values.get("reward_terms") or ())),
+            greedy_reward=greedy,
+            truncated=bool(values.get("truncated")),
+            ending=values.get("ending") or "",
+            turns=int(values.get("turns") or 0),
+            turn_rewards=tuple(map(float, values.get("turn_rewards") or ())),
+            turn_ends=tuple(map(int, values.get("turn_ends") or ())),
+            turn_states=tuple(map(int, values.get("turn_states") or ())),
+            messages=values.get("messages") or "",
+            branches=_branches(row, len(tokens)),
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _bad(row, f"a column holds values of another kind: {error}") from None
 
 
 def _branches(row: Row, tokens: int) -> tuple[RecordedBranch, ...]:
@@ -275,11 +279,30 @@ def _branch(row: Row, given: Any) -> RecordedBranch:
     return RecordedBranch(given["start"], prompt)
 
 
+def _json(row: Row, name: str, kind: type[T]) -> T:
+    """Return the value of a column of JSON texts; an empty one where it has none."""
+    text = row.values.get(name)
+    try:
+        value = finite_json(text) if text else kind()
+    except (TypeError, ValueError, RecursionError):
+        raise _bad(row, f"column {name!r} is no JSON text") from None
+    if not isinstance(value, kind):
+        raise _bad(row, f"column {name!r} is no JSON text of a {kind.__name__}")
+    return value
+
+
 def _text(row: Row, name: str) -> str:
     value = row.values.get(name)
     if not isinstance(value, str):
         raise _bad(row, f"column {name!r} is {'missing' if value is None else 'no text'}")
     return value
+
+
+def _number(row: Row, name: str) -> float:
+    value = row.values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+        raise _bad(row, f"column {name!r} is no number")
+    return float(value)
 
 
 def _numbers(row: Row, name: str, kind: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -290,9 +313,14 @@ def _array(row: Row, name: str, value: object, kind: np.dtype[Any]) -> npt.NDArr
     if not isinstance(value, list):
         raise _bad(row, f"column {name!r} is {'missing' if value is None else 'no list'}")
     try:
-        return np.array(value, kind)
-    except (TypeError, ValueError, OverflowError):
-        raise _bad(row, f"column {name!r} holds more than numbers") from None
+        raw = np.array(value, None if value else kind)
+    except (ValueError, OverflowError):
+        raise _bad(row, f"column {name!r} holds lists or other numbers than it should") from None
+    if raw.ndim != 1 or raw.dtype.kind not in KINDS[kind.kind]:
+        raise _bad(row, f"column {name!r} holds other values than it should")
+    if kind.kind == "i" and raw.size and not 0 <= raw.min() <= raw.max() <= np.iinfo(kind).max:
+        raise _bad(row, f"column {name!r} holds a number that is no token")
+    return raw.astype(kind)
 
 
 def _bad(row: Row, why: str) -> InvalidConfig:
