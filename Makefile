@@ -124,9 +124,10 @@ $(filter-out test-chaos test-docker test-environments test-helm test-load test-r
 	@$(BIN)/pytest -q tests/$*
 
 test-load: setup
-	@echo "==> load tests, and the tokens of a hundred thousand turns"
+	@echo "==> load tests, the tokens of a hundred thousand turns, and those of thirty thousand turns of agents"
 	@$(BIN)/pytest -q tests/load
 	@FLOTILLA_TURNS=17000 $(BIN)/pytest -q services/coordinator/tests/rollouts/test_transcript.py -k render_of_the_history
+	@FLOTILLA_AGENT_TURNS=10000 $(BIN)/pytest -q tests/integration/test_agent_turns.py
 
 test-docker:
 	@PYTHON=$(PYTHON) scripts/setup.sh .venv-docker requirements/docker.txt

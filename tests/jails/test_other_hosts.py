@@ -1,7 +1,8 @@
 """The suite of escapes as another user, and where the host has no groups of the kernel.
 
-Each run is all of libs/workers/tests/jail in a mount namespace of its own, so nothing of the host changes: folders that
-root alone may enter are opened on the way to the interpreter, and /sys/fs/cgroup is empty where the run says so.
+Each run is all of libs/workers/tests/jail, and agents in a jail, in a mount namespace of its own, so nothing of the
+host changes: folders that root alone may enter are opened on the way to the interpreter, and /sys/fs/cgroup is empty
+where the run says so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITE = "libs/workers/tests/jail"
+SUITES = ("libs/workers/tests/jail", "services/environment/tests/agents/test_jailed_agents.py")
 ANOTHER = 10_041
 AS_ANOTHER = (
     "setpriv",
@@ -84,7 +85,7 @@ def test_no_attack_reaches_anything(user: str, with_groups: bool, tmp_path: Path
         asked = run(sys.executable, "-c", ASKED)
         assert asked.stdout.split()[:1] == [str(ANOTHER if who else 0)], asked.stderr
         assert with_groups or asked.stdout.split()[1] == "False", "the host's groups are there"
-        done = run(sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", SUITE)
+        done = run(sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *SUITES)
     finally:
         subprocess.run(["rm", "-rf", "--", home], check=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -228,6 +228,24 @@ def test_a_parameter_in_the_name_and_beside_it_is_refused() -> None:
         EnvironmentConfig(name="gymnasium:FrozenLake-v1", parameters={"id": "Taxi-v3"})
 
 
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ({}, {"folder": "/there"}),
+        ({"folder": "agents/.."}, {"folder": "/there"}),
+        ({"folder": "~/agents"}, {"folder": "/home/me/agents"}),
+        ({"folder": "/agents", "command": "a"}, {"folder": "/agents", "command": "a"}),
+        ({"folder": 3}, {"folder": 3}),
+    ],
+)
+def test_an_agent_runs_in_the_folder_of_the_command_or_in_its_own(
+    given: dict[str, object], resolved: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = EnvironmentConfig(name="agent", parameters=given)
+    assert config.with_paths_from(Path("/there")).parameters == resolved
+
+
 def test_model_is_a_path_where_the_folder_exists_else_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,9 @@ def test_a_plan_says_of_an_environment_where_and_in_which_jail_it_plays() -> Non
     assert line(stack, name="/m/guess.py:Guess", trusted=True)[2].endswith(
         "OUTSIDE OF THE JAIL, as the environment service itself"
     )
+    agent = line(stack, name="agent")
+    assert agent[1] == "an agent of yours" and "; in the jail, of level" in agent[2]
+    assert "OUTSIDE OF THE JAIL" in line(stack, name="agent", trusted=True)[2]
     assert line(stack, name="calculator")[1:] == (
         "built in, or an entry point",
         "up to 3 turns in 1,200 tokens; in the environment service; in its jail where it runs code of others",

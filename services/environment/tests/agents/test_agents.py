@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
+from flotilla_environment.catalog import problem
 
 CHAT = """
 import json, os
@@ -63,6 +64,25 @@ async def test_a_function_is_called_with_the_task_and_returns_rewards(caller: An
     agent(tmp_path, RAW + "async def play(task):\n    asks('One?')")
     played = await caller.plays(lambda _: "yes", function="agent.py:play")
     assert played.ending == "completed" and not played.ended.rewards
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+async def test_what_a_function_raises_is_an_error_with_its_line_and_ends_its_episode_alone(
+    caller: Any, tmp_path: Path, processes: int
+) -> None:
+    text = (
+        RAW + "def play(task):\n    sends('/rewards', {'pid': os.getpid()})\n    1 / (asks('One?') == 'yes')"
+    )
+    agent(tmp_path, text)
+    options: dict[str, Any] = {"function": "agent.py:play", "processes": processes}
+    failed = await caller.plays(lambda _: "no", **options)
+    assert failed.ending == "error" and not failed.ended.rewards
+    assert "ZeroDivisionError: division by zero" in failed.ended.failure.what
+    assert failed.ended.failure.where == f"{tmp_path}/agent.py:{text.count(chr(10)) + 1}"
+    over = await caller.plays(lambda _: "yes", turns=0, **options)
+    assert over.ending == "max_turns" and over.ended.rewards["pid"], (
+        "it is refused a turn, and raises for that"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,6 +178,14 @@ async def test_parameters_that_mean_nothing_are_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidConfig, match=why):
         await caller.plays(lambda _: "yes", **parameters)
+    if parameters:
+        assert why in problem("agent", {"folder": str(caller.folder), **parameters}), "a plan says it, too"
+
+
+async def test_a_plan_finds_nothing_wrong_with_an_agent_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").touch()
+    for parameters in ({"command": "a"}, {"function": "agent.py:play", "processes": 2.0}, {}):
+        assert problem("agent", {"folder": str(tmp_path), **parameters}) == ""
 
 
 async def test_episodes_beyond_the_sessions_of_a_replica_wait_and_that_is_no_time_of_their_own(
@@ -211,10 +239,13 @@ async def test_processes_of_a_run_take_one_task_after_the_other_and_a_dead_one_i
 
 
 async def test_a_function_takes_many_tasks_in_one_process(caller: Any, tmp_path: Path) -> None:
-    agent(tmp_path, RAW + "def play(task):\n    asks('One?')\n    return {'pid': os.getpid()}")
+    code = "def play(task):\n    sends('/rewards', {'pid': os.getpid()})\n    assert asks('One?') != 'raise'"
+    agent(tmp_path, RAW + code)
     options = {"function": "agent.py:play", "processes": 1}
-    played = [await caller.plays(lambda _: "yes", **options) for _ in range(2)]
-    assert len({one.ended.rewards["pid"] for one in played}) == 1
+    first = await caller.plays(lambda _: "yes", **options)
+    assert (await caller.plays(lambda _: "raise", **options)).ending == "error"
+    second = await caller.plays(lambda _: "yes", **options)
+    assert first.ended.rewards["pid"] == second.ended.rewards["pid"]
 
 
 async def test_processes_that_end_before_they_take_a_task_are_an_error_of_the_episodes_that_wait(

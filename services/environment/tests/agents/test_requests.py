@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -155,6 +156,27 @@ async def _text(own: Any, body: Any) -> str:
         return str(await said.text())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_was_delivered_in_part_is_delivered_again(beside: Any, stream: bool) -> None:
+    said = pb.TurnWritten(
+        message=Message(role="assistant", content="long " * 2_000_000), finish=pb.TURN_FINISH_STOP
+    )
+
+    async def client(own: Any) -> None:
+        body = {"model": "any", "messages": [{"role": "user", "content": "One?"}], "stream": stream}
+        text, address = json.dumps(body).encode(), urlsplit(own.url)
+        head = f"POST {address.path}/v1/chat/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
+        head += f"authorization: Bearer {own.key}\r\ncontent-length: {len(text)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(head.encode() + text)
+        assert b"200 OK" in await reader.read(100)
+        writer.transport.abort()
+        whole = await _text(own, body)
+        assert len(whole) > 10_000_000 and "long long" in whole
+
+    assert len((await beside.plays(lambda _: said, client)).asked) == 1
+
+
 async def test_a_request_that_nobody_waits_for_any_more_is_never_asked(beside: Any) -> None:
     asked, may_answer = asyncio.Event(), asyncio.Event()
 
@@ -303,6 +325,16 @@ async def test_an_agent_from_outside_that_does_nothing_is_a_timeout_and_never_a_
     played = await beside.plays(counted(), client, limit_s=0.3)
     assert played.ending == "timeout" and not played.ended.rewards
     assert "environment.call_timeout_s" in played.ended.failure.next_step
+
+
+async def test_requests_that_are_refused_give_an_agent_no_further_time(beside: Any) -> None:
+    async def client(own: Any) -> None:
+        said: dict[str, Any] = {}
+        while "session is over" not in str(said):
+            _, said = await own.raw({"messages": [{"role": "user", "content": "x" * 1_000_000}]})
+
+    played = await beside.plays(counted(), client, limit_s=0.5)
+    assert played.ending == "timeout" and not played.asked
 
 
 async def test_a_caller_that_leaves_ends_the_session(beside: Any) -> None:

@@ -91,8 +91,8 @@ class Responses(Chat):
     async def ask(self, history: list[Any], *, stream: bool = False, **more: Any) -> Any:
         given = {"model": MODEL, "input": history, "tools": [{"type": "function", "strict": True, **TOOL}]}
         if stream:
-            events = [one async for one in await self.client.responses.create(**given, **more, stream=True)]
-            return events[-1].response
+            async with self.client.responses.stream(**given, **more) as events:
+                return [one async for one in events][-1].response
         return await self.client.responses.create(**given, **more)
 
     def said(self, answer: Any) -> list[Any]:

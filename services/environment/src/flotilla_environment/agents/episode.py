@@ -146,20 +146,23 @@ class AgentEpisode:
     async def _next(self) -> Said | Failure | Timeout:
         """Return the next turn that the agent asks for, or its end."""
         assert self._session is not None and self._seat is not None
+        now = asyncio.get_running_loop().time
+        late_at = now() + self._call_limit_s
         while True:
             asks = asyncio.ensure_future(self._session.next())
             ended = asyncio.ensure_future(self._session.ended.wait())
             try:
                 done, _ = await asyncio.wait(
                     (asks, ended, self._seat.exit),
-                    timeout=self._call_limit_s,
+                    timeout=max(late_at - now(), 0.0),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
             finally:
                 asks.cancel()
                 ended.cancel()
             if ended in done:
-                return self._rewarded()
+                what, traceback = self._session.failure
+                return Failure(what, traceback) if what else self._rewarded()
             if asks in done:
                 said = self._asks(asks.result())
                 if said is not None:

@@ -1,6 +1,7 @@
 """Reads the fields of requests, as all dialects have them.
 
 Invariants: every field of a request is read, is one of a fixed list that changes nothing, or is refused by its name.
+What messages and tools hold beside the fields that are read, such as ids and marks for a cache, changes nothing.
 Arguments of calls have one text, however a client spaces it and writes its numbers.
 """
 

@@ -152,7 +152,11 @@ def _messages(given: Any) -> list[dict[str, Any]]:
                 raise fields.refused(f"{field}.role", f"{role!r:.80} is none of {', '.join(ROLES)}")
             messages.append({"role": ROLES[role], "content": text})
         else:
-            raise fields.refused(f"{field}.type", f"the policy neither reads nor writes {kind!r:.80}")
+            what = f"the policy neither reads nor writes {kind!r:.80}"
+            itself = (
+                "Send the items themselves: store=False in most clients." if kind == "item_reference" else ""
+            )
+            raise fields.refused(f"{field}.type", what, itself)
         joins = messages[-1]["role"] == "assistant"
     return messages
 

@@ -40,6 +40,7 @@ MOST_BODIES_BYTES = 256 << 20
 LONGEST_MODEL = 200
 MODEL = "policy"
 """The name of the one model; an answer has the name with which its request asked."""
+LONGEST_FAILURE = 4096
 SIGN_OF_LIFE_S = 10.0
 TASK_LIMIT_S = 25.0
 """The time that a request for a task waits, before its client asks again."""
@@ -267,6 +268,10 @@ async def _task(http: web.Request, session: Session) -> web.StreamResponse:
 
 
 async def _end(http: web.Request, session: Session) -> web.StreamResponse:
+    """End a session; an agent that failed says why."""
+    given = await _body(http) if http.can_read_body else {}
+    if failure := given.get("failure"):
+        session.failure = (str(failure)[:LONGEST_FAILURE], str(given.get("traceback", ""))[-LONGEST_FAILURE:])
     session.ended.set()
     session.close("its agent has ended it")
     return web.json_response({})

@@ -88,6 +88,8 @@ class Session:
         """The names of rewards that the run itself gives."""
         self.taken_by = b""
         """The hash of the key of the agent that took the task; empty where it has a process of its own."""
+        self.failure = ("", "")
+        """The failure that the agent tells at its end, and its traceback; empty where nothing failed."""
         self.ended = asyncio.Event()
         """The agent says that it has done its task."""
         self.answered = 0
