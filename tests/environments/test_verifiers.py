@@ -86,4 +86,4 @@ def test_a_run_trains_on_it_with_a_real_engine_and_trainer(folder: Path, readabl
         steps = stack.metrics(stack.run(written(folder, run), timeout_s=500))
     assert len(steps) == 2, steps
     for step in steps:
-        assert step["episodes/ended_completed"] == 8 and step["reward/part/agent.length"] >= 0, sorted(step)
+        assert step["episodes/ended_completed"] == 8 and 0.0 <= step["reward/mean"] <= 0.06, step
