@@ -5,7 +5,7 @@ key for each episode (docs/agents.md), and it gives back the rewards. Run as `fl
 command of an agent, and as `flotilla-verifiers rows TASKSET` to write the lines of data of a run.
 
 Invariants: every seat of an environment asks the policy. Programs of harnesses run by this interpreter and its
-packages, in subprocesses: nothing is installed while an episode is played. An episode with an error gives no reward.
+packages: nothing is installed while an episode is played. An episode with an error gives no reward.
 """
 
 from __future__ import annotations
@@ -16,22 +16,30 @@ import itertools
 import json
 import os
 import sys
+import traceback
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
+from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils.loaders import load_environment, load_taskset, resolve_env_config
 
 MODEL = "policy"
 NO_TASK = 204
+CHAT = "flotilla_chat.py"
+OWN_TOOLS = {"--bash", "--edit", "--search"}
+"""The arguments by which the chat program runs commands of the policy: these need a process and a folder."""
+FILE_ARGUMENT = "--initial-messages-file"
 WAIT_S = 60.0
 """Longer than the gateway waits for a task before it says that there is none."""
 
@@ -124,6 +132,7 @@ class Tasks:
 async def _play(arguments: argparse.Namespace) -> None:
     # Their packages are those of this interpreter; verifiers would fetch them by `uv`.
     SubprocessRuntime.prepare_uv_script = _prepared  # type: ignore[method-assign]
+    SubprocessRuntime.run_program = _run_program  # type: ignore[method-assign]
     environment = load_environment(_config(arguments))
     tasks = Tasks(environment.taskset)
     for number, session in enumerate(_sessions()):
@@ -145,10 +154,44 @@ async def _prepared(
         raise RuntimeError(
             "this harness needs packages of its own: only those with the chat program play here"
         )
-    path = f"{runtime.scripts_dir}/chat.py"
+    path = f"{runtime.scripts_dir}/{CHAT}"
     if not Path(path).exists():
         await runtime.write(path, CHAT_PROGRAM_SOURCE.encode())
     return [sys.executable, path]
+
+
+async def _run_program(runtime: SubprocessRuntime, argv: list[str], env: dict[str, str]) -> ProgramResult:
+    """Run the program of a harness: a chat without tools of its own here, at once, all else as a process."""
+    program, *arguments = argv[1:]
+    if Path(program).name != CHAT or OWN_TOOLS & {*arguments}:
+        return await runtime.run(argv, env)
+    arguments = [_below(runtime, argument) for argument in arguments]
+    # It reads its arguments before it waits for anything.
+    before, sys.argv = sys.argv, [CHAT, *arguments]
+    try:
+        await _chat()()
+    except SystemExit as left:
+        return ProgramResult(left.code if isinstance(left.code, int) else 1, "", str(left))
+    except Exception:  # noqa: BLE001 - what a process would print, and end by
+        return ProgramResult(1, "", traceback.format_exc())
+    finally:
+        sys.argv = before
+    return ProgramResult(0, "", "")
+
+
+def _below(runtime: SubprocessRuntime, argument: str) -> str:
+    """Return an argument whose file is found from any folder."""
+    name, sign, path = argument.partition("=")
+    return f"{name}={runtime.workdir}/{path}" if name == FILE_ARGUMENT and sign else argument
+
+
+@cache
+def _chat() -> Callable[[], Awaitable[None]]:
+    """Return the main function of the chat program."""
+    module = ModuleType("chat")
+    exec(compile(CHAT_PROGRAM_SOURCE, CHAT, "exec", dont_inherit=True), module.__dict__)
+    main: Callable[[], Awaitable[None]] = module.__dict__["main"]
+    return main
 
 
 async def _played(environment: vf.Env, task: vf.Task, session: Session, number: int) -> dict[str, float]:

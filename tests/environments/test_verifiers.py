@@ -62,8 +62,8 @@ def test_a_run_trains_on_it_with_a_real_engine_and_trainer(folder: Path, readabl
     run = run_on(
         folder / "rows.jsonl",
         "verifiers",
-        3,
-        (4, 4, 12),
+        2,
+        (2, 4, 8),
         environment={
             "name": "agent",
             "parameters": agent(folder, processes=2),
@@ -84,6 +84,6 @@ def test_a_run_trains_on_it_with_a_real_engine_and_trainer(folder: Path, readabl
     }
     with running_stack(description, folder) as stack:
         steps = stack.metrics(stack.run(written(folder, run), timeout_s=500))
-    assert len(steps) == 3, steps
+    assert len(steps) == 2, steps
     for step in steps:
-        assert step["episodes/ended_completed"] == 16 and step["reward/part/agent.length"] >= 0, sorted(step)
+        assert step["episodes/ended_completed"] == 8 and 0.0 <= step["reward/mean"] <= 0.06, step

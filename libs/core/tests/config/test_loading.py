@@ -203,24 +203,6 @@ def test_the_corpus_of_a_search_is_a_path_and_parameters_of_others_are_not(
 
 
 @pytest.mark.parametrize(
-    ("given", "resolved"),
-    [
-        ({}, {"folder": "/there"}),
-        ({"folder": "agents/.."}, {"folder": "/there"}),
-        ({"folder": "~/agents"}, {"folder": "/home/me/agents"}),
-        ({"folder": "/agents", "command": "a"}, {"folder": "/agents", "command": "a"}),
-        ({"folder": 3}, {"folder": 3}),
-    ],
-)
-def test_an_agent_runs_in_the_folder_of_the_command_or_in_its_own(
-    given: dict[str, object], resolved: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    config = EnvironmentConfig(name="agent", parameters=given)
-    assert config.with_paths_from(Path("/there")).parameters == resolved
-
-
-@pytest.mark.parametrize(
     ("name", "spelled", "parameters"),
     [
         ("gymnasium:FrozenLake-v1", "gymnasium", {"id": "FrozenLake-v1"}),
@@ -244,6 +226,24 @@ def test_the_name_of_an_environment_may_hold_its_one_parameter(
 def test_a_parameter_in_the_name_and_beside_it_is_refused() -> None:
     with pytest.raises(ValidationError, match="id is named twice: in name and in parameters"):
         EnvironmentConfig(name="gymnasium:FrozenLake-v1", parameters={"id": "Taxi-v3"})
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ({}, {"folder": "/there"}),
+        ({"folder": "agents/.."}, {"folder": "/there"}),
+        ({"folder": "~/agents"}, {"folder": "/home/me/agents"}),
+        ({"folder": "/agents", "command": "a"}, {"folder": "/agents", "command": "a"}),
+        ({"folder": 3}, {"folder": 3}),
+    ],
+)
+def test_an_agent_runs_in_the_folder_of_the_command_or_in_its_own(
+    given: dict[str, object], resolved: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = EnvironmentConfig(name="agent", parameters=given)
+    assert config.with_paths_from(Path("/there")).parameters == resolved
 
 
 def test_model_is_a_path_where_the_folder_exists_else_a_name(

@@ -104,7 +104,7 @@ async def test_episodes_that_begin_take_turns_and_their_wait_is_no_time_of_their
     assert not holders.pids
     rooms.beginnings.add(0)
     said = await asyncio.gather(*waits)
-    assert all(one.ended.rewards == {"correct": 1.0} and one.waited_s >= 0.1 for one in said)
+    assert all(one.ended.rewards == {"correct": 1.0} and one.waited_s > 0.0 for one in said)
     assert max(one.waited_s for one in said) < 20.0
 
 
