@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -49,6 +51,16 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BoundedProcess
             yield one
 
 
+Ask = Callable[[dict[str, Any]], Any]
+
+
+@pytest.fixture(params=["by a thread", "by an event loop"])
+def ask(request: pytest.FixtureRequest, process: BoundedProcess) -> Ask:
+    if request.param == "by a thread":
+        return process.ask
+    return lambda question: asyncio.run(process.ask_beside(question))
+
+
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
@@ -61,20 +73,20 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BoundedProcess
     ],
 )
 def test_what_passes_its_bounds_is_told_and_the_next_question_is_answered(
-    process: BoundedProcess, kind: str, told: str
+    ask: Ask, kind: str, told: str
 ) -> None:
     with pytest.raises(OutOfBounds, match=told):
-        process.ask({"kind": kind})
-    assert process.ask({"kind": "echo", "text": "ü\ud800"}) == "ü\ud800"
+        ask({"kind": kind})
+    assert ask({"kind": "echo", "text": "ü\ud800"}) == "ü\ud800"
 
 
-def test_errors_keep_their_shape(process: BoundedProcess) -> None:
+def test_errors_keep_their_shape(ask: Ask) -> None:
     with pytest.raises(NotFound) as refused:
-        process.ask({"kind": "refuse"})
+        ask({"kind": "refuse"})
     error = refused.value
     assert (error.what, error.where, error.why, error.next_step) == ("a", "b", "c", "d")
     with pytest.raises(Internal, match="KeyError"):
-        process.ask({"kind": "raise"})
+        ask({"kind": "raise"})
 
 
 def test_a_child_writes_no_large_file_and_no_core(process: BoundedProcess, tmp_path: Path) -> None:
@@ -84,15 +96,45 @@ def test_a_child_writes_no_large_file_and_no_core(process: BoundedProcess, tmp_p
     assert process.ask({"kind": "core"}) == [0, 0]
 
 
-def test_what_a_child_prints_is_no_answer_and_one_child_answers_all(process: BoundedProcess) -> None:
-    assert process.ask({"kind": "print"}) == process.ask({"kind": "print"})
+def test_what_a_child_prints_is_no_answer_and_one_child_answers_all(ask: Ask) -> None:
+    assert ask({"kind": "print"}) == ask({"kind": "print"})
 
 
-def test_a_child_that_was_killed_between_questions_is_replaced(process: BoundedProcess) -> None:
-    pid = process.ask({"kind": "print"})
+def test_a_large_text_comes_back_whole(ask: Ask) -> None:
+    text = "ä" * 400_000
+    assert ask({"kind": "echo", "text": "begin"}) == "begin" and ask({"kind": "echo", "text": text}) == text
+
+
+def test_a_child_that_was_killed_between_questions_is_replaced(ask: Ask) -> None:
+    pid = ask({"kind": "print"})
     os.kill(pid, signal.SIGKILL)
     assert _gone(pid)
-    assert process.ask({"kind": "print"}) != pid
+    assert ask({"kind": "print"}) != pid
+
+
+async def test_an_event_loop_and_threads_ask_at_the_same_time_and_each_gets_its_own_answer(
+    process: BoundedProcess,
+) -> None:
+    texts = [f"text {number}" for number in range(60)]
+    answers = await asyncio.gather(
+        *(
+            process.ask_beside({"kind": "echo", "text": text})
+            if number % 2
+            else asyncio.to_thread(process.ask, {"kind": "echo", "text": text})
+            for number, text in enumerate(texts)
+        )
+    )
+    assert answers == texts
+
+
+async def test_a_question_that_nobody_waits_for_any_more_leaves_nothing_for_the_next_one(
+    process: BoundedProcess,
+) -> None:
+    await process.ask_beside({"kind": "echo", "text": "alive"})
+    asked = asyncio.create_task(process.ask_beside({"kind": "echo", "text": "left"}))
+    await asyncio.sleep(0)
+    asked.cancel()
+    assert await process.ask_beside({"kind": "echo", "text": "next"}) == "next"
 
 
 def test_a_child_that_cannot_be_started_is_told_and_the_next_question_is_answered(

@@ -1,7 +1,8 @@
 """A child process that does, within hard bounds, what a file or a program of strangers could overdo.
 
 The caller names a function of ours, `package.module:function`. A child imports it, answers one question after the other
-with what the function returns, and ends by itself when nobody asks for a while. Questions and answers are JSON.
+with what the function returns, and ends by itself when nobody asks for a while. Questions and answers are JSON. A
+thread asks with `ask`, an event loop with `ask_beside`.
 
 Invariants: no question takes more memory, time of a processor, or bytes of answer than its `Bounds` say. A child that
 passes them is killed and its question gets `OutOfBounds`; the next question gets a new child. The bounds are the
@@ -12,6 +13,7 @@ A child never outlives its parent, even one that is killed.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib
 import json
@@ -42,6 +44,8 @@ LEAST_WALL_S = 60.0
 IDLE_S = 60.0
 """A child that nobody asks for so long ends."""
 MOST_QUESTION_BYTES = 1 << 30
+MOST_BYTES_BESIDE = 1 << 20
+"""A larger question goes by a thread, which waits for its bytes."""
 _OUT_OF_MEMORY = 70
 """The exit code of a child that was refused memory."""
 _LENGTH_BYTES = 8
@@ -105,11 +109,24 @@ class BoundedProcess:
             answer = self._answer(frame)
             if answer is None:  # The child had ended for lack of questions when this one came.
                 answer = self._answer(frame)
-        if answer is None:
-            raise OutOfBounds("its process ended without an answer")
-        if (error := answer.get("error")) is not None:
-            raise error_of(Finding(**error))
-        return answer["answer"]
+        return _read(answer)
+
+    async def ask_beside(self, question: dict[str, Any]) -> Any:
+        """Return or raise what `ask` does, while the event loop runs.
+
+        A child that lives and answers nobody is asked from the loop itself: a thread costs more than a short answer,
+        and waits for the interpreter while the loop is busy.
+        """
+        frame = _frame(question)
+        lives = self._socket is not None and self._child is not None and self._child.poll() is None
+        if lives and len(frame) <= MOST_BYTES_BESIDE and self._one_at_a_time.acquire(blocking=False):
+            try:
+                answer = await self._answer_beside(frame)
+            finally:
+                self._one_at_a_time.release()
+            if answer is not None:
+                return _read(answer)
+        return await asyncio.to_thread(self.ask, question)
 
     def _answer(self, frame: bytes) -> dict[str, Any] | None:
         """Return what the child says; None where it ended by itself before it read the question."""
@@ -128,6 +145,33 @@ class BoundedProcess:
             raise OutOfBounds(f"it took more than {wall_s:g} s") from None
         except (OSError, EOFError, ValueError):
             self._tell_end()
+        finally:
+            if found is None:  # What was half read belongs to no further question.
+                self.close()
+        return found
+
+    async def _answer_beside(self, frame: bytes) -> dict[str, Any] | None:
+        """Return what the child says; None where that has to be asked again, to say what is wrong."""
+        loop, channel = asyncio.get_running_loop(), self._socket
+        assert channel is not None
+        channel.setblocking(False)
+        found: dict[str, Any] | None = None
+        told = bytearray()
+        try:
+            async with asyncio.timeout(max(LEAST_WALL_S, self._bounds.cpu_s * WALL_PER_CPU)):
+                await loop.sock_sendall(channel, frame)
+                length = self._bounds.answer_bytes
+                while len(told) < _LENGTH_BYTES + length:
+                    if not (part := await loop.sock_recv(channel, 1 << 16)):
+                        return None
+                    told += part
+                    if len(told) >= _LENGTH_BYTES:
+                        length = int.from_bytes(told[:_LENGTH_BYTES], "little")
+                        if length > self._bounds.answer_bytes:
+                            return None
+            found = json.loads(told[_LENGTH_BYTES:])
+        except (OSError, TimeoutError, ValueError):
+            return None
         finally:
             if found is None:  # What was half read belongs to no further question.
                 self.close()
@@ -204,6 +248,15 @@ _ENVIRONMENT = {
 def _starter() -> ThreadPoolExecutor:
     """Return the thread that starts children: they die with the thread that started them, and it stays."""
     return ThreadPoolExecutor(1, thread_name_prefix="bounded-process")
+
+
+def _read(answer: dict[str, Any] | None) -> Any:
+    """Return the function's answer, or raise its error."""
+    if answer is None:
+        raise OutOfBounds("its process ended without an answer")
+    if (error := answer.get("error")) is not None:
+        raise error_of(Finding(**error))
+    return answer["answer"]
 
 
 def _mib(count: int) -> str:

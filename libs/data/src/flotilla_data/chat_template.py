@@ -8,6 +8,7 @@ error for all, because each further conversation could cost as much.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,30 @@ class ChatTemplate:
             found += self._rendered(conversations[start : start + AT_ONCE])
         return found
 
+    async def render_beside(self, conversations: Sequence[Conversation]) -> list[str | InvalidConfig]:
+        """Return what `render_many` does, while the event loop runs."""
+        if len(conversations) <= AT_ONCE:
+            try:
+                return self._texts(conversations, await _CHILD.ask_beside(self._question(conversations)))
+            except OutOfBounds:
+                pass  # To be asked again, for the one that takes so much.
+        return await asyncio.to_thread(self.render_many, conversations)
+
     def _rendered(self, conversations: Sequence[Conversation]) -> list[str | InvalidConfig]:
-        question = {
+        try:
+            return self._texts(conversations, _CHILD.ask(self._question(conversations)))
+        except OutOfBounds as error:
+            if len(conversations) > 1:  # Ask again, to name the one that takes so much.
+                return [text for one in conversations for text in self._rendered([one])]
+            raise FailedPrecondition(
+                "the chat template passes its bounds",
+                where=self._place(conversations[0]),
+                why=str(error),
+                next_step="mend chat_template of the model folder, or leave these messages out",
+            ) from None
+
+    def _question(self, conversations: Sequence[Conversation]) -> dict[str, Any]:
+        return {
             "source": self._source,
             "special_tokens": self._special_tokens,
             "where": self._where,
@@ -77,17 +100,8 @@ class ChatTemplate:
                 for one in conversations
             ],
         }
-        try:
-            told = _CHILD.ask(question)
-        except OutOfBounds as error:
-            if len(conversations) > 1:  # Ask again, to name the one that takes so much.
-                return [text for one in conversations for text in self._rendered([one])]
-            raise FailedPrecondition(
-                "the chat template passes its bounds",
-                where=self._place(conversations[0]),
-                why=str(error),
-                next_step="mend chat_template of the model folder, or leave these messages out",
-            ) from None
+
+    def _texts(self, conversations: Sequence[Conversation], told: Any) -> list[str | InvalidConfig]:
         return [
             text if why is None else self._refusal(one, why)
             for one, (text, why) in zip(conversations, told, strict=True)

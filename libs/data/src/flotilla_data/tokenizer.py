@@ -161,6 +161,10 @@ class Tokenizer:
         """Render many conversations at once; each gives its text, or why the template refuses it."""
         return self._template().render_many(conversations)
 
+    async def render_chats_beside(self, conversations: Sequence[Conversation]) -> list[str | InvalidConfig]:
+        """Return what `render_chats` does, while the event loop runs."""
+        return await self._template().render_beside(conversations)
+
     def _template(self) -> ChatTemplate:
         if self._chat is None:
             self._chat = ChatTemplate(self.template_source, self._special_tokens(), where=str(self.folder))

@@ -61,7 +61,7 @@ class Renders:
     async def _answer(self, together: list[_Asked]) -> None:
         flat = [one for asked in together for one in asked.conversations]
         try:
-            texts = iter(await asyncio.to_thread(self._tokenizer.render_chats, flat))
+            texts = iter(await self._tokenizer.render_chats_beside(flat))
         except FlotillaError as error:
             if len(together) > 1:
                 for asked in together:
