@@ -337,6 +337,29 @@ async def test_requests_that_are_refused_give_an_agent_no_further_time(beside: A
     assert played.ending == "timeout" and not played.asked
 
 
+async def test_an_agent_that_ends_while_its_turn_is_written_ends_its_episode_with_its_rewards(
+    beside: Any,
+) -> None:
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def policy(_: Any) -> str:
+        asked.set()
+        await may_answer.wait()
+        return "too late"
+
+    async def client(own: Any) -> None:
+        waits = asyncio.create_task(own.chat("One?"))
+        await asked.wait()
+        assert (await own.raw({"found": 0.5}, "/rewards"))[0] == 200
+        assert (await own.raw({}, "/end"))[0] == 200
+        with pytest.raises(openai.BadRequestError, match="session is over"):
+            await waits
+        may_answer.set()
+
+    played = await beside.plays(policy, client)
+    assert (played.ending, dict(played.ended.rewards)) == ("completed", {"found": 0.5})
+
+
 async def test_a_caller_that_leaves_ends_the_session(beside: Any) -> None:
     asked = asyncio.Event()
 

@@ -158,8 +158,9 @@ class Session:
         self._kept = {key: kept for key, kept in self._kept.items() if kept is not ask}
 
     def answer(self, ask: Ask, done: Completed) -> None:
-        """Give the turn to all that wait for it."""
-        self._queue.remove(ask)
+        """Give the turn to all that wait for it; nobody does where the session was closed while it was written."""
+        if ask in self._queue:
+            self._queue.remove(ask)
         self.answered += 1
         if not ask.answer.done():
             ask.answer.set_result(done)
