@@ -269,6 +269,22 @@ async def test_what_an_episode_may_not_say_is_refused_by_its_field_and_the_episo
     assert (await beside.plays(counted(), client)).said == [["Well?"]]
 
 
+async def test_a_limit_of_tokens_that_no_turn_reaches_is_asked_for_as_the_largest_one(beside: Any) -> None:
+    user = {"role": "user", "content": "One?"}
+
+    async def client(own: Any) -> None:
+        for limit in (2**32 - 1, 2**32, 10**300):
+            for path, field in (
+                ("/v1/chat/completions", "max_completion_tokens"),
+                ("/v1/messages", "max_tokens"),
+            ):
+                assert (await own.raw({"messages": [user], field: limit}, path))[0] == 200
+            assert (await own.raw({"input": "One?", "max_output_tokens": limit}, "/v1/responses"))[0] == 200
+
+    played = await beside.plays(counted(), client)
+    assert [one.max_tokens for one in played.asked] == [2**32 - 1] * 9 and played.ending == "completed"
+
+
 async def test_requests_that_wait_are_bounded(beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flotilla_environment.gateway.session.MOST_WAITING", 2)
     may_answer = asyncio.Event()
