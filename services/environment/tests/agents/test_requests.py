@@ -304,6 +304,34 @@ async def test_requests_that_wait_are_bounded(beside: Any, monkeypatch: pytest.M
     assert len((await beside.plays(policy, client)).asked) == 2
 
 
+async def test_what_a_busy_gateway_refused_is_no_repetition_when_it_comes_again(
+    beside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": [{"role": "user", "content": "One?"}]}
+    monkeypatch.setattr("flotilla_environment.gateway.server.MOST_BODIES_BYTES", len(json.dumps(body)) + 10)
+    asked, may_answer, count = asyncio.Event(), asyncio.Event(), iter(range(1, 100))
+
+    async def policy(_: Any) -> str:
+        asked.set()
+        await may_answer.wait()
+        return f"turn {next(count)}"
+
+    async def client(own: Any) -> None:
+        first = asyncio.create_task(own.raw(body))
+        await asked.wait()
+        assert (await own.raw(body))[0] == 429
+        may_answer.set()
+        again = {"x-stainless-retry-count": "1"}
+        told = [await first, await own.raw(body, **again), await own.raw(body, **again)]
+        assert [said["choices"][0]["message"]["content"] for _, said in told] == [
+            "turn 1",
+            "turn 2",
+            "turn 2",
+        ]
+
+    assert len((await beside.plays(policy, client)).asked) == 2
+
+
 async def test_without_further_turns_the_client_is_told_that_its_session_is_over(beside: Any) -> None:
     async def client(own: Any) -> None:
         await own.chat("One?")

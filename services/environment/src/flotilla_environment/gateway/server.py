@@ -97,6 +97,7 @@ class Application:
         async def completion(http: web.Request, session: Session) -> web.StreamResponse:
             size = _length_of(http)
             if self._bytes + size > MOST_BODIES_BYTES:
+                session.refused += 1
                 raise Exhausted(
                     "the gateway is busy", why=f"requests of {self._bytes >> 20} MiB are answered now"
                 )
