@@ -358,6 +358,32 @@ async def test_rewards_are_finite_numbers_by_name_that_the_run_does_not_give_its
     assert dict(played.ended.rewards) == {"a": 0.5, "b": -2.5, "correct": 1.0}
 
 
+async def test_the_last_turn_that_the_agent_heard_is_judged_and_those_that_nobody_heard_are_counted(
+    beside: Any,
+) -> None:
+    says = iter(["It is 42.\nObservation: 7", "It is 41."])
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def policy(turn: pb.TurnAsked) -> str:
+        if not turn.stop:
+            asked.set()
+            await may_answer.wait()
+        return next(says)
+
+    async def client(own: Any) -> None:
+        first = await own.chat("What is 6 x 7?", stop=["\nObservation:"])
+        assert first == "It is 42."
+        second = asyncio.create_task(own.chat("What is 6 x 7?", first, "Are you sure?"))
+        await asked.wait()
+        second.cancel()
+        await asyncio.wait((second,))
+        may_answer.set()
+
+    played = await beside.plays(policy, client, correct="last_number")
+    assert dict(played.ended.rewards) == {"correct": 1.0} and len(played.asked) == 2
+    assert dict(played.ended.metrics) == {"unheard_turns": 1.0}
+
+
 async def test_an_agent_from_outside_that_does_nothing_is_a_timeout_and_never_a_reward(beside: Any) -> None:
     async def client(own: Any) -> None:
         await own.raw({"a": 1.0}, "/rewards")
