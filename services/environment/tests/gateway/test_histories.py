@@ -71,6 +71,17 @@ def test_a_history_that_was_shortened_is_rewritten_in_its_thread() -> None:
     assert histories.hear([*short, says("48"), user("Well.")]) == Place("", (user("Well."),), False)
 
 
+def test_a_turn_that_a_client_knows_in_part_is_told_again_as_it_was_written() -> None:
+    histories = Histories()
+    heard, own = says("Thought: multiply."), says("Thought: multiply.\nObservation:")
+    histories.hear([SYSTEM, ASKS])
+    histories.say(heard, own)
+    assert histories.hear([SYSTEM, ASKS, heard, THANKS]) == Place("", (THANKS,), False)
+    histories.say(SAYS)
+    short = [user("In short."), heard, user("Well?")]
+    assert histories.hear(short) == Place("", (user("In short."), own, user("Well?")), True)
+
+
 def test_a_history_whose_answer_the_client_changed_has_a_thread_of_its_own() -> None:
     histories = Histories()
     histories.hear([ASKS])

@@ -1,8 +1,8 @@
 """One episode that an agent plays: its requests are the turns that are asked for.
 
-Invariants: a reward is what the agent gave, or what the last turn that it heard is worth; one that fails has none. One that was
-killed is started again once, and told the turns that there are while it asks for the same; else the caller begins the
-episode anew. When the episode is closed, nothing of its agent is left, and its key is worth nothing.
+Invariants: a reward is what the agent gave, or what the last turn that it heard is worth; an agent that fails has none.
+One that was killed is started again once, and told the turns that there are while it asks for the same; else the caller
+begins the episode anew. When the episode is closed, nothing of its agent is left, and its key is worth nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from flotilla_environment.agents.pool import Seat
 from flotilla_environment.agents.process import Exit
 from flotilla_environment.agents.spec import CORRECT, AgentSpec
 from flotilla_environment.episode import MOST_DEATHS, STOPS, limit_of, task_of, with_waits
+from flotilla_environment.gateway.fields import assistant
 from flotilla_environment.gateway.histories import Histories
 from flotilla_environment.gateway.session import Ask, Session
 from flotilla_environment.gateway.told import told
@@ -196,7 +197,7 @@ class AgentEpisode:
         number = self._session.answered + 1
         done = completed_of(written, f"{self._session.id}-{number}", request.model)
         heard = told(request.completion, done)
-        self._histories.say(heard.message)
+        self._histories.say(heard.message, assistant(done.content, [*done.calls]))
         self._given.append((ask, heard.content))
         self._session.answer(ask, done)
 

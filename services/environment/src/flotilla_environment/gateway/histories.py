@@ -3,8 +3,9 @@
 Invariants: a history that begins with all that a thread has heard and said goes on in this thread, and only what is new
 is told. Any other is told whole: as the rewritten history of the thread of which it keeps a turn beyond the place where
 the two part, or in a new thread where it keeps none. So branches of one history each go on in a thread of their own.
-Messages are equal where they say the same, however a client spaces the JSON of a call. Of each message a digest is
-kept, never its text, and the number of threads is bounded.
+Messages are equal where they say the same, however a client spaces the JSON of a call. A turn that a client knows by
+another text than its own, as where a text of `stop` ended it, stands in what is told as it was written. Of all other
+messages a digest is kept, never the text, and the number of threads is bounded.
 """
 
 from __future__ import annotations
@@ -58,10 +59,13 @@ class Histories:
         self._made = 0
         self._heard: tuple[_Thread, list[bytes]] | None = None
         """The thread and the history to which the next turn is said."""
+        self._own: dict[bytes, Message] = {}
+        """The turns of which clients know another text, by the digests of those."""
 
     def hear(self, messages: Sequence[Message]) -> Place:
         """Return where a history goes on; its thread has heard it once `say` has its turn."""
         history = [_digest(message) for message in messages]
+        messages = [self._own.get(digest, one) for digest, one in zip(history, messages, strict=True)]
         thread = self._that_goes_on(history)
         if thread is not None:
             place = Place(thread.name, tuple(messages[len(thread.history) :]), afresh=False)
@@ -74,10 +78,12 @@ class Histories:
         self._heard = thread, history
         return place
 
-    def say(self, message: Message) -> None:
-        """Take the turn of the policy after what was heard last."""
+    def say(self, message: Message, own: Message | None = None) -> None:
+        """Take the turn of the policy after what was heard last; `own` is what it wrote, where a client knows less."""
         assert self._heard is not None, "a turn answers what was heard"
         (thread, history), digest = self._heard, _digest(message)
+        if own is not None and own != message:
+            self._own[digest] = own
         self._made += thread not in self._threads
         self._threads = [*(one for one in self._threads if one is not thread), thread]
         thread.history = [*history, digest]
