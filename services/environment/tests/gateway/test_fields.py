@@ -341,15 +341,3 @@ def test_blocks_become_messages_and_neighbours_of_one_role_become_one() -> None:
         {"role": "tool", "content": "", "tool_call_id": "2"},
         {"role": "user", "content": "again"},
     )
-
-
-def test_an_earlier_response_stands_for_its_history() -> None:
-    instructed = ({"role": "system", "content": "old"}, USER, {"role": "assistant", "content": "3"})
-    dialect = OpenAIResponses({"t1": instructed}.get)
-    then = {"input": "and?", "previous_response_id": "resp_t1"}
-    asked = {"role": "user", "content": "and?"}
-    assert dialect.read(then).messages == (*instructed, asked)
-    renewed = dialect.read(then | {"instructions": "new"}).messages
-    assert renewed == ({"role": "system", "content": "new"}, *instructed[1:], asked)
-    with pytest.raises(InvalidRequest, match="previous_response_id"):
-        dialect.read(then | {"previous_response_id": "resp_t2"})
