@@ -218,6 +218,18 @@ async def test_who_shows_another_key_or_names_no_session_gets_nothing(beside: An
     assert (await beside.plays(counted(), client)).asked == []
 
 
+async def test_a_key_that_is_no_text_is_a_wrong_key(beside: Any) -> None:
+    async def client(own: Any) -> None:
+        address = urlsplit(own.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        head = f"GET {address.path}/task HTTP/1.1\r\nhost: {address.netloc}\r\n".encode()
+        writer.write(head + b"authorization: Bearer \xff\xfe\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
+
+    assert (await beside.plays(counted(), client)).asked == []
+
+
 async def test_a_body_of_a_hundred_megabytes_is_refused_and_harms_nobody(beside: Any) -> None:
     async def client(own: Any) -> None:
         shown = {"authorization": f"Bearer {own.key}"}
@@ -253,6 +265,7 @@ async def test_what_an_episode_may_not_say_is_refused_by_its_field_and_the_episo
             },
             "tools[0]",
         ),
+        ({"messages": [user], "tools": [{"type": "function", "function": {"name": "f"}}] * 1001}, "tools"),
         ({"messages": [user], "n": 3}, "n"),
     ]
 

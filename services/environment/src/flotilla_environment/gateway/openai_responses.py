@@ -127,7 +127,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             text = fields.text_of(item.get("output"), f"{field}.output", TEXTS)
             messages.append(fields.result(item.get("call_id"), text, f"{field}.call_id"))
         elif kind == "message":
-            role, text = item.get("role"), fields.text_of(item.get("content"), f"{field}.content", TEXTS)
+            role = fields.a_text(item.get("role"), f"{field}.role")
+            text = fields.text_of(item.get("content"), f"{field}.content", TEXTS)
             if role not in ROLES:
                 raise fields.refused(f"{field}.role", f"{role!r:.80} is none of {', '.join(ROLES)}")
             messages.append({"role": ROLES[role], "content": text})

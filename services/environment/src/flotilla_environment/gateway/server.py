@@ -173,7 +173,7 @@ async def _nothing_here(http: web.Request) -> web.StreamResponse:
 
 def _key_of(http: web.Request) -> bytes:
     bearer = http.headers.get("authorization", "")
-    return (http.headers.get("x-api-key") or bearer.removeprefix("Bearer ")).encode()
+    return (http.headers.get("x-api-key") or bearer.removeprefix("Bearer ")).encode(errors="surrogateescape")
 
 
 def _length_of(http: web.Request) -> int:
