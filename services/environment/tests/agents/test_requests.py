@@ -200,6 +200,18 @@ async def test_a_request_that_nobody_waits_for_any_more_is_never_asked(beside: A
     assert played.said == [["One?"]]
 
 
+async def test_a_key_that_is_no_text_is_a_wrong_key(beside: Any) -> None:
+    async def client(own: Any) -> None:
+        address = urlsplit(own.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        head = f"GET {address.path}/task HTTP/1.1\r\nhost: {address.netloc}\r\n".encode()
+        writer.write(head + b"authorization: Bearer \xff\xfe\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
+
+    assert (await beside.plays(counted(), client)).asked == []
+
+
 async def test_who_shows_another_key_or_names_no_session_gets_nothing(beside: Any) -> None:
     async def client(own: Any) -> None:
         body = {"messages": [{"role": "user", "content": "One?"}]}
@@ -214,18 +226,6 @@ async def test_who_shows_another_key_or_names_no_session_gets_nothing(beside: An
             assert response.status == 401
         async with own.http.get(own.url.split("/sessions")[0] + "/tasks/next") as response:
             assert response.status == 401
-
-    assert (await beside.plays(counted(), client)).asked == []
-
-
-async def test_a_key_that_is_no_text_is_a_wrong_key(beside: Any) -> None:
-    async def client(own: Any) -> None:
-        address = urlsplit(own.url)
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        head = f"GET {address.path}/task HTTP/1.1\r\nhost: {address.netloc}\r\n".encode()
-        writer.write(head + b"authorization: Bearer \xff\xfe\r\n\r\n")
-        assert b" 401 " in await reader.readline()
-        writer.close()
 
     assert (await beside.plays(counted(), client)).asked == []
 
