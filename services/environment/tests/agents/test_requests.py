@@ -200,6 +200,18 @@ async def test_a_request_that_nobody_waits_for_any_more_is_never_asked(beside: A
     assert played.said == [["One?"]]
 
 
+async def test_a_key_that_is_no_text_is_a_wrong_key(beside: Any) -> None:
+    async def client(own: Any) -> None:
+        address = urlsplit(own.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        head = f"GET {address.path}/task HTTP/1.1\r\nhost: {address.netloc}\r\n".encode()
+        writer.write(head + b"authorization: Bearer \xff\xfe\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
+
+    assert (await beside.plays(counted(), client)).asked == []
+
+
 async def test_who_shows_another_key_or_names_no_session_gets_nothing(beside: Any) -> None:
     async def client(own: Any) -> None:
         body = {"messages": [{"role": "user", "content": "One?"}]}
@@ -253,6 +265,7 @@ async def test_what_an_episode_may_not_say_is_refused_by_its_field_and_the_episo
             },
             "tools[0]",
         ),
+        ({"messages": [user], "tools": [{"type": "function", "function": {"name": "f"}}] * 1001}, "tools"),
         ({"messages": [user], "n": 3}, "n"),
     ]
 
@@ -267,6 +280,22 @@ async def test_what_an_episode_may_not_say_is_refused_by_its_field_and_the_episo
         assert await own.chat("Well?") == "turn 1"
 
     assert (await beside.plays(counted(), client)).said == [["Well?"]]
+
+
+async def test_a_limit_of_tokens_that_no_turn_reaches_is_asked_for_as_the_largest_one(beside: Any) -> None:
+    user = {"role": "user", "content": "One?"}
+
+    async def client(own: Any) -> None:
+        for limit in (2**32 - 1, 2**32, 10**300):
+            for path, field in (
+                ("/v1/chat/completions", "max_completion_tokens"),
+                ("/v1/messages", "max_tokens"),
+            ):
+                assert (await own.raw({"messages": [user], field: limit}, path))[0] == 200
+            assert (await own.raw({"input": "One?", "max_output_tokens": limit}, "/v1/responses"))[0] == 200
+
+    played = await beside.plays(counted(), client)
+    assert [one.max_tokens for one in played.asked] == [2**32 - 1] * 9 and played.ending == "completed"
 
 
 async def test_requests_that_wait_are_bounded(beside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +313,34 @@ async def test_requests_that_wait_are_bounded(beside: Any, monkeypatch: pytest.M
         assert isinstance(refused.exception(), openai.RateLimitError)
         may_answer.set()
         assert [await one for one in waiting] == ["yes"] * 2
+
+    assert len((await beside.plays(policy, client)).asked) == 2
+
+
+async def test_what_a_busy_gateway_refused_is_no_repetition_when_it_comes_again(
+    beside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": [{"role": "user", "content": "One?"}]}
+    monkeypatch.setattr("flotilla_environment.gateway.server.MOST_BODIES_BYTES", len(json.dumps(body)) + 10)
+    asked, may_answer, count = asyncio.Event(), asyncio.Event(), iter(range(1, 100))
+
+    async def policy(_: Any) -> str:
+        asked.set()
+        await may_answer.wait()
+        return f"turn {next(count)}"
+
+    async def client(own: Any) -> None:
+        first = asyncio.create_task(own.raw(body))
+        await asked.wait()
+        assert (await own.raw(body))[0] == 429
+        may_answer.set()
+        again = {"x-stainless-retry-count": "1"}
+        told = [await first, await own.raw(body, **again), await own.raw(body, **again)]
+        assert [said["choices"][0]["message"]["content"] for _, said in told] == [
+            "turn 1",
+            "turn 2",
+            "turn 2",
+        ]
 
     assert len((await beside.plays(policy, client)).asked) == 2
 
@@ -314,6 +371,32 @@ async def test_rewards_are_finite_numbers_by_name_that_the_run_does_not_give_its
     assert dict(played.ended.rewards) == {"a": 0.5, "b": -2.5, "correct": 1.0}
 
 
+async def test_the_last_turn_that_the_agent_heard_is_judged_and_those_that_nobody_heard_are_counted(
+    beside: Any,
+) -> None:
+    says = iter(["It is 42.\nObservation: 7", "It is 41."])
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def policy(turn: pb.TurnAsked) -> str:
+        if not turn.stop:
+            asked.set()
+            await may_answer.wait()
+        return next(says)
+
+    async def client(own: Any) -> None:
+        first = await own.chat("What is 6 x 7?", stop=["\nObservation:"])
+        assert first == "It is 42."
+        second = asyncio.create_task(own.chat("What is 6 x 7?", first, "Are you sure?"))
+        await asked.wait()
+        second.cancel()
+        await asyncio.wait((second,))
+        may_answer.set()
+
+    played = await beside.plays(policy, client, correct="last_number")
+    assert dict(played.ended.rewards) == {"correct": 1.0} and len(played.asked) == 2
+    assert dict(played.ended.metrics) == {"unheard_turns": 1.0}
+
+
 async def test_an_agent_from_outside_that_does_nothing_is_a_timeout_and_never_a_reward(beside: Any) -> None:
     async def client(own: Any) -> None:
         await own.raw({"a": 1.0}, "/rewards")
@@ -335,6 +418,29 @@ async def test_requests_that_are_refused_give_an_agent_no_further_time(beside: A
 
     played = await beside.plays(counted(), client, limit_s=0.5)
     assert played.ending == "timeout" and not played.asked
+
+
+async def test_an_agent_that_ends_while_its_turn_is_written_ends_its_episode_with_its_rewards(
+    beside: Any,
+) -> None:
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def policy(_: Any) -> str:
+        asked.set()
+        await may_answer.wait()
+        return "too late"
+
+    async def client(own: Any) -> None:
+        waits = asyncio.create_task(own.chat("One?"))
+        await asked.wait()
+        assert (await own.raw({"found": 0.5}, "/rewards"))[0] == 200
+        assert (await own.raw({}, "/end"))[0] == 200
+        with pytest.raises(openai.BadRequestError, match="session is over"):
+            await waits
+        may_answer.set()
+
+    played = await beside.plays(policy, client)
+    assert (played.ending, dict(played.ended.rewards)) == ("completed", {"found": 0.5})
 
 
 async def test_a_caller_that_leaves_ends_the_session(beside: Any) -> None:

@@ -1,8 +1,8 @@
 """One episode that an agent plays: its requests are the turns that are asked for.
 
-Invariants: a reward is what the agent gave, or what its last turn is worth; an agent that fails has none. One that was
-killed is started again once, and told the turns that there are while it asks for the same; else the caller begins the
-episode anew. When the episode is closed, nothing of its agent is left, and its key is worth nothing.
+Invariants: a reward is what the agent gave, or what the last turn that it heard is worth; an agent that fails has none.
+One that was killed is started again once, and told the turns that there are while it asks for the same; else the caller
+begins the episode anew. When the episode is closed, nothing of its agent is left, and its key is worth nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from flotilla_environment.agents.pool import Seat
 from flotilla_environment.agents.process import Exit
 from flotilla_environment.agents.spec import CORRECT, AgentSpec
 from flotilla_environment.episode import MOST_DEATHS, STOPS, limit_of, task_of, with_waits
+from flotilla_environment.gateway.fields import assistant
 from flotilla_environment.gateway.histories import Histories
 from flotilla_environment.gateway.session import Ask, Session
 from flotilla_environment.gateway.told import told
@@ -31,6 +32,7 @@ from flotilla_workers.process import Failure, Timeout
 STOP_GRACE_S = 10.0
 """The time that an agent has to end by itself once it gets no further turn."""
 CORRECT_NAME = "correct"
+UNHEARD_NAME = "unheard_turns"
 AGENT_LATE = "make the agent faster between its requests, or raise environment.call_timeout_s"
 
 
@@ -75,6 +77,8 @@ class AgentEpisode:
         """The turn that is asked for now, and its digest."""
         self._past: list[tuple[bytes, pb.TurnWritten]] = []
         """The turns so far, with the digests of what asked for them."""
+        self._given: list[tuple[Ask, str]] = []
+        """The turns that were given to the agent as it runs now, with the text that it hears of each."""
         self.waits = Waits()
 
     async def begin(self) -> Said | Failure | Timeout:
@@ -120,7 +124,7 @@ class AgentEpisode:
         """Start the agent, and tell it the turns so far; return why it did not come so far."""
         start = self._start
         task = {name: value for name, value in task_of(start).items() if name != "answer"}
-        self._histories = Histories()
+        self._histories, self._given = Histories(), []
         self._session = self._agents.gateway.sessions.open(task)
         if CORRECT[self._spec.correct] is not None:
             self._session.given = frozenset({CORRECT_NAME})
@@ -192,7 +196,9 @@ class AgentEpisode:
         (ask, _), request = self._asked, self._asked[0].request
         number = self._session.answered + 1
         done = completed_of(written, f"{self._session.id}-{number}", request.model)
-        self._histories.say(told(request.completion, done).message)
+        heard = told(request.completion, done)
+        self._histories.say(heard.message, assistant(done.content, [*done.calls]))
+        self._given.append((ask, heard.content))
         self._session.answer(ask, done)
 
     def _exited(self, exit: Exit) -> Said | Failure:
@@ -204,13 +210,14 @@ class AgentEpisode:
         """Return the end of the episode, with its rewards."""
         assert self._session is not None
         rewards = dict(self._session.rewards)
+        heard = [text for ask, text in self._given if ask.delivered]
         if (is_right := CORRECT[self._spec.correct]) is not None:
-            last = self._past[-1][1].message.content if self._past else ""
-            rewards[CORRECT_NAME] = float(is_right(last, self._start.answer))
-        return Said(pb.TurnAsked(), done=True, rewards=rewards)
+            rewards[CORRECT_NAME] = float(is_right(heard[-1] if heard else "", self._start.answer))
+        unheard = float(len(self._given) - len(heard))
+        return Said(pb.TurnAsked(), done=True, rewards=rewards, metrics={UNHEARD_NAME: unheard})
 
     def metrics(self, said: Said) -> Mapping[str, float]:
-        """Return none: an agent gives rewards alone."""
+        """Return those of its end: an agent gives rewards alone."""
         return said.metrics
 
     def says(self, **part: Any) -> pb.RunEpisodeResponse:

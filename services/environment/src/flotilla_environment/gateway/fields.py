@@ -42,6 +42,8 @@ OF_SERVING = frozenset(
 """Ignored where OpenAI's dialects have them: they say how a vendor serves, bills and keeps."""
 LARGEST_EXACT = 2**53
 """A whole number below it is the same in every language."""
+LARGEST_LIMIT = 2**32 - 1
+"""The largest limit of tokens that the contract holds; a client that sends a larger one has no limit in mind."""
 
 
 def refused(field: str, why: str, next_step: str = "") -> InvalidRequest:
@@ -107,7 +109,7 @@ def a_limit(body: Mapping[str, Any], name: str) -> int:
         return 0
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise refused(name, "it must be a whole number of at least 1")
-    return value
+    return min(value, LARGEST_LIMIT)
 
 
 def stops(value: Any, field: str) -> tuple[str, ...]:

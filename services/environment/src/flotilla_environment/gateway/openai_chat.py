@@ -111,9 +111,7 @@ class OpenAIChat:
                 "logprobs": None,
                 "finish_reason": _reason(said, done) if last else None,
             }
-            if (
-                place == 1
-            ):  # the first one with a part of the turn, or the last one of a turn that says nothing
+            if place == 1:  # the first with a part of the turn, or the last of a turn that says nothing
                 choice |= {"logprobs": _logprobs(asked, done), **tokens(asked, done)}
             yield event({**head, "choices": [choice]})
         if asked.stream_usage:
@@ -127,7 +125,7 @@ class OpenAIChat:
 
 def _message(given: Any, field: str) -> dict[str, Any]:
     message = fields.an_object(given, field)
-    role, content = message.get("role"), message.get("content")
+    role, content = fields.a_text(message.get("role"), f"{field}.role"), message.get("content")
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
             raise fields.refused(f"{field}.{name}", "the policy neither reads nor writes it")

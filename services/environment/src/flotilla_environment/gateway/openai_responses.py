@@ -11,7 +11,7 @@ refused, and so are all other fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from flotilla_core.errors import FlotillaError
@@ -44,18 +44,11 @@ INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXTS = ("input_text", "output_text", "text")
 
-Remembered = Callable[[str], Sequence[dict[str, Any]] | None]
-"""The history that a turn ended, with the turn, by the id of the turn; None where it is not known."""
-
 
 class OpenAIResponses:
     """Responses."""
 
     path = "/v1/responses"
-
-    def __init__(self, remembered: Remembered | None = None) -> None:
-        """Without `remembered`, `previous_response_id` is refused: a dialect itself keeps nothing."""
-        self._remembered = remembered
 
     def read(self, body: dict[str, Any]) -> Completion:
         """Return what a request asks for."""
@@ -63,6 +56,10 @@ class OpenAIResponses:
         fields.check_value(body, "background", False)
         fields.check_value(body, "top_logprobs", 0)
         fields.check_value(body, "truncation", "disabled")
+        if body.get("previous_response_id") is not None:
+            raise fields.refused(
+                "previous_response_id", "no response is kept", "Send the whole history as input."
+            )
         text = fields.an_object(body.get("text") or {}, "text")
         fields.check_names(text, read=("format",), ignored=("verbosity",), before="text.")
         fields.check_value(text, "format", {"type": "text"}, field="text.format")
@@ -71,37 +68,12 @@ class OpenAIResponses:
             fields.check_value({"": one}, "", *INCLUDABLE, field=f"include[{at}]")
         asked = fields.a_list(body.get("tools") or [], "tools")
         return Completion(
-            messages=tuple(self._history(body)),
+            messages=tuple(_history(body)),
             tools=fields.may_call(body, tuple(_tool(one, f"tools[{at}]") for at, one in enumerate(asked))),
             max_tokens=fields.a_limit(body, "max_output_tokens"),
             stream=fields.a_switch(body, "stream"),
             logprobs=LOGPROBS in included or fields.a_switch(body, "return_token_ids"),
         )
-
-    def _history(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        before = self._before(body.get("previous_response_id"))
-        instructions = fields.text_of(body.get("instructions"), "instructions")
-        if instructions:
-            # Those of the earlier request do not go on.
-            kept = before[1:] if before and before[0]["role"] == "system" else before
-            before = [{"role": "system", "content": instructions}, *kept]
-        given = body.get("input")
-        if given is None or given == []:
-            raise fields.refused("input", "it must not be empty")
-        said = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
-        return before + said
-
-    def _before(self, response_id: Any) -> list[dict[str, Any]]:
-        """Return the history that an earlier response ended."""
-        field = "previous_response_id"
-        if response_id is None:
-            return []
-        if self._remembered is None:
-            raise fields.refused(field, "no response is kept", "Send the whole history as input.")
-        found = self._remembered(fields.a_name(response_id, field).removeprefix("resp_"))
-        if found is None:
-            raise fields.refused(field, f"this session has no response {response_id:.80}")
-        return [*found]
 
     def answer(self, asked: Completion, done: Completed) -> dict[str, Any]:
         """Return the body of an answer."""
@@ -127,6 +99,14 @@ class OpenAIResponses:
         return refusals.openai(error)
 
 
+def _history(body: dict[str, Any]) -> list[dict[str, Any]]:
+    instructions, given = fields.text_of(body.get("instructions"), "instructions"), body.get("input")
+    if given is None or given == []:
+        raise fields.refused("input", "it must not be empty")
+    said = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
+    return [{"role": "system", "content": instructions}, *said] if instructions else said
+
+
 def _messages(given: Any) -> list[dict[str, Any]]:
     """Return the messages that items are: calls belong to the text of the assistant right before them."""
     messages: list[dict[str, Any]] = []
@@ -147,7 +127,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             text = fields.text_of(item.get("output"), f"{field}.output", TEXTS)
             messages.append(fields.result(item.get("call_id"), text, f"{field}.call_id"))
         elif kind == "message":
-            role, text = item.get("role"), fields.text_of(item.get("content"), f"{field}.content", TEXTS)
+            role = fields.a_text(item.get("role"), f"{field}.role")
+            text = fields.text_of(item.get("content"), f"{field}.content", TEXTS)
             if role not in ROLES:
                 raise fields.refused(f"{field}.role", f"{role!r:.80} is none of {', '.join(ROLES)}")
             messages.append({"role": ROLES[role], "content": text})

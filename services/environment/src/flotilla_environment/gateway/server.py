@@ -97,6 +97,7 @@ class Application:
         async def completion(http: web.Request, session: Session) -> web.StreamResponse:
             size = _length_of(http)
             if self._bytes + size > MOST_BODIES_BYTES:
+                session.refused += 1
                 raise Exhausted(
                     "the gateway is busy", why=f"requests of {self._bytes >> 20} MiB are answered now"
                 )
@@ -172,7 +173,7 @@ async def _nothing_here(http: web.Request) -> web.StreamResponse:
 
 def _key_of(http: web.Request) -> bytes:
     bearer = http.headers.get("authorization", "")
-    return (http.headers.get("x-api-key") or bearer.removeprefix("Bearer ")).encode()
+    return (http.headers.get("x-api-key") or bearer.removeprefix("Bearer ")).encode(errors="surrogateescape")
 
 
 def _length_of(http: web.Request) -> int:

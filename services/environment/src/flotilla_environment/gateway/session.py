@@ -2,8 +2,9 @@
 
 Invariants: each request that is no repetition of another becomes one turn, in the order of arrival. A repetition gets
 the turn of the request that it repeats, and no second one is sampled: what shows one is the client's mark, or that the
-connection of the first was lost before its answer was delivered. A request that nobody waits for is never asked. The
-requests that wait are bounded in number and bytes. Once the session is over, each is told why.
+connection of the first was lost before its answer was delivered. What repeats a request that was refused is a new one.
+A request that nobody waits for is never asked. The requests that wait are bounded in number and bytes, and none of them
+is forgotten. Once the session is over, each is told why.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flotilla_core.errors import Exhausted, FailedPrecondition, FlotillaError, InvalidRequest
@@ -61,9 +62,9 @@ class Ask:
     delivered: bool = False
 
     @property
-    def failed(self) -> bool:
-        """Whether there is a reason why it has no answer."""
-        return self.answer.done() and (self.answer.cancelled() or self.answer.exception() is not None)
+    def lost(self) -> bool:
+        """Whether its answer reached nobody, and nobody waits for it any more."""
+        return not self.delivered and not self.waiting
 
     @contextmanager
     def awaited(self) -> Iterator[asyncio.Future[Completed]]:
@@ -94,82 +95,90 @@ class Session:
         """The agent says that it has done its task."""
         self.answered = 0
         """The turns so far."""
+        self.refused = 0
+        """The requests so far that were refused for want of room, and whose repetitions have not come."""
         self._over: FlotillaError | None = None
-        self._queue: list[Ask] = []
+        self._asks: list[Ask] = []
+        """Those without an answer, and the last ones with one, in the order of their arrival."""
         self._arrived = asyncio.Event()
-        self._kept: dict[str, Ask] = {}
-        """The last asks, by the digests and marks of their requests."""
 
     def ask(self, request: Request) -> Ask:
         """Return the turn that answers a request: that of an earlier one where it is its repetition."""
         earlier = self._that_is_repeated(request)
-        if earlier is not None and not earlier.failed:
+        if earlier is not None:
             return earlier
         self.check()
-        if len(self._queue) >= MOST_WAITING or self._waiting_bytes + request.size > MOST_WAITING_BYTES:
+        waiting = self._waiting
+        size = sum(ask.request.size for ask in waiting)
+        if len(waiting) >= MOST_WAITING or size + request.size > MOST_WAITING_BYTES:
+            self.refused += not request.mark
             raise Exhausted(
                 "too many requests of this session wait",
-                why=f"{len(self._queue)} of at most {MOST_WAITING}, with {self._waiting_bytes >> 20} of at most "
+                why=f"{len(waiting)} of at most {MOST_WAITING}, with {size >> 20} of at most "
                 f"{MOST_WAITING_BYTES >> 20} MiB; they are answered one after the other",
             )
         ask = Ask(request)
-        self._queue.append(ask)
-        for key in filter(None, (request.digest, request.mark)):
-            self._kept.pop(key, None)
-            self._kept[key] = ask
-        while len(self._kept) > MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
+        self._asks.append(ask)
         self._arrived.set()
         return ask
 
     def _that_is_repeated(self, request: Request) -> Ask | None:
-        if request.mark and (marked := self._kept.get(request.mark)) is not None:
-            if marked.request.digest != request.digest:
+        if request.mark:
+            marked = next((ask for ask in self._asks if ask.request.mark == request.mark), None)
+            if marked is not None and marked.request.digest != request.digest:
                 field = "Idempotency-Key"
                 raise InvalidRequest(f"{field}: another request of this session has it", where=field)
             return marked
-        known = self._kept.get(request.digest)
+        equal = [ask for ask in self._asks if (ask.request.digest, ask.request.mark) == (request.digest, "")]
         # While somebody waits for the first, an equal request is a further sample: agents ask for several at once.
-        if known is not None and (request.repeats or not (known.delivered or known.waiting)):
-            return known
-        return None
+        lost = next((ask for ask in equal if ask.lost), None)
+        if lost is not None or not request.repeats:
+            return lost
+        if self.refused:
+            self.refused -= 1
+            return None
+        # The client lost what was sent, or its connection is lost and nobody has noticed that yet.
+        delivered = [ask for ask in equal if ask.delivered]
+        return delivered[-1] if delivered else next(iter(equal), None)
 
     @property
-    def _waiting_bytes(self) -> int:
-        return sum(ask.request.size for ask in self._queue)
+    def _waiting(self) -> list[Ask]:
+        """The asks without an answer."""
+        return [ask for ask in self._asks if not ask.answer.done()]
 
     async def next(self) -> Ask:
         """Return the next turn that somebody waits for."""
         while True:
-            for ask in [*self._queue]:
-                if not ask.begun and not ask.waiting:
-                    self._forget(ask)
-            first = next((one for one in self._queue if not one.begun), None)
-            if first is not None:
-                first.begun = True
-                return first
+            for ask in self._waiting:
+                if ask.begun:
+                    continue
+                if ask.waiting:
+                    ask.begun = True
+                    return ask
+                self._asks.remove(ask)  # A repetition of its request is a new one.
+                ask.answer.cancel()
             self._arrived.clear()
             await self._arrived.wait()
 
-    def _forget(self, ask: Ask) -> None:
-        """Ask no turn that nobody waits for; a repetition of its request is a new one."""
-        self._queue.remove(ask)
-        ask.answer.cancel()
-        self._kept = {key: kept for key, kept in self._kept.items() if kept is not ask}
-
     def answer(self, ask: Ask, done: Completed) -> None:
-        """Give the turn to all that wait for it."""
-        self._queue.remove(ask)
+        """Give the turn to all that wait for it; nobody does where the session was closed while it was written."""
+        if ask.answer.done():
+            return
+        ask.answer.set_result(done)
+        # It is known by its digest from now on, and histories may be long.
+        ask.request = replace(ask.request, completion=Completion(()))
         self.answered += 1
-        if not ask.answer.done():
-            ask.answer.set_result(done)
+        answered = [one for one in self._asks if one.answer.done()]
+        if len(answered) > MOST_KEPT:
+            self._asks.remove(answered[0])
 
     def refuse(self, ask: Ask, error: FlotillaError) -> None:
         """Tell all that wait for a turn why there is none."""
-        self._queue.remove(ask)
-        if not ask.answer.done():
-            ask.answer.set_exception(error)
-            ask.answer.exception()  # Nobody may wait for it any more.
+        if ask.answer.done():
+            return
+        self._asks.remove(ask)
+        ask.answer.set_exception(error)
+        ask.answer.exception()  # Nobody may wait for it any more.
 
     def check(self) -> None:
         """Raise the reason why nothing can be asked for any more."""
@@ -180,5 +189,5 @@ class Session:
         """End it; whoever waits, or asks from now on, is told why."""
         if self._over is None:
             self._over = FailedPrecondition("the session is over", why=why)
-        for ask in [*self._queue]:
+        for ask in self._waiting:
             self.refuse(ask, self._over.again())

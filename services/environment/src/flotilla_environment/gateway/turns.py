@@ -43,8 +43,10 @@ def check(completion: Completion) -> None:
     for place, tool in enumerate(completion.tools):
         if is_deeper(tool, DEEPEST):
             raise _refused(f"tools[{place}]", f"it has more than {DEEPEST} levels")
+    if len(completion.tools) > MOST_MESSAGES:
+        raise _refused("tools", f"they are {len(completion.tools):,}, of {MOST_MESSAGES:,} at most")
     size = sum(len(json.dumps(tool)) for tool in completion.tools)
-    if len(completion.tools) > MOST_MESSAGES or size > MOST_BYTES // 4:
+    if size > MOST_BYTES // 4:
         raise _refused("tools", f"they have {size:,} bytes as JSON, of {MOST_BYTES // 4:,} at most")
 
 
