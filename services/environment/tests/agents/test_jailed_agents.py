@@ -106,3 +106,19 @@ async def test_where_no_jail_keeps_it_from_the_network_an_agent_runs_only_if_it_
         with pytest.raises(InvalidConfig, match="cannot run here"):
             await caller.plays(lambda _: "yes", command="python agent.py", trusted=False)
         assert (await caller.plays(lambda _: "yes", command="python agent.py")).ending == "completed"
+
+
+async def test_a_folder_of_the_host_is_shown_to_no_jailed_agent(jailed: Any) -> None:
+    """Where a service is started in a container the folder of the command is often the root, with its processes."""
+    (jailed.folder / "agent.py").write_text(RAW + "asks('One?')")
+    (jailed.folder / "root").symlink_to("/")
+    everybodys = jailed.folder / "shared"
+    everybodys.mkdir()
+    everybodys.chmod(0o1777)
+    for folder in ("/", "/tmp", "/proc", "/proc/self/root", "/dev/shm", "/etc", "/usr", everybodys, "root"):
+        with pytest.raises(InvalidConfig, match=r"environment\.parameters\.folder"):
+            await jailed.plays(
+                lambda _: "yes", command="true", folder=str(jailed.folder / folder), trusted=False
+            )
+    played = await jailed.plays(lambda _: "yes", command="true", folder="/", trusted=True)
+    assert played.ending == "completed", "its owner vouches for it"

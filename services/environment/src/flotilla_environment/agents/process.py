@@ -26,7 +26,8 @@ from flotilla_environment.agents.spec import Command
 from flotilla_environment.gateway.gateway import Gateway
 from flotilla_workers import keeper
 from flotilla_workers.fork import signal_name
-from flotilla_workers.jail.jail import NO_JAIL, USERS, Cell, Jail
+from flotilla_workers.jail import bubblewrap
+from flotilla_workers.jail.jail import NO_JAIL, USERS, Cell, Jail, shown_for
 from flotilla_workers.jail.level import Level
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ PORT = 24711
 """The port of the gateway in a jail, whose network is its own."""
 BY_SIGNAL = 128
 """A jail, and a shell, end with this and the number of the signal that ended their command."""
+KERNEL = ("/proc", "/dev", "/sys")
+"""Folders of the kernel, with ways to all of the host."""
 OF_OTHERS = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 """Variables that clients would use beside those that an agent is given."""
 
@@ -197,7 +200,22 @@ def cell_of(command: Command, jail: Jail) -> Cell:
             why=str(why),
             next_step="Or let the run vouch for it: environment.trusted.",
         )
+    if _is_of_the_host(command.folder.resolve()):
+        raise InvalidConfig(
+            "an agent cannot run here",
+            where=f"environment.parameters.folder: {command.folder}",
+            why="a jail shows its agent the whole folder, and this one is no agent's: it is the host's, or everybody's",
+            next_step="Name a folder with the files of the agent alone. Or let the run vouch for it: "
+            "environment.trusted.",
+        )
     return Cell(jail, [command.folder], secrets.randbelow(USERS))
+
+
+def _is_of_the_host(folder: Path) -> bool:
+    """Return whether a folder would show the host, or hide what the jail has there of its own."""
+    of_the_jail = [*map(Path, (*bubblewrap.SYSTEM, *KERNEL, bubblewrap.HOME))]
+    holds_one = any(one.is_relative_to(folder) for one in of_the_jail)
+    return holds_one or any(map(folder.is_relative_to, KERNEL)) or shown_for(folder / "any") != folder
 
 
 def _surroundings(url: str) -> dict[str, str]:
