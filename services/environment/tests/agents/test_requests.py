@@ -218,6 +218,21 @@ async def test_who_shows_another_key_or_names_no_session_gets_nothing(beside: An
     assert (await beside.plays(counted(), client)).asked == []
 
 
+async def test_the_key_of_turns_asks_for_turns_alone(beside: Any) -> None:
+    async def client(own: Any) -> None:
+        shown = {"authorization": f"Bearer {own.turns_key}"}
+        for path, body in (("/rewards", {"a": 1.0}), ("/end", {})):
+            status, said = await own.raw(body, path, **shown)
+            assert status == 401 and "FLOTILLA_SESSION_KEY" in said["error"]["message"]
+        async with own.http.get(f"{own.url}/task", headers=shown) as response:
+            assert response.status == 401
+        assert (await own.openai.models.list()).data[0].id == "policy"
+        assert await own.chat("One?") == "turn 1"
+
+    played = await beside.plays(counted(), client)
+    assert played.ending == "completed" and not played.ended.rewards
+
+
 async def test_a_body_of_a_hundred_megabytes_is_refused_and_harms_nobody(beside: Any) -> None:
     async def client(own: Any) -> None:
         shown = {"authorization": f"Bearer {own.key}"}

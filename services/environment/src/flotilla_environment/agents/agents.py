@@ -105,7 +105,7 @@ class Agents:
 
 
 def _of_one(url: str, session: Session) -> dict[str, str]:
-    return variables.of_session(f"{url}/sessions/{session.id}", session.key, session.task)
+    return variables.of_session(f"{url}/sessions/{session.id}", session.key, session.turns_key, session.task)
 
 
 def _from_outside() -> Seat:

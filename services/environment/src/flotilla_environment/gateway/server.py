@@ -1,8 +1,8 @@
 """The HTTP server of the gateway: finds the session of a request, and answers in the dialect in which it was asked.
 
-Invariants: nothing is done for a request that does not show the key of its session, and keys are compared in constant
-time. A body is bounded, and what all bodies take together. Every refusal is one of the dialect's. A stream that waits
-gives signs of life, and one whose client left holds nothing.
+Invariants: nothing is done for a request that does not show a key of its session. Keys are compared in constant time,
+and one of the two of a session asks for turns alone. A body is bounded, and what all bodies take together. Every
+refusal is one of the dialect's. A stream that waits gives signs of life, and one whose client left holds nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from flotilla_core.errors import (
 )
 from flotilla_core.json_text import json_object
 from flotilla_core.logger import get_logger
+from flotilla_environment.agents.variables import SESSION_KEY
 from flotilla_environment.gateway.anthropic_messages import AnthropicMessages
 from flotilla_environment.gateway.dialect import Completion, Dialect
 from flotilla_environment.gateway.openai_chat import OpenAIChat
@@ -64,33 +65,39 @@ class Application:
         application = web.Application(client_max_size=MOST_BODY_BYTES)
         for dialect in DIALECTS:
             application.router.add_post(
-                f"/sessions/{{id}}{dialect.path}", self._guarded(self._completion(dialect), dialect)
+                f"/sessions/{{id}}{dialect.path}",
+                self._guarded(self._completion(dialect), dialect, asks=True),
             )
-        own: Sequence[tuple[str, str, Handler]] = (
-            ("GET", "/v1/models", _models),
-            ("GET", "/task", _task),
-            ("POST", "/rewards", self._rewards),
-            ("POST", "/end", _end),
+        own: Sequence[tuple[str, str, Handler, bool]] = (
+            ("GET", "/v1/models", _models, True),
+            ("GET", "/task", _task, False),
+            ("POST", "/rewards", self._rewards, False),
+            ("POST", "/end", _end, False),
         )
-        for method, path, handler in own:
-            application.router.add_route(method, f"/sessions/{{id}}{path}", self._guarded(handler, PLAIN))
+        for method, path, handler, asks in own:
+            guarded = self._guarded(handler, PLAIN, asks=asks)
+            application.router.add_route(method, f"/sessions/{{id}}{path}", guarded)
         application.router.add_get("/tasks/next", _refusing(self._next_task, PLAIN))
         application.router.add_route("*", "/{path:.*}", _refusing(_nothing_here, PLAIN))
         return application
 
     def _guarded(
-        self, handler: Handler, dialect: Dialect
+        self, handler: Handler, dialect: Dialect, *, asks: bool
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def guarded(request: web.Request) -> web.StreamResponse:
-            return await handler(request, self._session_of(request))
+            return await handler(request, self._session_of(request, asks))
 
         return _refusing(guarded, dialect)
 
-    def _session_of(self, request: web.Request) -> Session:
-        """Return the session of a request that shows its key."""
+    def _session_of(self, request: web.Request, asks: bool) -> Session:
+        """Return the session of a request that shows its key; what `asks` for turns may show that of turns."""
         session = self._sessions.find(request.match_info["id"])
-        if not hmac.compare_digest(_key_of(request), session.key.encode()):
+        shown = _key_of(request)
+        of_turns = hmac.compare_digest(shown, session.turns_key.encode())
+        if not (hmac.compare_digest(shown, session.key.encode()) or of_turns):
             raise Unauthenticated("the key is not that of this session")
+        if of_turns and not asks:
+            raise Unauthenticated("this key asks for turns alone", next_step=f"Show that of {SESSION_KEY}.")
         return session
 
     def _completion(self, dialect: Dialect) -> Handler:
@@ -136,7 +143,8 @@ class Application:
             return web.Response(status=204)
         session.taken_by = hash_of(key)
         url = f"{http.url.origin()}/sessions/{session.id}"
-        return web.json_response({"session": {"url": url, "key": session.key}, "task": session.task})
+        shown = {"url": url, "key": session.key, "turns_key": session.turns_key}
+        return web.json_response({"session": shown, "task": session.task})
 
 
 def _refusing(
