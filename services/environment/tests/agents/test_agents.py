@@ -254,12 +254,66 @@ async def test_processes_that_end_before_they_take_a_task_are_an_error_of_the_ep
         assert played.ending == "error" and told in played.ended.failure.what
 
 
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), ZeroDivisionError("a defect")])
+async def test_where_no_process_can_be_started_the_episodes_that_wait_are_told_and_the_next_one_is_played(
+    caller: Any, tmp_path: Path, error: Exception
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    options: dict[str, Any] = {"command": agent(tmp_path, POOLED), "processes": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flotilla_environment.agents.process.socket.socketpair", fails)
+        played = await caller.plays(lambda _: "yes", **options)
+        assert played.ending == "error" and error.args[-1] in played.ended.failure.what
+    assert (await caller.plays(lambda _: "yes", **options)).ending == "completed"
+
+
+async def test_a_process_that_ends_before_its_task_takes_nothing_from_the_episodes_that_others_will_play(
+    caller: Any, tmp_path: Path
+) -> None:
+    first = """
+try:
+    open("there is one", "x").close()
+except FileExistsError:
+    sys.exit(9)
+"""
+    command = agent(tmp_path, RAW + first + POOLED.removeprefix(RAW))
+    played = await asyncio.gather(
+        *(caller.plays(lambda _: "yes", command=command, processes=3, prompt=f"{at}?") for at in range(4))
+    )
+    assert [one.ending for one in played] == ["completed"] * 4
+
+
 async def test_a_process_of_a_run_that_hangs_is_replaced(caller: Any, tmp_path: Path) -> None:
     code = POOLED.replace('if text == "dies": os._exit(7)', 'if text == "hangs": time.sleep(3600)')
     options: dict[str, Any] = {"command": agent(tmp_path, code), "processes": 1}
     hung = await caller.plays(lambda _: "yes", prompt="hangs", limit_s=2.0, **options)
     assert hung.ending == "timeout"
     assert (await caller.plays(lambda _: "yes", **options)).ending == "completed"
+
+
+async def test_a_process_that_does_not_finish_its_task_after_the_end_of_its_episode_is_replaced(
+    caller: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flotilla_environment.agents.episode.STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("flotilla_environment.agents.pool.COMES_S", 1.0)
+    agent(
+        tmp_path,
+        RAW
+        + """
+def play(task):
+    try:
+        asks("One?")
+    except Exception:
+        time.sleep(3600)
+    return {"pid": os.getpid()}
+""",
+    )
+    options: dict[str, Any] = {"function": "agent.py:play", "processes": 1}
+    first, over, after = [await caller.plays(lambda _: "yes", turns=turns, **options) for turns in (1, 0, 1)]
+    assert [first.ending, over.ending, after.ending] == ["completed", "max_turns", "completed"]
+    assert first.ended.rewards["pid"] != after.ended.rewards["pid"]
 
 
 async def test_a_process_that_ends_after_each_task_is_replaced_and_nobody_fails(

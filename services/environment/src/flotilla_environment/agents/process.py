@@ -89,7 +89,11 @@ class AgentProcess:
         cls, command: Command, jail: Jail, gateway: Gateway, variables: Callable[[str], Mapping[str, str]]
     ) -> AgentProcess:
         """Start an agent, with the variables that it has where the gateway has this URL."""
-        agent = await cls._made(cell_of(command, jail))
+        cell = cell_of(command, jail)
+        try:
+            agent = await cls._made(cell)
+        except OSError as error:  # no memory, no descriptor, no process more
+            raise Unavailable("an agent did not start", why=str(error)) from error
         async with AsyncExitStack() as where_it_fails:
             where_it_fails.push_async_callback(agent.close)
             await agent._become(command, gateway, variables)
@@ -164,10 +168,14 @@ class AgentProcess:
             self._printed = (self._printed + part)[-MOST_TOLD_BYTES:]
         return Exit(await self._process.wait(), self._printed.decode(errors="replace"))
 
+    def end(self) -> asyncio.Task[None]:
+        """Begin its end, where that has not begun; what it held is free when the task is done."""
+        self._closing = self._closing or asyncio.create_task(self._close(), name="end of an agent")
+        return self._closing
+
     async def close(self) -> None:
         """End it, and free what it held; whoever closes it again waits for the same end."""
-        self._closing = self._closing or asyncio.create_task(self._close(), name="end of an agent")
-        await asyncio.shield(self._closing)
+        await asyncio.shield(self.end())
 
     async def _close(self) -> None:
         with suppress(OSError):

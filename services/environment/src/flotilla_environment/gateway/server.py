@@ -136,6 +136,7 @@ class Application:
         queue = self._sessions.queue_of(key)
         if queue is None:
             raise Unauthenticated("the key is that of no agents")
+        queue.comes(hash_of(key))
         try:
             async with asyncio.timeout(TASK_LIMIT_S):
                 session = await queue.take(http.query.get("run", ""))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flotilla_core.errors import FailedPrecondition, NotFound
@@ -22,7 +22,9 @@ MOST_REMEMBERED = 10_000
 class Queue:
     """The tasks that wait for agents that serve many."""
 
-    def __init__(self) -> None:
+    def __init__(self, comes: Callable[[bytes], None] = lambda _: None) -> None:
+        """`comes` is told the hash of the key of each agent that asks for a task."""
+        self.comes = comes
         self._waiting: deque[tuple[str, Session, asyncio.Future[None]]] = deque()
         self._changed = asyncio.Condition()
 
