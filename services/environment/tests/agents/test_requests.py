@@ -246,6 +246,39 @@ async def test_a_body_of_a_hundred_megabytes_is_refused_and_harms_nobody(beside:
     assert (await beside.plays(counted(), client)).said == [["One?"]]
 
 
+async def test_bodies_that_arrive_in_part_take_neither_time_nor_room_from_others(
+    beside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flotilla_environment.gateway.server.READ_LIMIT_S", 2.0)
+
+    async def client(own: Any) -> None:
+        address, path = urlsplit(own.url), urlsplit(own.url).path
+        writers = []  # A connection ends with its writer.
+
+        async def half(to: str, size: int) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            head = (
+                f"POST {path}{to} HTTP/1.1\r\nhost: {address.netloc}\r\nauthorization: Bearer {own.key}\r\n"
+            )
+            writer.write(f"{head}content-length: {size}\r\n\r\n{{".encode())
+            writers.append(writer)
+            return reader
+
+        waits = [await half("/v1/messages", 16 << 20) for _ in range(4)]
+        while (await own.raw({}, "/v1/messages"))[0] != 429:
+            pass
+        other = beside.caller.stage.agents.gateway.sessions.open({})
+        url, key = f"{own.url.rpartition('/')[0]}/{other.id}", {"authorization": f"Bearer {other.key}"}
+        async with own.http.post(f"{url}/rewards", json={"a": 1.0}, headers=key) as said:
+            assert said.status == 200, "another session has room"
+        for reader in waits:
+            assert b" 408 " in await reader.readline()
+        assert b" 413 " in await (await half("/rewards", (1 << 20) + 1)).readline()
+        assert await own.chat("One?") == "turn 1"
+
+    assert (await beside.plays(counted(), client)).said == [["One?"]]
+
+
 async def test_what_an_episode_may_not_say_is_refused_by_its_field_and_the_episode_goes_on(
     beside: Any,
 ) -> None:

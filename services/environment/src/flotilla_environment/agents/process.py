@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from flotilla_core.errors import InvalidConfig, Unavailable
@@ -29,9 +28,6 @@ from flotilla_workers.fork import signal_name
 from flotilla_workers.jail import bubblewrap
 from flotilla_workers.jail.jail import NO_JAIL, USERS, Cell, Jail, shown_for
 from flotilla_workers.jail.level import Level
-
-if TYPE_CHECKING:
-    from aiohttp.web import SockSite
 
 STARTER = Path(__file__).with_name("start.py")
 START_LIMIT_S = 60.0
@@ -79,7 +75,8 @@ class AgentProcess:
         self._process = process
         self._channel = channel
         self._cell = cell
-        self._site: SockSite | None = None
+        self._answers: asyncio.Server | None = None
+        """What answers in its jail."""
         self._closing: asyncio.Task[None] | None = None
         self._printed = bytearray()
         self.exit: asyncio.Task[Exit] = asyncio.create_task(self._ended(), name="agent")
@@ -138,7 +135,7 @@ class AgentProcess:
             async with asyncio.timeout(START_LIMIT_S):
                 await asyncio.get_running_loop().sock_sendall(self._channel, line)
                 if jailed:
-                    self._site = await gateway.answer(await self._socket())
+                    self._answers = await gateway.answer(await self._socket())
         except (OSError, EOFError, TimeoutError) as error:
             raise Unavailable("an agent did not start", why=str(error) or "it took too long") from error
 
@@ -189,8 +186,8 @@ class AgentProcess:
         finally:
             self.exit.cancel()
             self._channel.close()
-            if self._site is not None:
-                await self._site.stop()
+            if self._answers is not None:
+                self._answers.close()
             await asyncio.to_thread(self._cell.close)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from aiohttp import web
@@ -36,8 +38,14 @@ from flotilla_environment.gateway.turns import check
 from flotilla_environment.worker import LARGEST_NUMBER, LONGEST_NAME, MOST_NUMBERS, SUM_OF_TURNS, is_number
 
 MOST_BODY_BYTES = 16 << 20
+MOST_OWN_BODY_BYTES = 1 << 20
+"""The most bytes of a request that asks for no turn."""
 MOST_BODIES_BYTES = 256 << 20
 """The most bytes of all requests that are read or answered at the same time."""
+MOST_OF_A_SESSION = 64 << 20
+"""The most bytes of those of one session."""
+READ_LIMIT_S = 60.0
+"""The time in which a request arrives whole."""
 LONGEST_MODEL = 200
 MODEL = "policy"
 """The name of the one model; an answer has the name with which its request asked."""
@@ -49,8 +57,17 @@ DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(), AnthropicMessa
 PLAIN = DIALECTS[0]
 """The dialect of errors where a path belongs to none."""
 
-Handler: TypeAlias = Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
+Handler: TypeAlias = Callable[[web.Request, Session, bytes], Awaitable[web.StreamResponse]]
 log = get_logger(__name__)
+
+
+class _Refused(Exception):
+    """A refusal with a status that is not that of its error."""
+
+    def __init__(self, status: int, error: FlotillaError) -> None:
+        super().__init__(str(error))
+        self.status = status
+        self.error = error
 
 
 class Application:
@@ -58,34 +75,37 @@ class Application:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._bytes = 0
+        self._bytes: Counter[str] = Counter()
+        """The bytes of requests that are read or answered, by session."""
 
     def made(self) -> web.Application:
         """Return the application as aiohttp serves it."""
-        application = web.Application(client_max_size=MOST_BODY_BYTES)
+        application = web.Application()
         for dialect in DIALECTS:
             application.router.add_post(
                 f"/sessions/{{id}}{dialect.path}",
-                self._guarded(self._completion(dialect), dialect, asks=True),
+                self._guarded(_completion(dialect), dialect, MOST_BODY_BYTES, asks=True),
             )
         own: Sequence[tuple[str, str, Handler, bool]] = (
             ("GET", "/v1/models", _models, True),
             ("GET", "/task", _task, False),
-            ("POST", "/rewards", self._rewards, False),
+            ("POST", "/rewards", _rewards, False),
             ("POST", "/end", _end, False),
         )
         for method, path, handler, asks in own:
-            guarded = self._guarded(handler, PLAIN, asks=asks)
+            guarded = self._guarded(handler, PLAIN, MOST_OWN_BODY_BYTES, asks=asks)
             application.router.add_route(method, f"/sessions/{{id}}{path}", guarded)
         application.router.add_get("/tasks/next", _refusing(self._next_task, PLAIN))
         application.router.add_route("*", "/{path:.*}", _refusing(_nothing_here, PLAIN))
         return application
 
     def _guarded(
-        self, handler: Handler, dialect: Dialect, *, asks: bool
+        self, handler: Handler, dialect: Dialect, most: int, *, asks: bool
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def guarded(request: web.Request) -> web.StreamResponse:
-            return await handler(request, self._session_of(request, asks))
+            session = self._session_of(request, asks)
+            with self._room(session.id, _length_of(request, most)):
+                return await handler(request, session, await _body(request, most))
 
         return _refusing(guarded, dialect)
 
@@ -100,35 +120,21 @@ class Application:
             raise Unauthenticated("this key asks for turns alone", next_step=f"Show that of {SESSION_KEY}.")
         return session
 
-    def _completion(self, dialect: Dialect) -> Handler:
-        async def completion(http: web.Request, session: Session) -> web.StreamResponse:
-            size = _length_of(http)
-            if self._bytes + size > MOST_BODIES_BYTES:
-                raise Exhausted(
-                    "the gateway is busy", why=f"requests of {self._bytes >> 20} MiB are answered now"
-                )
-            self._bytes += size
-            try:
-                request = await _read(http, dialect)
-                ask = session.ask(request)
-                with ask.awaited():
-                    return await _told(http, dialect, request.completion, ask)
-            finally:
-                self._bytes -= size
-
-        return completion
-
-    async def _rewards(self, http: web.Request, session: Session) -> web.StreamResponse:
-        given = await _body(http)
-        for name, value in given.items():
-            if name in (SUM_OF_TURNS, *session.given) or len(name) > LONGEST_NAME or not name.isprintable():
-                raise InvalidRequest(f"{name[:80]!r} is no name of a reward", where=name[:80])
-            if not is_number(value):
-                raise InvalidRequest(f"{name} is no finite number of at most {LARGEST_NUMBER:g}", where=name)
-        if len(session.rewards | given) > MOST_NUMBERS:
-            raise InvalidRequest(f"there are more than {MOST_NUMBERS} rewards")
-        session.rewards |= {name: float(value) for name, value in given.items()}
-        return web.json_response({"rewards": session.rewards})
+    @contextmanager
+    def _room(self, session_id: str, size: int) -> Iterator[None]:
+        """Have room for a body, while it is read and answered."""
+        whole, own = sum(self._bytes.values()), self._bytes[session_id]
+        if own + size > MOST_OF_A_SESSION or whole + size > MOST_BODIES_BYTES:
+            raise Exhausted(
+                "the gateway is busy",
+                why=f"requests of {whole >> 20} MiB are answered now, {own >> 20} MiB of them of this session",
+            )
+        self._bytes[session_id] += size
+        try:
+            yield
+        finally:
+            self._bytes[session_id] -= size
+            self._bytes += Counter()  # without those that have none
 
     async def _next_task(self, http: web.Request) -> web.StreamResponse:
         """Give a task to an agent that serves many; no content where there is none for now."""
@@ -159,9 +165,8 @@ def _refusing(
             return await handler(request)
         except FlotillaError as error:
             refused = error
-        except web.HTTPRequestEntityTooLarge as error:
-            what = f"a request has at most {MOST_BODY_BYTES:,} bytes"
-            refused, status = InvalidRequest(what, next_step="Shorten the history."), error.status
+        except _Refused as error:
+            refused, status = error.error, error.status
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:  # the client is told that it failed, and the log says why
@@ -181,21 +186,36 @@ async def _nothing_here(http: web.Request) -> web.StreamResponse:
 
 def _key_of(http: web.Request) -> bytes:
     bearer = http.headers.get("authorization", "")
-    return (http.headers.get("x-api-key") or bearer.removeprefix("Bearer ")).encode()
+    return (http.headers.get("x-api-key") or bearer.removeprefix("Bearer ")).encode(errors="surrogateescape")
 
 
-def _length_of(http: web.Request) -> int:
+def _length_of(http: web.Request, most: int) -> int:
     """Return for how many bytes of a body there is to be room."""
     if http.content_length is None:
-        return MOST_BODY_BYTES
-    if http.content_length > MOST_BODY_BYTES:
-        raise web.HTTPRequestEntityTooLarge(MOST_BODY_BYTES, http.content_length)
+        return most if http.body_exists else 0
+    if http.content_length > most:
+        raise _too_large(most)
     return http.content_length
 
 
-async def _body(http: web.Request) -> dict[str, Any]:
-    _length_of(http)
-    return _object(await http.read())
+async def _body(http: web.Request, most: int) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(READ_LIMIT_S):
+            async for part in http.content.iter_any():
+                body += part
+                if len(body) > most:
+                    raise _too_large(most)
+    except TimeoutError:
+        late = f"the request did not arrive whole in {READ_LIMIT_S:g} s"
+        raise _Refused(web.HTTPRequestTimeout.status_code, InvalidRequest(late)) from None
+    return bytes(body)
+
+
+def _too_large(most: int) -> _Refused:
+    way = "Shorten the history." if most == MOST_BODY_BYTES else ""
+    error = InvalidRequest(f"such a request has at most {most:,} bytes", next_step=way)
+    return _Refused(web.HTTPRequestEntityTooLarge.status_code, error)
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -205,9 +225,18 @@ def _object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(error.what, why=error.why) from None
 
 
-async def _read(http: web.Request, dialect: Dialect) -> Request:
+def _completion(dialect: Dialect) -> Handler:
+    async def completion(http: web.Request, session: Session, body: bytes) -> web.StreamResponse:
+        request = _read(http, dialect, body)
+        ask = session.ask(request)
+        with ask.awaited():
+            return await _told(http, dialect, request.completion, ask)
+
+    return completion
+
+
+def _read(http: web.Request, dialect: Dialect, body: bytes) -> Request:
     """Return what a request asks for."""
-    body = await http.read()
     given = _object(body)
     completion = dialect.read(given)
     check(completion)
@@ -264,7 +293,7 @@ async def _streamed(http: web.Request, dialect: Dialect, asked: Completion, ask:
     return response
 
 
-async def _models(http: web.Request, session: Session) -> web.StreamResponse:
+async def _models(http: web.Request, session: Session, body: bytes) -> web.StreamResponse:
     """List the one model, as clients of either vendor read it."""
     one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "flotilla"}
     one |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
@@ -272,13 +301,26 @@ async def _models(http: web.Request, session: Session) -> web.StreamResponse:
     return web.json_response({"object": "list", "data": [one], **pages})
 
 
-async def _task(http: web.Request, session: Session) -> web.StreamResponse:
+async def _task(http: web.Request, session: Session, body: bytes) -> web.StreamResponse:
     return web.json_response(session.task)
 
 
-async def _end(http: web.Request, session: Session) -> web.StreamResponse:
+async def _rewards(http: web.Request, session: Session, body: bytes) -> web.StreamResponse:
+    given = _object(body)
+    for name, value in given.items():
+        if name in (SUM_OF_TURNS, *session.given) or len(name) > LONGEST_NAME or not name.isprintable():
+            raise InvalidRequest(f"{name[:80]!r} is no name of a reward", where=name[:80])
+        if not is_number(value):
+            raise InvalidRequest(f"{name} is no finite number of at most {LARGEST_NUMBER:g}", where=name)
+    if len(session.rewards | given) > MOST_NUMBERS:
+        raise InvalidRequest(f"there are more than {MOST_NUMBERS} rewards")
+    session.rewards |= {name: float(value) for name, value in given.items()}
+    return web.json_response({"rewards": session.rewards})
+
+
+async def _end(http: web.Request, session: Session, body: bytes) -> web.StreamResponse:
     """End a session; an agent that failed says why."""
-    given = await _body(http) if http.can_read_body else {}
+    given = _object(body) if body else {}
     if failure := given.get("failure"):
         session.failure = (str(failure)[:LONGEST_FAILURE], str(given.get("traceback", ""))[-LONGEST_FAILURE:])
     session.ended.set()
