@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 
@@ -85,6 +86,7 @@ async def test_what_a_function_raises_is_an_error_with_its_line_and_ends_its_epi
 @pytest.mark.parametrize(
     ("code", "told"),
     [
+        ("sys.exit(-1)", "the agent exited with status 255"),
         ("asks('One?'); sends('/rewards', {'a': 1}); sys.exit(3)", "the agent exited with status 3"),
         ("asks('One?'); sends('/rewards', {'a': 1}); 1 / 0", "ZeroDivisionError: division by zero"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
@@ -98,6 +100,29 @@ async def test_an_agent_that_fails_is_an_error_with_its_last_words_and_never_a_r
     played = await caller.plays(lambda _: "yes", command=agent(tmp_path, RAW + code))
     assert played.ending == "error" and not played.ended.rewards
     assert told in played.ended.failure.what and len(played.ended.failure.why) < 5000
+
+
+async def test_rewards_of_a_function_that_are_refused_are_an_error_that_names_them(
+    caller: Any, tmp_path: Path
+) -> None:
+    agent(tmp_path, RAW + "def play(task):\n    return {'turns': 1.0, 'a': 1.0}")
+    played = await caller.plays(lambda _: "yes", function="agent.py:play")
+    assert played.ending == "error" and not played.ended.rewards
+    assert "play returned rewards that are refused: 'turns' is no name" in played.ended.failure.what
+
+
+async def test_agents_that_come_by_themselves_may_come_before_their_run(
+    staged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOTILLA_AGENTS_KEY", "a key of at least sixteen")
+    monkeypatch.setattr("flotilla_environment.gateway.server.TASK_LIMIT_S", 0.1)
+    async with staged(tmp_path) as caller, aiohttp.ClientSession() as http:
+        shown = {"authorization": "Bearer a key of at least sixteen"}
+        async with http.get(f"{await caller.stage.agents.gateway.start()}/tasks/next", headers=shown) as said:
+            assert said.status == 204
+        code = "assert 'FLOTILLA_AGENTS_KEY' not in os.environ"
+        played = await caller.plays(lambda _: "yes", command=agent(tmp_path, RAW + code))
+        assert played.ending == "completed", "the key is not for agents that the service starts"
 
 
 async def test_a_command_that_is_not_there_is_an_error(caller: Any) -> None:

@@ -72,7 +72,11 @@ def _play(function: Callable[..., Any], url: str, key: str, task: dict[str, Any]
     if inspect.iscoroutine(given):
         given = asyncio.run(given)
     if isinstance(given, Mapping):
-        _asked("POST", f"{url}/rewards", key, dict(given))
+        try:
+            _asked("POST", f"{url}/rewards", key, dict(given))
+        except urllib.error.HTTPError as error:
+            why = json.loads(error.read())["error"]["message"]
+            raise ValueError(f"{function.__name__} returned rewards that are refused: {why}") from None
     elif given is not None:
         raise TypeError(f"{function.__name__} returned {given!r:.80}, expected None or rewards by name")
     return {}

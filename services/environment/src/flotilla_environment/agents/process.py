@@ -7,9 +7,9 @@ reaches its gateway and no other network. Its keys are in its environment alone:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from flotilla_core.errors import InvalidConfig, Unavailable
 from flotilla_core.subprocess_group import signal_child
 from flotilla_environment.agents.spec import Command
+from flotilla_environment.agents.variables import AGENTS_KEY
 from flotilla_environment.gateway.gateway import Gateway
 from flotilla_workers import keeper
 from flotilla_workers.fork import signal_name
@@ -39,8 +40,10 @@ BY_SIGNAL = 128
 """A jail, and a shell, end with this and the number of the signal that ended their command."""
 KERNEL = ("/proc", "/dev", "/sys")
 """Folders of the kernel, with ways to all of the host."""
-OF_OTHERS = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
-"""Variables that clients would use beside those that an agent is given."""
+OF_OTHERS = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", AGENTS_KEY)
+"""Variables that clients would use beside those that an agent is given, and the key of agents of others."""
+_slots = itertools.count(64 * os.getpid() + USERS // 2)
+"""The users of jails: those of workers, and of other services of this host, are elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Exit:
     @property
     def killed(self) -> bool:
         """Whether a signal ended it."""
-        return self.status < 0 or self.status > BY_SIGNAL
+        return self.status < 0 or BY_SIGNAL < self.status < BY_SIGNAL + signal.NSIG
 
     @property
     def told(self) -> str:
@@ -213,7 +216,7 @@ def cell_of(command: Command, jail: Jail) -> Cell:
             next_step="Name a folder with the files of the agent alone. Or let the run vouch for it: "
             "environment.trusted.",
         )
-    return Cell(jail, [command.folder], secrets.randbelow(USERS))
+    return Cell(jail, [command.folder], next(_slots))
 
 
 def _is_of_the_host(folder: Path) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 SESSION_URL, SESSION_KEY, TASK = "FLOTILLA_SESSION_URL", "FLOTILLA_SESSION_KEY", "FLOTILLA_TASK"
 TASKS_URL, RUN_KEY = "FLOTILLA_TASKS_URL", "FLOTILLA_RUN_KEY"
+AGENTS_KEY = "FLOTILLA_AGENTS_KEY"
+"""The variable of the service with the key of agents that come by themselves."""
 LONGEST_TASK = 100_000
 """The kernel takes no variable above 131,072 bytes; a longer task is had from the session alone."""
 

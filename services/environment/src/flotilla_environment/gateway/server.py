@@ -142,16 +142,20 @@ class Application:
         queue = self._sessions.queue_of(key)
         if queue is None:
             raise Unauthenticated("the key is that of no agents")
-        queue.comes(hash_of(key))
+        agent = hash_of(key)
+        queue.comes(agent)
         try:
             async with asyncio.timeout(TASK_LIMIT_S):
-                session = await queue.take(http.query.get("run", ""))
+                offer = await queue.take(http.query.get("run", ""))
         except TimeoutError:
             return web.Response(status=204)
-        session.taken_by = hash_of(key)
-        url = f"{http.url.origin()}/sessions/{session.id}"
-        shown = {"url": url, "key": session.key, "turns_key": session.turns_key}
-        return web.json_response({"session": shown, "task": session.task})
+        with queue.given(offer, agent) as session:
+            url = f"{http.url.origin()}/sessions/{session.id}"
+            shown = {"url": url, "key": session.key, "turns_key": session.turns_key}
+            response = web.json_response({"session": shown, "task": session.task})
+            await response.prepare(http)
+            await response.write_eof()
+        return response
 
 
 def _refusing(
@@ -312,8 +316,8 @@ async def _rewards(http: web.Request, session: Session, body: bytes) -> web.Stre
             raise InvalidRequest(f"{name[:80]!r} is no name of a reward", where=name[:80])
         if not is_number(value):
             raise InvalidRequest(f"{name} is no finite number of at most {LARGEST_NUMBER:g}", where=name)
-    if len(session.rewards | given) > MOST_NUMBERS:
-        raise InvalidRequest(f"there are more than {MOST_NUMBERS} rewards")
+    if len(session.rewards | given) + len(session.given) > MOST_NUMBERS:
+        raise InvalidRequest(f"there are more than {MOST_NUMBERS} rewards, with those of the run itself")
     session.rewards |= {name: float(value) for name, value in given.items()}
     return web.json_response({"rewards": session.rewards})
 
