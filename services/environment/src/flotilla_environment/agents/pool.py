@@ -12,6 +12,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
 
+from flotilla_core.logger import get_logger
 from flotilla_environment.agents import variables
 from flotilla_environment.agents.process import AgentProcess, Exit
 from flotilla_environment.agents.spec import Command
@@ -24,6 +25,8 @@ IDLE_S = 60.0
 """The time for which processes without an episode are kept."""
 COMES_S = 60.0
 """The time that a process has, after the end of its episode, to ask for the next task."""
+
+log = get_logger(__name__)
 
 
 class Seat:
@@ -110,7 +113,8 @@ class Pool:
             self._kept.add(shown)
             try:
                 ended = await self._run(key, shown)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the episodes that wait are told
+            except Exception as error:  # whatever it is, the episodes that wait are told
+                log.exception("a process of agents could not be kept")
                 ended = Exit(1, str(error) or type(error).__name__)
             finally:
                 self._kept.discard(shown)

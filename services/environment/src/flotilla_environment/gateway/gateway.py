@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from contextlib import AsyncExitStack
 
 from aiohttp import web
 
@@ -58,14 +59,13 @@ class Gateway:
 
     async def _started(self) -> str:
         config, tls = self._config, self._tls()
-        await self._runner.setup()
-        try:
+        async with AsyncExitStack() as where_it_fails:
+            where_it_fails.push_async_callback(self.stop)
+            await self._runner.setup()
             await self._listen(config.host, config.port, tls)
             if tls is not None:  # An agent of this host need not know the certificate.
                 await self._listen(loopback(), 0)
-        except BaseException:
-            await self.stop()
-            raise
+            where_it_fails.pop_all()
         host, port = self._listening[-1].sockets[0].getsockname()[:2]
         return f"http://{joined(host, port)}"
 

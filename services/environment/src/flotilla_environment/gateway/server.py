@@ -26,7 +26,6 @@ from flotilla_core.errors import (
 )
 from flotilla_core.json_text import json_object
 from flotilla_core.logger import get_logger
-from flotilla_environment.agents.variables import SESSION_KEY
 from flotilla_environment.gateway.anthropic_messages import AnthropicMessages
 from flotilla_environment.gateway.dialect import Completion, Dialect
 from flotilla_environment.gateway.openai_chat import OpenAIChat
@@ -117,7 +116,9 @@ class Application:
         if not (hmac.compare_digest(shown, session.key.encode()) or of_turns):
             raise Unauthenticated("the key is not that of this session")
         if of_turns and not asks:
-            raise Unauthenticated("this key asks for turns alone", next_step=f"Show that of {SESSION_KEY}.")
+            raise Unauthenticated(
+                "this key asks for turns alone", next_step="Show that of FLOTILLA_SESSION_KEY."
+            )
         return session
 
     @contextmanager

@@ -66,14 +66,13 @@ class Queue:
         one.session.taken_by = agent
         try:
             yield one.session
-        except BaseException:
-            one.session.taken_by = b""
             if not one.taken.done():
+                one.taken.set_result(None)
+        finally:
+            if not one.taken.done():
+                one.session.taken_by = b""
                 self._waiting.appendleft(one)
                 self._changed.set()
-            raise
-        if not one.taken.done():
-            one.taken.set_result(None)
 
 
 class Sessions:
