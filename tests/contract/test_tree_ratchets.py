@@ -31,6 +31,7 @@ BROAD_EXCEPTS: dict[str, int] = {  # path: how many process or task boundaries i
     "libs/cli/src/flotilla_cli/main.py": 1,
     "services/coordinator/src/flotilla_coordinator/fleet/fleet.py": 1,
     "services/environment/src/flotilla_environment/agents/function.py": 1,
+    "services/environment/src/flotilla_environment/agents/pool.py": 1,
     "services/environment/src/flotilla_environment/gateway/server.py": 1,
     "services/coordinator/src/flotilla_coordinator/runs/executor.py": 3,
     "libs/trackers/src/flotilla_trackers/follow.py": 1,

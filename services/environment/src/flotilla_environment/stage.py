@@ -28,8 +28,9 @@ class Stage:
         self.agents = Agents(config.gateway, lambda: self.holders.jail)
 
     async def start(self) -> None:
-        """Look what jail this host has; all else starts with the first episode that needs it."""
+        """Look what jail this host has, and let agents in that come by themselves; all else starts with an episode."""
         await self.holders.start()
+        await self.agents.start()
 
     def episode(self, start: pb.EpisodeStart, code: Path | None = None) -> Played[Any]:
         """Return an episode; `code` is where the file of its class is on this host."""

@@ -150,6 +150,7 @@ class Own:
 
     url: str
     key: str
+    turns_key: str
     task: dict[str, Any]
     http: aiohttp.ClientSession
     openai: AsyncOpenAI
@@ -190,12 +191,12 @@ class Beside:
                 async with http.get(f"{gateway}/tasks/next", headers=key) as said:
                     taken = await said.json() if said.status == 200 else {}
             if taken:
-                url, own = taken["session"]["url"], taken["session"]["key"]
+                url, own, turns = taken["session"].values()
                 async with (
-                    AsyncOpenAI(base_url=f"{url}/v1", api_key=own, max_retries=0) as openai,
-                    AsyncAnthropic(base_url=url, api_key=own, max_retries=0) as anthropic,
+                    AsyncOpenAI(base_url=f"{url}/v1", api_key=turns, max_retries=0) as openai,
+                    AsyncAnthropic(base_url=url, api_key=turns, max_retries=0) as anthropic,
                 ):
-                    session = Own(url, own, taken["task"], http, openai, anthropic)
+                    session = Own(url, own, turns, taken["task"], http, openai, anthropic)
                     await client(session)
                     await session.raw({}, "/end")
         return await playing

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 
@@ -49,7 +50,8 @@ def asks(*texts):
     return sends("/v1/chat/completions", {"model": "any", "messages": messages})["choices"][0]["message"]["content"]
 
 def sends(path, body):
-    headers = {"authorization": "Bearer " + os.environ["FLOTILLA_SESSION_KEY"]}
+    key = os.environ.get("FLOTILLA_SESSION_KEY") or os.environ["OPENAI_API_KEY"]
+    headers = {"authorization": "Bearer " + key}
     url = os.environ["FLOTILLA_SESSION_URL"] + path
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as said:
         return json.load(said)
@@ -70,9 +72,7 @@ async def test_a_function_is_called_with_the_task_and_returns_rewards(caller: An
 async def test_what_a_function_raises_is_an_error_with_its_line_and_ends_its_episode_alone(
     caller: Any, tmp_path: Path, processes: int
 ) -> None:
-    text = (
-        RAW + "def play(task):\n    sends('/rewards', {'pid': os.getpid()})\n    1 / (asks('One?') == 'yes')"
-    )
+    text = RAW + "def play(task):\n    1 / (asks('One?') == 'yes')"
     agent(tmp_path, text)
     options: dict[str, Any] = {"function": "agent.py:play", "processes": processes}
     failed = await caller.plays(lambda _: "no", **options)
@@ -80,14 +80,13 @@ async def test_what_a_function_raises_is_an_error_with_its_line_and_ends_its_epi
     assert "ZeroDivisionError: division by zero" in failed.ended.failure.what
     assert failed.ended.failure.where == f"{tmp_path}/agent.py:{text.count(chr(10)) + 1}"
     over = await caller.plays(lambda _: "yes", turns=0, **options)
-    assert over.ending == "max_turns" and over.ended.rewards["pid"], (
-        "it is refused a turn, and raises for that"
-    )
+    assert over.ending == "max_turns", "it is refused a turn, and raises for that"
 
 
 @pytest.mark.parametrize(
     ("code", "told"),
     [
+        ("sys.exit(-1)", "the agent exited with status 255"),
         ("asks('One?'); sends('/rewards', {'a': 1}); sys.exit(3)", "the agent exited with status 3"),
         ("asks('One?'); sends('/rewards', {'a': 1}); 1 / 0", "ZeroDivisionError: division by zero"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
@@ -101,6 +100,29 @@ async def test_an_agent_that_fails_is_an_error_with_its_last_words_and_never_a_r
     played = await caller.plays(lambda _: "yes", command=agent(tmp_path, RAW + code))
     assert played.ending == "error" and not played.ended.rewards
     assert told in played.ended.failure.what and len(played.ended.failure.why) < 5000
+
+
+async def test_rewards_of_a_function_that_are_refused_are_an_error_that_names_them(
+    caller: Any, tmp_path: Path
+) -> None:
+    agent(tmp_path, RAW + "def play(task):\n    return {'turns': 1.0, 'a': 1.0}")
+    played = await caller.plays(lambda _: "yes", function="agent.py:play")
+    assert played.ending == "error" and not played.ended.rewards
+    assert "play returned rewards that are refused: 'turns' is no name" in played.ended.failure.what
+
+
+async def test_agents_that_come_by_themselves_may_come_before_their_run(
+    staged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOTILLA_AGENTS_KEY", "a key of at least sixteen")
+    monkeypatch.setattr("flotilla_environment.gateway.server.TASK_LIMIT_S", 0.1)
+    async with staged(tmp_path) as caller, aiohttp.ClientSession() as http:
+        shown = {"authorization": "Bearer a key of at least sixteen"}
+        async with http.get(f"{await caller.stage.agents.gateway.start()}/tasks/next", headers=shown) as said:
+            assert said.status == 204
+        code = "assert 'FLOTILLA_AGENTS_KEY' not in os.environ"
+        played = await caller.plays(lambda _: "yes", command=agent(tmp_path, RAW + code))
+        assert played.ending == "completed", "the key is not for agents that the service starts"
 
 
 async def test_a_command_that_is_not_there_is_an_error(caller: Any) -> None:
@@ -209,7 +231,7 @@ def request(method, url, key, body=None):
 while True:
     taken = request("GET", os.environ["FLOTILLA_TASKS_URL"], os.environ["FLOTILLA_RUN_KEY"])
     if taken:
-        os.environ["FLOTILLA_SESSION_URL"], os.environ["FLOTILLA_SESSION_KEY"] = taken["session"].values()
+        os.environ["FLOTILLA_SESSION_URL"], os.environ["FLOTILLA_SESSION_KEY"], _ = taken["session"].values()
         text = taken["task"]["messages"][0]["content"]
         asks(text)
         if text == "dies": os._exit(7)
@@ -239,7 +261,7 @@ async def test_processes_of_a_run_take_one_task_after_the_other_and_a_dead_one_i
 
 
 async def test_a_function_takes_many_tasks_in_one_process(caller: Any, tmp_path: Path) -> None:
-    code = "def play(task):\n    sends('/rewards', {'pid': os.getpid()})\n    assert asks('One?') != 'raise'"
+    code = "def play(task):\n    assert asks('One?') != 'raise'\n    return {'pid': os.getpid()}"
     agent(tmp_path, RAW + code)
     options = {"function": "agent.py:play", "processes": 1}
     first = await caller.plays(lambda _: "yes", **options)
@@ -257,12 +279,66 @@ async def test_processes_that_end_before_they_take_a_task_are_an_error_of_the_ep
         assert played.ending == "error" and told in played.ended.failure.what
 
 
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), ZeroDivisionError("a defect")])
+async def test_where_no_process_can_be_started_the_episodes_that_wait_are_told_and_the_next_one_is_played(
+    caller: Any, tmp_path: Path, error: Exception
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    options: dict[str, Any] = {"command": agent(tmp_path, POOLED), "processes": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flotilla_environment.agents.process.socket.socketpair", fails)
+        played = await caller.plays(lambda _: "yes", **options)
+        assert played.ending == "error" and error.args[-1] in played.ended.failure.what
+    assert (await caller.plays(lambda _: "yes", **options)).ending == "completed"
+
+
+async def test_a_process_that_ends_before_its_task_takes_nothing_from_the_episodes_that_others_will_play(
+    caller: Any, tmp_path: Path
+) -> None:
+    first = """
+try:
+    open("there is one", "x").close()
+except FileExistsError:
+    sys.exit(9)
+"""
+    command = agent(tmp_path, RAW + first + POOLED.removeprefix(RAW))
+    played = await asyncio.gather(
+        *(caller.plays(lambda _: "yes", command=command, processes=3, prompt=f"{at}?") for at in range(4))
+    )
+    assert [one.ending for one in played] == ["completed"] * 4
+
+
 async def test_a_process_of_a_run_that_hangs_is_replaced(caller: Any, tmp_path: Path) -> None:
     code = POOLED.replace('if text == "dies": os._exit(7)', 'if text == "hangs": time.sleep(3600)')
     options: dict[str, Any] = {"command": agent(tmp_path, code), "processes": 1}
     hung = await caller.plays(lambda _: "yes", prompt="hangs", limit_s=2.0, **options)
     assert hung.ending == "timeout"
     assert (await caller.plays(lambda _: "yes", **options)).ending == "completed"
+
+
+async def test_a_process_that_does_not_finish_its_task_after_the_end_of_its_episode_is_replaced(
+    caller: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flotilla_environment.agents.episode.STOP_GRACE_S", 0.2)
+    monkeypatch.setattr("flotilla_environment.agents.pool.COMES_S", 1.0)
+    agent(
+        tmp_path,
+        RAW
+        + """
+def play(task):
+    try:
+        asks("One?")
+    except Exception:
+        time.sleep(3600)
+    return {"pid": os.getpid()}
+""",
+    )
+    options: dict[str, Any] = {"function": "agent.py:play", "processes": 1}
+    first, over, after = [await caller.plays(lambda _: "yes", turns=turns, **options) for turns in (1, 0, 1)]
+    assert [first.ending, over.ending, after.ending] == ["completed", "max_turns", "completed"]
+    assert first.ended.rewards["pid"] != after.ended.rewards["pid"]
 
 
 async def test_a_process_that_ends_after_each_task_is_replaced_and_nobody_fails(

@@ -17,7 +17,8 @@ RAW = """
 import json, os, socket, subprocess, sys, urllib.request
 
 def sends(path, body):
-    headers = {"authorization": "Bearer " + os.environ["FLOTILLA_SESSION_KEY"]}
+    key = os.environ.get("FLOTILLA_SESSION_KEY") or os.environ["OPENAI_API_KEY"]
+    headers = {"authorization": "Bearer " + key}
     url = os.environ["FLOTILLA_SESSION_URL"] + path
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as said:
         return json.load(said)
@@ -106,3 +107,39 @@ async def test_where_no_jail_keeps_it_from_the_network_an_agent_runs_only_if_it_
         with pytest.raises(InvalidConfig, match="cannot run here"):
             await caller.plays(lambda _: "yes", command="python agent.py", trusted=False)
         assert (await caller.plays(lambda _: "yes", command="python agent.py")).ending == "completed"
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+async def test_a_program_that_a_function_starts_finds_no_key_but_that_of_turns(
+    jailed: Any, processes: int
+) -> None:
+    code = """
+LOOKS = "cat /proc/self/environ /proc/[0-9]*/environ 2>/dev/null | tr '\\\\0' '\\\\n'"
+
+def play(task):
+    asks("One?")
+    found = subprocess.run(["sh", "-c", LOOKS], capture_output=True, text=True).stdout.splitlines()
+    keys = {one.partition("=")[0] for one in found if "_KEY=" in one}
+    own = bool(keys & {"FLOTILLA_SESSION_KEY", "FLOTILLA_RUN_KEY"})
+    return {"own": own + 0.0, "of turns": ("OPENAI_API_KEY" in keys) + 0.0}
+"""
+    (jailed.folder / "agent.py").write_text(RAW + code)
+    options: dict[str, Any] = {"function": "agent.py:play", "processes": processes, "trusted": False}
+    played = await jailed.plays(lambda _: "yes", **options)
+    assert dict(played.ended.rewards) == {"own": 0.0, "of turns": 1.0}, played.ended
+
+
+async def test_a_folder_of_the_host_is_shown_to_no_jailed_agent(jailed: Any) -> None:
+    """Where a service is started in a container the folder of the command is often the root, with its processes."""
+    (jailed.folder / "agent.py").write_text(RAW + "asks('One?')")
+    (jailed.folder / "root").symlink_to("/")
+    everybodys = jailed.folder / "shared"
+    everybodys.mkdir()
+    everybodys.chmod(0o1777)
+    for folder in ("/", "/tmp", "/proc", "/proc/self/root", "/dev/shm", "/etc", "/usr", everybodys, "root"):
+        with pytest.raises(InvalidConfig, match=r"environment\.parameters\.folder"):
+            await jailed.plays(
+                lambda _: "yes", command="true", folder=str(jailed.folder / folder), trusted=False
+            )
+    played = await jailed.plays(lambda _: "yes", command="true", folder="/", trusted=True)
+    assert played.ending == "completed", "its owner vouches for it"

@@ -230,6 +230,21 @@ async def test_who_shows_another_key_or_names_no_session_gets_nothing(beside: An
     assert (await beside.plays(counted(), client)).asked == []
 
 
+async def test_the_key_of_turns_asks_for_turns_alone(beside: Any) -> None:
+    async def client(own: Any) -> None:
+        shown = {"authorization": f"Bearer {own.turns_key}"}
+        for path, body in (("/rewards", {"a": 1.0}), ("/end", {})):
+            status, said = await own.raw(body, path, **shown)
+            assert status == 401 and "FLOTILLA_SESSION_KEY" in said["error"]["message"]
+        async with own.http.get(f"{own.url}/task", headers=shown) as response:
+            assert response.status == 401
+        assert (await own.openai.models.list()).data[0].id == "policy"
+        assert await own.chat("One?") == "turn 1"
+
+    played = await beside.plays(counted(), client)
+    assert played.ending == "completed" and not played.ended.rewards
+
+
 async def test_a_body_of_a_hundred_megabytes_is_refused_and_harms_nobody(beside: Any) -> None:
     async def client(own: Any) -> None:
         shown = {"authorization": f"Bearer {own.key}"}
@@ -238,6 +253,39 @@ async def test_a_body_of_a_hundred_megabytes_is_refused_and_harms_nobody(beside:
         with pytest.raises(openai.APIStatusError) as caught:
             await own.chat("x" * 17_000_000)
         assert caught.value.status_code == 413 and "16,777,216 bytes" in str(caught.value)
+        assert await own.chat("One?") == "turn 1"
+
+    assert (await beside.plays(counted(), client)).said == [["One?"]]
+
+
+async def test_bodies_that_arrive_in_part_take_neither_time_nor_room_from_others(
+    beside: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flotilla_environment.gateway.server.READ_LIMIT_S", 2.0)
+
+    async def client(own: Any) -> None:
+        address, path = urlsplit(own.url), urlsplit(own.url).path
+        writers = []  # A connection ends with its writer.
+
+        async def half(to: str, size: int) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            head = (
+                f"POST {path}{to} HTTP/1.1\r\nhost: {address.netloc}\r\nauthorization: Bearer {own.key}\r\n"
+            )
+            writer.write(f"{head}content-length: {size}\r\n\r\n{{".encode())
+            writers.append(writer)
+            return reader
+
+        waits = [await half("/v1/messages", 16 << 20) for _ in range(4)]
+        while (await own.raw({}, "/v1/messages"))[0] != 429:
+            pass
+        other = beside.caller.stage.agents.gateway.sessions.open({})
+        url, key = f"{own.url.rpartition('/')[0]}/{other.id}", {"authorization": f"Bearer {other.key}"}
+        async with own.http.post(f"{url}/rewards", json={"a": 1.0}, headers=key) as said:
+            assert said.status == 200, "another session has room"
+        for reader in waits:
+            assert b" 408 " in await reader.readline()
+        assert b" 413 " in await (await half("/rewards", (1 << 20) + 1)).readline()
         assert await own.chat("One?") == "turn 1"
 
     assert (await beside.plays(counted(), client)).said == [["One?"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -11,22 +12,39 @@ from flotilla_environment.gateway import sessions as module
 from flotilla_environment.gateway.sessions import Queue, Sessions
 
 
+async def taken(queue: Queue, run_id: str = "") -> Any:
+    with queue.given(await queue.take(run_id), b"agent") as session:
+        return session.task["name"]
+
+
 async def test_a_task_is_given_to_one_agent_and_of_the_run_that_it_names() -> None:
     sessions, queue = Sessions(), Queue()
     opened = {name: sessions.open({"name": name}) for name in ("one", "two", "three")}
     runs = {"one": "a", "two": "b", "three": "a"}
     offers = {name: asyncio.create_task(queue.offer(runs[name], opened[name])) for name in opened}
     await asyncio.sleep(0)
-    assert (await queue.take("b")).task["name"] == "two"
-    taken = [await queue.take("") for _ in range(2)]
-    assert [one.task["name"] for one in taken] == ["one", "three"]
+    assert await taken(queue, "b") == "two"
+    assert [await taken(queue) for _ in range(2)] == ["one", "three"]
     await asyncio.gather(*offers.values())
-    waits = asyncio.create_task(queue.take(""))
+    waits = asyncio.create_task(taken(queue))
     await asyncio.sleep(0)
     assert not waits.done()
     later = asyncio.create_task(queue.offer("a", sessions.open({"name": "four"})))
-    assert (await waits).task["name"] == "four"
+    assert await waits == "four"
     await later
+
+
+async def test_a_task_whose_agent_left_before_it_was_told_is_the_next_one_for_another() -> None:
+    sessions, queue = Sessions(), Queue()
+    opened = [sessions.open({"name": name}) for name in ("one", "two")]
+    offers = [asyncio.create_task(queue.offer("run", one)) for one in opened]
+    await asyncio.sleep(0)
+    with pytest.raises(ConnectionError), queue.given(await queue.take(""), b"left"):
+        raise ConnectionError
+    assert not opened[0].taken_by and not any(one.done() for one in offers)
+    assert [await taken(queue) for _ in range(2)] == ["one", "two"]
+    assert {one.taken_by for one in opened} == {b"agent"}
+    await asyncio.gather(*offers)
 
 
 async def test_a_task_whose_episode_has_left_is_given_to_nobody() -> None:
@@ -36,7 +54,7 @@ async def test_a_task_whose_episode_has_left_is_given_to_nobody() -> None:
     leaves.cancel()
     await asyncio.wait((leaves,))
     stays = asyncio.create_task(queue.offer("run", sessions.open({"name": "there"})))
-    assert (await queue.take("")).task["name"] == "there"
+    assert await taken(queue) == "there"
     await stays
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from flotilla_core.addresses import loopback
+from flotilla_core.addresses import is_loopback, loopback
 from flotilla_core.config.generators import (
     MOST_JUDGES,
     MOST_REPLICAS,
@@ -302,6 +302,15 @@ class GatewayConfig(ConfigModel):
     """PEM file with a certificate for the name that agents on other hosts dial, and its private key."""
     sessions: int = Field(default=64, ge=1, le=65536)
     """Most episodes with agents of one replica at the same time; further ones wait."""
+
+    @model_validator(mode="after")
+    def _is_reached_over_tls(self) -> GatewayConfig:
+        if self.certificate is None and not is_loopback(self.host):
+            raise ValueError(
+                f"the gateway is not reached from other hosts, as at {self.host}, without TLS: "
+                "set certificate, a PEM file with certificate and private key"
+            )
+        return self
 
 
 class EnvironmentServiceConfig(RewardServiceConfig):

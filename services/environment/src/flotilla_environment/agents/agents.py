@@ -16,6 +16,7 @@ from flotilla_environment.agents import variables
 from flotilla_environment.agents.pool import Pool, Seat
 from flotilla_environment.agents.process import AgentProcess, Exit, cell_of
 from flotilla_environment.agents.spec import AgentSpec
+from flotilla_environment.agents.variables import AGENTS_KEY
 from flotilla_environment.gateway.gateway import Gateway
 from flotilla_environment.gateway.session import Session
 from flotilla_environment.gateway.sessions import Queue
@@ -23,8 +24,6 @@ from flotilla_environment.waits import Waits
 from flotilla_workers.jail.jail import Jail
 from flotilla_workers.pool import FairShare
 
-KEY = "FLOTILLA_AGENTS_KEY"
-"""The variable of the service with the key of agents that come by themselves."""
 SHORTEST_KEY = 16
 
 
@@ -39,7 +38,12 @@ class Agents:
             self.places.add(number)
         self._jail = jail
         self._pools: dict[tuple[str, AgentSpec, bool], Pool] = {}
-        self._outside: Queue | None = None
+        self._outside = Queue()
+
+    async def start(self) -> None:
+        """Let agents in that come by themselves, where they have a key to show: they may come before their run."""
+        if os.environ.get(AGENTS_KEY):
+            await self._of_outside()
 
     async def seat(self, spec: AgentSpec, trusted: bool, run_id: str, session: Session, waits: Waits) -> Seat:
         """Return the agent of an episode, which knows its session; waits until one has taken the task."""
@@ -82,18 +86,16 @@ class Agents:
 
     async def _of_outside(self) -> Queue:
         """Return the tasks that agents take that come by themselves; raise InvalidConfig where none can."""
-        key = os.environ.get(KEY, "")
+        key = os.environ.get(AGENTS_KEY, "")
         if len(key) < SHORTEST_KEY:
             raise InvalidConfig(
                 "agents that come by themselves have no key to show",
                 where="environment.parameters of the run",
                 why="it names neither command nor function",
-                next_step=f"Set {KEY} in environment.environment of the stack, to a secret of at least {SHORTEST_KEY} "
-                "characters; or give the run a command.",
+                next_step=f"Set {AGENTS_KEY} in environment.environment of the stack, to a secret of at least "
+                f"{SHORTEST_KEY} characters; or give the run a command.",
             )
         await self.gateway.start()
-        if self._outside is None:
-            self._outside = Queue()
         self.gateway.sessions.admit(key.encode(), self._outside)
         return self._outside
 
@@ -105,7 +107,7 @@ class Agents:
 
 
 def _of_one(url: str, session: Session) -> dict[str, str]:
-    return variables.of_session(f"{url}/sessions/{session.id}", session.key, session.task)
+    return variables.of_session(f"{url}/sessions/{session.id}", session.key, session.turns_key, session.task)
 
 
 def _from_outside() -> Seat:

@@ -1,8 +1,9 @@
 """The processes of a run's agent that take one task after the other.
 
 Invariants: a process that ends is replaced, and each episode whose task it had is told how it ended. One that ends
-before it took a task would do so again: all episodes that wait are told then, and the next one starts with the next
-episode. Without episodes the processes end after a while.
+before it took a task would do so again: the next one starts with the next episode, and where no other is left all
+episodes that wait are told. A process that has no task, and does not come for one, is ended. Without episodes the
+processes end after a while.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
-from flotilla_core.errors import FlotillaError
+from flotilla_core.logger import get_logger
 from flotilla_environment.agents import variables
 from flotilla_environment.agents.process import AgentProcess, Exit
 from flotilla_environment.agents.spec import Command
@@ -23,6 +23,10 @@ from flotilla_workers.jail.jail import Jail
 
 IDLE_S = 60.0
 """The time for which processes without an episode are kept."""
+COMES_S = 60.0
+"""The time that a process has, after the end of its episode, to ask for the next task."""
+
+log = get_logger(__name__)
 
 
 class Seat:
@@ -45,13 +49,17 @@ class Pool:
         self._command = command
         self._gateway = gateway
         self._jail = jail
-        self.queue = Queue()
+        self.queue = Queue(self._comes)
         self._seats: dict[Session, asyncio.Future[Exit]] = {}
+        self._kept: set[bytes] = set()
+        """The hashes of the keys of processes that start, or run."""
         self._running: dict[bytes, AgentProcess] = {}
-        """The living ones, by the hashes of their keys."""
-        self._keeping = [asyncio.create_task(self._keep(), name="agents") for _ in range(processes)]
+        """Those that run, by the hashes of their keys."""
         self._took: set[bytes] = set()
         """The hashes of the keys of processes whose episodes have ended."""
+        self._late: dict[bytes, asyncio.TimerHandle] = {}
+        """The time until which each process without a task has to ask for one, by the hash of its key."""
+        self._keeping = [asyncio.create_task(self._keep(), name="agents") for _ in range(processes)]
         self._wanted = asyncio.Event()
         self._idle: asyncio.TimerHandle | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -71,13 +79,26 @@ class Pool:
 
         async def close(hangs: bool) -> None:
             self._seats.pop(session, None)
-            self._took.add(session.taken_by)
-            if hangs and (process := self._running.get(session.taken_by)) is not None:
-                await process.close()
+            if (process := self._running.get(session.taken_by)) is not None:
+                self._took.add(session.taken_by)
+                if hangs:
+                    await process.close()
+                self._expect(session.taken_by, process)
             if not self._seats:
                 self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._stop)
 
         return Seat(exit, close)
+
+    def _expect(self, shown: bytes, process: AgentProcess) -> None:
+        """End a process that has no task any more, and does not ask for the next one: it hangs."""
+        if not any(session.taken_by == shown for session in self._seats):
+            self._comes(shown)
+            self._late[shown] = asyncio.get_running_loop().call_later(COMES_S, process.end)
+
+    def _comes(self, shown: bytes) -> None:
+        """Know that a process asks for a task."""
+        if (late := self._late.pop(shown, None)) is not None:
+            late.cancel()
 
     def _stop(self) -> None:
         if not self._seats:
@@ -89,10 +110,16 @@ class Pool:
             key = secrets.token_urlsafe(24)
             shown = hash_of(key.encode())
             self._gateway.sessions.admit(key.encode(), self.queue)
+            self._kept.add(shown)
             try:
                 ended = await self._run(key, shown)
+            except Exception as error:  # whatever it is, the episodes that wait are told
+                log.exception("a process of agents could not be kept")
+                ended = Exit(1, str(error) or type(error).__name__)
             finally:
+                self._kept.discard(shown)
                 self._running.pop(shown, None)
+                self._comes(shown)
                 self._gateway.sessions.forget(key.encode())
             if not self._tell(shown, ended):
                 self._wanted.clear()
@@ -100,12 +127,9 @@ class Pool:
 
     async def _run(self, key: str, shown: bytes) -> Exit:
         """Run one process to its end."""
-        try:
-            process = await AgentProcess.start(
-                self._command, self._jail, self._gateway, lambda url: variables.of_run(url, key)
-            )
-        except FlotillaError as error:
-            return Exit(1, str(error))
+        process = await AgentProcess.start(
+            self._command, self._jail, self._gateway, lambda url: variables.of_run(url, key)
+        )
         self._running[shown] = process
         try:
             return await asyncio.shield(process.exit)
@@ -113,14 +137,16 @@ class Pool:
             await process.close()
 
     def _tell(self, shown: bytes, ended: Exit) -> bool:
-        """Tell how a process ended: to the episodes whose tasks it had; where it never had one, to those that wait.
+        """Tell how a process ended: to the episodes whose tasks it had.
 
-        Return whether it had one.
+        Where it never had one, and no other process is left that may take theirs, those that wait are told. Return
+        whether it had one.
         """
         took = shown in self._took
         self._took.discard(shown)
         had = [exit for session, exit in self._seats.items() if session.taken_by == shown]
-        waiting = [] if took else [exit for session, exit in self._seats.items() if not session.taken_by]
+        in_vain = not took and not self._kept
+        waiting = [exit for session, exit in self._seats.items() if in_vain and not session.taken_by]
         for exit in had or waiting:
             if not exit.done():
                 exit.set_result(ended if had else Exit(ended.status or 1, ended.printed))
@@ -130,5 +156,4 @@ class Pool:
         """End the processes."""
         for task in self._keeping:
             task.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*self._keeping, return_exceptions=True)

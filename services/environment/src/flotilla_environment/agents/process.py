@@ -7,9 +7,9 @@ reaches its gateway and no other network. Its keys are in its environment alone:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -17,20 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from flotilla_core.errors import InvalidConfig, Unavailable
 from flotilla_core.subprocess_group import signal_child
 from flotilla_environment.agents.spec import Command
+from flotilla_environment.agents.variables import AGENTS_KEY
 from flotilla_environment.gateway.gateway import Gateway
 from flotilla_workers import keeper
 from flotilla_workers.fork import signal_name
-from flotilla_workers.jail.jail import NO_JAIL, USERS, Cell, Jail
+from flotilla_workers.jail import bubblewrap
+from flotilla_workers.jail.jail import NO_JAIL, USERS, Cell, Jail, shown_for
 from flotilla_workers.jail.level import Level
-
-if TYPE_CHECKING:
-    from aiohttp.web import SockSite
 
 STARTER = Path(__file__).with_name("start.py")
 START_LIMIT_S = 60.0
@@ -40,8 +38,12 @@ PORT = 24711
 """The port of the gateway in a jail, whose network is its own."""
 BY_SIGNAL = 128
 """A jail, and a shell, end with this and the number of the signal that ended their command."""
-OF_OTHERS = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
-"""Variables that clients would use beside those that an agent is given."""
+KERNEL = ("/proc", "/dev", "/sys")
+"""Folders of the kernel, with ways to all of the host."""
+OF_OTHERS = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", AGENTS_KEY)
+"""Variables that clients would use beside those that an agent is given, and the key of agents of others."""
+_slots = itertools.count(64 * os.getpid() + USERS // 2)
+"""The users of jails: those of workers, and of other services of this host, are elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Exit:
     @property
     def killed(self) -> bool:
         """Whether a signal ended it."""
-        return self.status < 0 or self.status > BY_SIGNAL
+        return self.status < 0 or BY_SIGNAL < self.status < BY_SIGNAL + signal.NSIG
 
     @property
     def told(self) -> str:
@@ -76,7 +78,8 @@ class AgentProcess:
         self._process = process
         self._channel = channel
         self._cell = cell
-        self._site: SockSite | None = None
+        self._answers: asyncio.Server | None = None
+        """What answers in its jail."""
         self._closing: asyncio.Task[None] | None = None
         self._printed = bytearray()
         self.exit: asyncio.Task[Exit] = asyncio.create_task(self._ended(), name="agent")
@@ -86,7 +89,11 @@ class AgentProcess:
         cls, command: Command, jail: Jail, gateway: Gateway, variables: Callable[[str], Mapping[str, str]]
     ) -> AgentProcess:
         """Start an agent, with the variables that it has where the gateway has this URL."""
-        agent = await cls._made(cell_of(command, jail))
+        cell = cell_of(command, jail)
+        try:
+            agent = await cls._made(cell)
+        except OSError as error:  # no memory, no descriptor, no process more
+            raise Unavailable("an agent did not start", why=str(error)) from error
         async with AsyncExitStack() as where_it_fails:
             where_it_fails.push_async_callback(agent.close)
             await agent._become(command, gateway, variables)
@@ -131,7 +138,7 @@ class AgentProcess:
             async with asyncio.timeout(START_LIMIT_S):
                 await asyncio.get_running_loop().sock_sendall(self._channel, line)
                 if jailed:
-                    self._site = await gateway.answer(await self._socket())
+                    self._answers = await gateway.answer(await self._socket())
         except (OSError, EOFError, TimeoutError) as error:
             raise Unavailable("an agent did not start", why=str(error) or "it took too long") from error
 
@@ -161,10 +168,14 @@ class AgentProcess:
             self._printed = (self._printed + part)[-MOST_TOLD_BYTES:]
         return Exit(await self._process.wait(), self._printed.decode(errors="replace"))
 
+    def end(self) -> asyncio.Task[None]:
+        """Begin its end, where that has not begun; what it held is free when the task is done."""
+        self._closing = self._closing or asyncio.create_task(self._close(), name="end of an agent")
+        return self._closing
+
     async def close(self) -> None:
         """End it, and free what it held; whoever closes it again waits for the same end."""
-        self._closing = self._closing or asyncio.create_task(self._close(), name="end of an agent")
-        await asyncio.shield(self._closing)
+        await asyncio.shield(self.end())
 
     async def _close(self) -> None:
         with suppress(OSError):
@@ -178,8 +189,8 @@ class AgentProcess:
         finally:
             self.exit.cancel()
             self._channel.close()
-            if self._site is not None:
-                await self._site.stop()
+            if self._answers is not None:
+                self._answers.close()
             await asyncio.to_thread(self._cell.close)
 
 
@@ -197,7 +208,22 @@ def cell_of(command: Command, jail: Jail) -> Cell:
             why=str(why),
             next_step="Or let the run vouch for it: environment.trusted.",
         )
-    return Cell(jail, [command.folder], secrets.randbelow(USERS))
+    if _is_of_the_host(command.folder.resolve()):
+        raise InvalidConfig(
+            "an agent cannot run here",
+            where=f"environment.parameters.folder: {command.folder}",
+            why="a jail shows its agent the whole folder, and this one is no agent's: it is the host's, or everybody's",
+            next_step="Name a folder with the files of the agent alone. Or let the run vouch for it: "
+            "environment.trusted.",
+        )
+    return Cell(jail, [command.folder], next(_slots))
+
+
+def _is_of_the_host(folder: Path) -> bool:
+    """Return whether a folder would show the host, or hide what the jail has there of its own."""
+    of_the_jail = [*map(Path, (*bubblewrap.SYSTEM, *KERNEL, bubblewrap.HOME))]
+    holds_one = any(one.is_relative_to(folder) for one in of_the_jail)
+    return holds_one or any(map(folder.is_relative_to, KERNEL)) or shown_for(folder / "any") != folder
 
 
 def _surroundings(url: str) -> dict[str, str]:

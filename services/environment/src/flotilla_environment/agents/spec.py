@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -84,7 +85,7 @@ class AgentSpec:
     def started(self, trusted: bool) -> Command:
         """Return what is run; raise InvalidConfig where its files are not on this host."""
         folder = Path(self.folder).absolute()
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # also where this process may not look
             raise _wrong("folder", f"{folder} is no folder on the host of the environment service")
         if not self.function:
             return Command(tuple(shlex.split(self.command)), folder, trusted)

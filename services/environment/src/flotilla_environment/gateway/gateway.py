@@ -1,7 +1,8 @@
 """The gateway of a replica: it listens where agents find it.
 
-Invariants: it starts with the first agent. Beyond this host it is reached over TLS alone. Agents in a jail have no
-network: each connects to a socket of its own, which its jail listens at and this process answers.
+Invariants: it starts with the first agent. Beyond this host it is reached over TLS alone, and agents of this host reach
+it on loopback without. Agents in a jail have no network: each connects to a socket of its own, which its jail listens
+at and this process answers.
 """
 
 from __future__ import annotations
@@ -9,17 +10,24 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from contextlib import AsyncExitStack
 
 from aiohttp import web
 
-from flotilla_core.addresses import is_loopback, joined
+from flotilla_core.addresses import joined, loopback
 from flotilla_core.config import GatewayConfig
 from flotilla_core.errors import InvalidConfig, PortInUse
+from flotilla_environment.gateway.connections import Bounded
 from flotilla_environment.gateway.server import Application
 from flotilla_environment.gateway.sessions import Sessions
 
 KEEP_ALIVE_S = 600.0
 """Longer than clients keep an idle connection, so that none uses one that ends at that moment."""
+MOST_CONNECTIONS = 4096
+"""Connections at the same time, of all agents that share an address."""
+MOST_OF_AN_AGENT = 128
+"""Those of an agent in a jail, which has an address of its own."""
+BACKLOG = 128
 STOP_S = 1.0
 """The time that requests under way have when the service stops; no episode is played then."""
 
@@ -31,7 +39,15 @@ class Gateway:
         self._config = config
         self.sessions = Sessions()
         self._starting = asyncio.Lock()
-        self._runner: web.AppRunner | None = None
+        self._runner = web.AppRunner(
+            Application(self.sessions).made(),
+            handler_cancellation=True,
+            keepalive_timeout=KEEP_ALIVE_S,
+            access_log=None,
+            auto_decompress=False,
+            shutdown_timeout=STOP_S,
+        )
+        self._listening: list[asyncio.Server] = []
         self._url = ""
 
     async def start(self) -> str:
@@ -43,39 +59,39 @@ class Gateway:
 
     async def _started(self) -> str:
         config, tls = self._config, self._tls()
-        self._runner = web.AppRunner(
-            Application(self.sessions).made(),
-            handler_cancellation=True,
-            keepalive_timeout=KEEP_ALIVE_S,
-            access_log=None,
-            auto_decompress=False,
-            shutdown_timeout=STOP_S,
-        )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, config.host, config.port, ssl_context=tls)
+        async with AsyncExitStack() as where_it_fails:
+            where_it_fails.push_async_callback(self.stop)
+            await self._runner.setup()
+            await self._listen(config.host, config.port, tls)
+            if tls is not None:  # An agent of this host need not know the certificate.
+                await self._listen(loopback(), 0)
+            where_it_fails.pop_all()
+        host, port = self._listening[-1].sockets[0].getsockname()[:2]
+        return f"http://{joined(host, port)}"
+
+    async def _listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        serves = Bounded(self._serves, MOST_CONNECTIONS)
         try:
-            await site.start()
+            made = await asyncio.get_running_loop().create_server(
+                serves, host, port, ssl=tls, backlog=BACKLOG
+            )
         except OSError as error:
-            where = joined(config.host, config.port)
             raise PortInUse(
                 "the gateway of agents cannot listen",
-                where=where,
+                where=joined(host, port),
                 why=str(error),
                 next_step="Set environment.gateway of the stack.",
             ) from error
-        port = self._runner.addresses[0][1]
-        return f"{'https' if tls else 'http'}://{joined(config.host, port)}"
+        self._listening.append(made)
+
+    def _serves(self) -> asyncio.Protocol:
+        assert self._runner.server is not None
+        return self._runner.server()
 
     def _tls(self) -> ssl.SSLContext | None:
         config = self._config
         if config.certificate is None:
-            if is_loopback(config.host):
-                return None
-            raise InvalidConfig(
-                "the gateway of agents is not reached from other hosts without TLS",
-                where=f"environment.gateway.host: {config.host}",
-                next_step="Set environment.gateway.certificate: a PEM file with certificate and private key.",
-            )
+            return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(config.certificate)
@@ -87,15 +103,15 @@ class Gateway:
             ) from error
         return context
 
-    async def answer(self, listening: socket.socket) -> web.SockSite:
-        """Answer at a socket, until the site is stopped."""
+    async def answer(self, listening: socket.socket) -> asyncio.Server:
+        """Answer at the socket of one agent, until that is closed."""
         await self.start()
-        assert self._runner is not None
-        site = web.SockSite(self._runner, listening)
-        await site.start()
-        return site
+        serves = Bounded(self._serves, MOST_OF_AN_AGENT)
+        return await asyncio.get_running_loop().create_server(serves, sock=listening, backlog=BACKLOG)
 
     async def stop(self) -> None:
         """Answer nothing any more."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        for one in self._listening:
+            one.close()
+        self._listening.clear()
+        await self._runner.cleanup()

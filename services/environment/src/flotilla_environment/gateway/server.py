@@ -1,15 +1,17 @@
 """The HTTP server of the gateway: finds the session of a request, and answers in the dialect in which it was asked.
 
-Invariants: nothing is done for a request that does not show the key of its session, and keys are compared in constant
-time. A body is bounded, and what all bodies take together. Every refusal is one of the dialect's. A stream that waits
-gives signs of life, and one whose client left holds nothing.
+Invariants: nothing is done for a request that does not show a key of its session. Keys are compared in constant time,
+and one of the two of a session asks for turns alone. A body is bounded, and what all bodies take together. Every
+refusal is one of the dialect's. A stream that waits gives signs of life, and one whose client left holds nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from aiohttp import web
@@ -35,8 +37,14 @@ from flotilla_environment.gateway.turns import check
 from flotilla_environment.worker import LARGEST_NUMBER, LONGEST_NAME, MOST_NUMBERS, SUM_OF_TURNS, is_number
 
 MOST_BODY_BYTES = 16 << 20
+MOST_OWN_BODY_BYTES = 1 << 20
+"""The most bytes of a request that asks for no turn."""
 MOST_BODIES_BYTES = 256 << 20
 """The most bytes of all requests that are read or answered at the same time."""
+MOST_OF_A_SESSION = 64 << 20
+"""The most bytes of those of one session."""
+READ_LIMIT_S = 60.0
+"""The time in which a request arrives whole."""
 LONGEST_MODEL = 200
 MODEL = "policy"
 """The name of the one model; an answer has the name with which its request asked."""
@@ -48,8 +56,17 @@ DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(), AnthropicMessa
 PLAIN = DIALECTS[0]
 """The dialect of errors where a path belongs to none."""
 
-Handler: TypeAlias = Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
+Handler: TypeAlias = Callable[[web.Request, Session, bytes], Awaitable[web.StreamResponse]]
 log = get_logger(__name__)
+
+
+class _Refused(Exception):
+    """A refusal with a status that is not that of its error."""
+
+    def __init__(self, status: int, error: FlotillaError) -> None:
+        super().__init__(str(error))
+        self.status = status
+        self.error = error
 
 
 class Application:
@@ -57,72 +74,69 @@ class Application:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._bytes = 0
+        self._bytes: Counter[str] = Counter()
+        """The bytes of requests that are read or answered, by session."""
 
     def made(self) -> web.Application:
         """Return the application as aiohttp serves it."""
-        application = web.Application(client_max_size=MOST_BODY_BYTES)
+        application = web.Application()
         for dialect in DIALECTS:
             application.router.add_post(
-                f"/sessions/{{id}}{dialect.path}", self._guarded(self._completion(dialect), dialect)
+                f"/sessions/{{id}}{dialect.path}",
+                self._guarded(_completion(dialect), dialect, MOST_BODY_BYTES, asks=True),
             )
-        own: Sequence[tuple[str, str, Handler]] = (
-            ("GET", "/v1/models", _models),
-            ("GET", "/task", _task),
-            ("POST", "/rewards", self._rewards),
-            ("POST", "/end", _end),
+        own: Sequence[tuple[str, str, Handler, bool]] = (
+            ("GET", "/v1/models", _models, True),
+            ("GET", "/task", _task, False),
+            ("POST", "/rewards", _rewards, False),
+            ("POST", "/end", _end, False),
         )
-        for method, path, handler in own:
-            application.router.add_route(method, f"/sessions/{{id}}{path}", self._guarded(handler, PLAIN))
+        for method, path, handler, asks in own:
+            guarded = self._guarded(handler, PLAIN, MOST_OWN_BODY_BYTES, asks=asks)
+            application.router.add_route(method, f"/sessions/{{id}}{path}", guarded)
         application.router.add_get("/tasks/next", _refusing(self._next_task, PLAIN))
         application.router.add_route("*", "/{path:.*}", _refusing(_nothing_here, PLAIN))
         return application
 
     def _guarded(
-        self, handler: Handler, dialect: Dialect
+        self, handler: Handler, dialect: Dialect, most: int, *, asks: bool
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def guarded(request: web.Request) -> web.StreamResponse:
-            return await handler(request, self._session_of(request))
+            session = self._session_of(request, asks)
+            with self._room(session, _length_of(request, most), asks):
+                return await handler(request, session, await _body(request, most))
 
         return _refusing(guarded, dialect)
 
-    def _session_of(self, request: web.Request) -> Session:
-        """Return the session of a request that shows its key."""
+    def _session_of(self, request: web.Request, asks: bool) -> Session:
+        """Return the session of a request that shows its key; what `asks` for turns may show that of turns."""
         session = self._sessions.find(request.match_info["id"])
-        if not hmac.compare_digest(_key_of(request), session.key.encode()):
+        shown = _key_of(request)
+        of_turns = hmac.compare_digest(shown, session.turns_key.encode())
+        if not (hmac.compare_digest(shown, session.key.encode()) or of_turns):
             raise Unauthenticated("the key is not that of this session")
+        if of_turns and not asks:
+            raise Unauthenticated(
+                "this key asks for turns alone", next_step="Show that of FLOTILLA_SESSION_KEY."
+            )
         return session
 
-    def _completion(self, dialect: Dialect) -> Handler:
-        async def completion(http: web.Request, session: Session) -> web.StreamResponse:
-            size = _length_of(http)
-            if self._bytes + size > MOST_BODIES_BYTES:
-                session.refused += 1
-                raise Exhausted(
-                    "the gateway is busy", why=f"requests of {self._bytes >> 20} MiB are answered now"
-                )
-            self._bytes += size
-            try:
-                request = await _read(http, dialect)
-                ask = session.ask(request)
-                with ask.awaited():
-                    return await _told(http, dialect, request.completion, ask)
-            finally:
-                self._bytes -= size
-
-        return completion
-
-    async def _rewards(self, http: web.Request, session: Session) -> web.StreamResponse:
-        given = await _body(http)
-        for name, value in given.items():
-            if name in (SUM_OF_TURNS, *session.given) or len(name) > LONGEST_NAME or not name.isprintable():
-                raise InvalidRequest(f"{name[:80]!r} is no name of a reward", where=name[:80])
-            if not is_number(value):
-                raise InvalidRequest(f"{name} is no finite number of at most {LARGEST_NUMBER:g}", where=name)
-        if len(session.rewards | given) > MOST_NUMBERS:
-            raise InvalidRequest(f"there are more than {MOST_NUMBERS} rewards")
-        session.rewards |= {name: float(value) for name, value in given.items()}
-        return web.json_response({"rewards": session.rewards})
+    @contextmanager
+    def _room(self, session: Session, size: int, asks: bool) -> Iterator[None]:
+        """Have room for a body, while it is read and answered; what `asks` for turns comes again where there is none."""
+        whole, own = sum(self._bytes.values()), self._bytes[session.id]
+        if own + size > MOST_OF_A_SESSION or whole + size > MOST_BODIES_BYTES:
+            session.refused += asks
+            raise Exhausted(
+                "the gateway is busy",
+                why=f"requests of {whole >> 20} MiB are answered now, {own >> 20} MiB of them of this session",
+            )
+        self._bytes[session.id] += size
+        try:
+            yield
+        finally:
+            self._bytes[session.id] -= size
+            self._bytes += Counter()  # without those that have none
 
     async def _next_task(self, http: web.Request) -> web.StreamResponse:
         """Give a task to an agent that serves many; no content where there is none for now."""
@@ -130,14 +144,20 @@ class Application:
         queue = self._sessions.queue_of(key)
         if queue is None:
             raise Unauthenticated("the key is that of no agents")
+        agent = hash_of(key)
+        queue.comes(agent)
         try:
             async with asyncio.timeout(TASK_LIMIT_S):
-                session = await queue.take(http.query.get("run", ""))
+                offer = await queue.take(http.query.get("run", ""))
         except TimeoutError:
             return web.Response(status=204)
-        session.taken_by = hash_of(key)
-        url = f"{http.url.origin()}/sessions/{session.id}"
-        return web.json_response({"session": {"url": url, "key": session.key}, "task": session.task})
+        with queue.given(offer, agent) as session:
+            url = f"{http.url.origin()}/sessions/{session.id}"
+            shown = {"url": url, "key": session.key, "turns_key": session.turns_key}
+            response = web.json_response({"session": shown, "task": session.task})
+            await response.prepare(http)
+            await response.write_eof()
+        return response
 
 
 def _refusing(
@@ -151,9 +171,8 @@ def _refusing(
             return await handler(request)
         except FlotillaError as error:
             refused = error
-        except web.HTTPRequestEntityTooLarge as error:
-            what = f"a request has at most {MOST_BODY_BYTES:,} bytes"
-            refused, status = InvalidRequest(what, next_step="Shorten the history."), error.status
+        except _Refused as error:
+            refused, status = error.error, error.status
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:  # the client is told that it failed, and the log says why
@@ -176,18 +195,33 @@ def _key_of(http: web.Request) -> bytes:
     return (http.headers.get("x-api-key") or bearer.removeprefix("Bearer ")).encode(errors="surrogateescape")
 
 
-def _length_of(http: web.Request) -> int:
+def _length_of(http: web.Request, most: int) -> int:
     """Return for how many bytes of a body there is to be room."""
     if http.content_length is None:
-        return MOST_BODY_BYTES
-    if http.content_length > MOST_BODY_BYTES:
-        raise web.HTTPRequestEntityTooLarge(MOST_BODY_BYTES, http.content_length)
+        return most if http.body_exists else 0
+    if http.content_length > most:
+        raise _too_large(most)
     return http.content_length
 
 
-async def _body(http: web.Request) -> dict[str, Any]:
-    _length_of(http)
-    return _object(await http.read())
+async def _body(http: web.Request, most: int) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(READ_LIMIT_S):
+            async for part in http.content.iter_any():
+                body += part
+                if len(body) > most:
+                    raise _too_large(most)
+    except TimeoutError:
+        late = f"the request did not arrive whole in {READ_LIMIT_S:g} s"
+        raise _Refused(web.HTTPRequestTimeout.status_code, InvalidRequest(late)) from None
+    return bytes(body)
+
+
+def _too_large(most: int) -> _Refused:
+    way = "Shorten the history." if most == MOST_BODY_BYTES else ""
+    error = InvalidRequest(f"such a request has at most {most:,} bytes", next_step=way)
+    return _Refused(web.HTTPRequestEntityTooLarge.status_code, error)
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -197,9 +231,18 @@ def _object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(error.what, why=error.why) from None
 
 
-async def _read(http: web.Request, dialect: Dialect) -> Request:
+def _completion(dialect: Dialect) -> Handler:
+    async def completion(http: web.Request, session: Session, body: bytes) -> web.StreamResponse:
+        request = _read(http, dialect, body)
+        ask = session.ask(request)
+        with ask.awaited():
+            return await _told(http, dialect, request.completion, ask)
+
+    return completion
+
+
+def _read(http: web.Request, dialect: Dialect, body: bytes) -> Request:
     """Return what a request asks for."""
-    body = await http.read()
     given = _object(body)
     completion = dialect.read(given)
     check(completion)
@@ -256,7 +299,7 @@ async def _streamed(http: web.Request, dialect: Dialect, asked: Completion, ask:
     return response
 
 
-async def _models(http: web.Request, session: Session) -> web.StreamResponse:
+async def _models(http: web.Request, session: Session, body: bytes) -> web.StreamResponse:
     """List the one model, as clients of either vendor read it."""
     one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "flotilla"}
     one |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
@@ -264,13 +307,26 @@ async def _models(http: web.Request, session: Session) -> web.StreamResponse:
     return web.json_response({"object": "list", "data": [one], **pages})
 
 
-async def _task(http: web.Request, session: Session) -> web.StreamResponse:
+async def _task(http: web.Request, session: Session, body: bytes) -> web.StreamResponse:
     return web.json_response(session.task)
 
 
-async def _end(http: web.Request, session: Session) -> web.StreamResponse:
+async def _rewards(http: web.Request, session: Session, body: bytes) -> web.StreamResponse:
+    given = _object(body)
+    for name, value in given.items():
+        if name in (SUM_OF_TURNS, *session.given) or len(name) > LONGEST_NAME or not name.isprintable():
+            raise InvalidRequest(f"{name[:80]!r} is no name of a reward", where=name[:80])
+        if not is_number(value):
+            raise InvalidRequest(f"{name} is no finite number of at most {LARGEST_NUMBER:g}", where=name)
+    if len(session.rewards | given) + len(session.given) > MOST_NUMBERS:
+        raise InvalidRequest(f"there are more than {MOST_NUMBERS} rewards, with those of the run itself")
+    session.rewards |= {name: float(value) for name, value in given.items()}
+    return web.json_response({"rewards": session.rewards})
+
+
+async def _end(http: web.Request, session: Session, body: bytes) -> web.StreamResponse:
     """End a session; an agent that failed says why."""
-    given = await _body(http) if http.can_read_body else {}
+    given = _object(body) if body else {}
     if failure := given.get("failure"):
         session.failure = (str(failure)[:LONGEST_FAILURE], str(given.get("traceback", ""))[-LONGEST_FAILURE:])
     session.ended.set()

@@ -82,6 +82,8 @@ class Session:
     def __init__(self, task: Mapping[str, Any]) -> None:
         self.id = secrets.token_hex(12)
         self.key = f"flotilla-{secrets.token_urlsafe(KEY_BYTES)}"
+        self.turns_key = f"flotilla-{secrets.token_urlsafe(KEY_BYTES)}"
+        """Asks for turns, and for nothing else: not for rewards either."""
         self.task = task
         self.rewards: dict[str, float] = {}
         """The rewards that the agent gave, by name."""

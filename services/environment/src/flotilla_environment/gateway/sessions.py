@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from flotilla_core.errors import FailedPrecondition, NotFound
@@ -19,37 +21,58 @@ MOST_REMEMBERED = 10_000
 """Sessions that are over and still known."""
 
 
+@dataclass(eq=False)
+class Offer:
+    """A task that waits for an agent."""
+
+    run_id: str
+    session: Session
+    taken: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
 class Queue:
     """The tasks that wait for agents that serve many."""
 
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[str, Session, asyncio.Future[None]]] = deque()
-        self._changed = asyncio.Condition()
+    def __init__(self, comes: Callable[[bytes], None] = lambda _: None) -> None:
+        """`comes` is told the hash of the key of each agent that asks for a task."""
+        self.comes = comes
+        self._waiting: deque[Offer] = deque()
+        self._changed = asyncio.Event()
 
     async def offer(self, run_id: str, session: Session) -> None:
         """Wait until an agent has taken the task of a session."""
-        taken = asyncio.get_running_loop().create_future()
-        entry = (run_id, session, taken)
-        self._waiting.append(entry)
+        one = Offer(run_id, session)
+        self._waiting.append(one)
+        self._changed.set()
         try:
-            async with self._changed:
-                self._changed.notify_all()
-            await taken
+            await one.taken
         finally:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
+            if one in self._waiting:
+                self._waiting.remove(one)
 
-    async def take(self, run_id: str) -> Session:
-        """Return the session of the task that waits for the longest time; of one run where it is named."""
-        async with self._changed:
-            while True:
-                for entry in self._waiting:
-                    own, session, taken = entry
-                    if run_id in ("", own) and not taken.done():
-                        self._waiting.remove(entry)
-                        taken.set_result(None)
-                        return session
-                await self._changed.wait()
+    async def take(self, run_id: str) -> Offer:
+        """Return the task that waits for the longest time, of one run where it is named; for `given`."""
+        while True:
+            for one in self._waiting:
+                if run_id in ("", one.run_id) and not one.taken.done():
+                    self._waiting.remove(one)
+                    return one
+            self._changed.clear()
+            await self._changed.wait()
+
+    @contextmanager
+    def given(self, one: Offer, agent: bytes) -> Iterator[Session]:
+        """Give a task to an agent, as the hash of its key; where the block raises, it is the next one for others."""
+        one.session.taken_by = agent
+        try:
+            yield one.session
+            if not one.taken.done():
+                one.taken.set_result(None)
+        finally:
+            if not one.taken.done():
+                one.session.taken_by = b""
+                self._waiting.appendleft(one)
+                self._changed.set()
 
 
 class Sessions:
