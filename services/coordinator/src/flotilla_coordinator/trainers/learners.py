@@ -187,7 +187,7 @@ class Learners:
         self, folder: Path, *, fresh_optimizer: bool = False, fresh_objective: bool = False
     ) -> bytes:
         """Load a checkpoint into every learning session; return the state that it was saved with."""
-        parts = [(self.policy, folder)]
+        parts: list[tuple[LearningSession, Path]] = [(self.policy, folder)]
         if self.critic is not None:
             parts.append((self.critic, folder / CRITIC))
         loads = [
