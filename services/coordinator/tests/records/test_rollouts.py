@@ -23,7 +23,7 @@ from flotilla_coordinator.records.rollouts import RolloutRecord, schema
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample, recorded_group
 from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config import DataConfig
-from flotilla_core.errors import FlotillaError, InvalidConfig
+from flotilla_core.errors import AlreadyExists, FlotillaError, InvalidConfig
 from flotilla_core.version import Version
 
 DIGEST = "of-this-tokenizer"
@@ -118,6 +118,21 @@ def test_a_repeated_step_replaces_its_file_and_one_without_samples_writes_none(t
     assert record.write(replace(BATCH, step=5, groups=[]), Version(2, 5)) is None
     (path,) = tmp_path.iterdir()
     assert pq.read_table(path).num_rows == 2
+
+
+def test_a_folder_holds_the_samples_of_one_model_and_of_one_way_to_draw_them(tmp_path: Path) -> None:
+    record = RolloutRecord(tmp_path, "run", 1.0, DIGEST, "version 1.4 of run")
+    record.require_own()
+    record.write(BATCH, Version(1, 4))
+    record.require_own()
+    assert len(read(tmp_path).prompts) == 2
+    for drawn_by in ("version 1.5 of run", ""):
+        with pytest.raises(AlreadyExists, match=r"step-000004\.parquet.*drawn by version 1\.4 of run"):
+            replace(record, drawn_by=drawn_by).require_own()
+    record.path_of(4).unlink()
+    replace(record, drawn_by="").write(BATCH, Version(1, 4))
+    with pytest.raises(AlreadyExists, match="drawn by a run"):
+        record.require_own()
 
 
 def test_every_column_of_a_sample_is_recorded_or_is_made_anew() -> None:
