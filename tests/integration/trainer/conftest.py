@@ -155,10 +155,9 @@ class Trainer:
         assert found == ["snapshot", "durable"]
         return last.durable
 
-    async def load(self, folder: Path) -> pb.LoadCheckpointResponse:
-        return await self.call(
-            "LoadCheckpoint", pb.LoadCheckpointRequest(run_id=self.run_id, path=str(folder))
-        )
+    async def load(self, folder: Path, **anew: bool) -> pb.LoadCheckpointResponse:
+        request = pb.LoadCheckpointRequest(run_id=self.run_id, path=str(folder), **anew)
+        return await self.call("LoadCheckpoint", request)
 
     async def open_group(
         self,

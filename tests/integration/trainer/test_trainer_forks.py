@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from flotilla_coordinator.runs.checkpoints import Progress
 from flotilla_coordinator.runs.fork import Forked
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
 from flotilla_core.config import RunConfig
+from flotilla_core.config.data import CurriculumConfig
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.version import Version
 
@@ -62,9 +62,17 @@ def forked(original: Original, target: Path, *, fresh: bool = False, **changes: 
     return shelf.folder(original.folder.name)
 
 
+async def load(trainer: Any, folder: Path) -> pb.LoadCheckpointResponse:
+    """Load what counts of a checkpoint, as a coordinator asks for it."""
+    progress = Progress.of(folder)
+    return await trainer.load(
+        folder, fresh_optimizer=progress.fresh_optimizer, fresh_objective=progress.fresh_objective
+    )
+
+
 async def losses_from(trainer: Any, groups_of: MakeGroups, folder: Path | None, start: int) -> list[float]:
     if folder is not None:
-        assert Version.from_proto((await trainer.load(folder)).policy_version) == Version(1, SAVED_AT)
+        assert Version.from_proto((await load(trainer, folder)).policy_version) == Version(1, SAVED_AT)
     return [
         (await trainer.train(step - SAVED_AT + start, groups_of(SIZES, seed=step), lineage=1)).metrics["loss"]
         for step in range(SAVED_AT, STEPS)
@@ -102,23 +110,18 @@ async def test_a_fork_takes_no_room_and_leaves_the_original_as_it_was(
     folder = forked(original, tmp_path, fresh=True)
     copied = Manifest.verified(folder)
     assert Manifest.verified(original.folder) == before
-    assert {name for name in before.files if copied.files[name] != before.files[name]} == {
-        "coordinator.json",
-        "trainer.json",
-    }
+    assert {name for name in before.files if copied.files[name] != before.files[name]} == {"coordinator.json"}
     shared = [name for name in before.files if (folder / name).samefile(original.folder / name)]
-    assert len(shared) == len(before.files) - 2
-    assert Progress.of(folder) == Progress("fork", SAVED_AT, Version(0, SAVED_AT), CURSOR)
-    assert json.loads((folder / "trainer.json").read_text())["forked"] == {
-        "optimizer": True,
-        "objective": False,
-    }
+    assert len(shared) == len(before.files) - 1
+    assert Progress.of(folder) == Progress(
+        "fork", SAVED_AT, Version(0, SAVED_AT), CURSOR, fresh_optimizer=True
+    )
 
 
 async def test_another_objective_starts_with_what_it_has_not_adapted(
     original: Original, two_ranks: Any, groups_of: MakeGroups, policy_of: Any, tmp_path: Path
 ) -> None:
-    """A policy's coefficient is not in a checkpoint of supervised learning."""
+    """A policy's coefficient is not in a checkpoint of supervised learning, nor in a fork of its fork."""
     await two_ranks.open("sft", **SPEC)
     state = Progress("run", 0, Version(0, 0), None).to_bytes()
     saved = tmp_path / "taught" / CheckpointShelf.name_of(0)
@@ -126,11 +129,27 @@ async def test_another_objective_starts_with_what_it_has_not_adapted(
     taught = run(algorithm={"type": "sft"}, rewards=[])
     shelf = CheckpointShelf(tmp_path / "fork")
     made = Forked.of("fork", saved, taught, run(), fresh_optimizer=False)
-    assert made.fresh_objective and made.fresh_data
+    assert made.progress.fresh_objective and made.fresh_data
     made.write(shelf)
-    await two_ranks.open(policy_of(), lineage=1, **SPEC)
-    await two_ranks.load(shelf.folder(saved.name))
-    assert (await two_ranks.train(0, groups_of(SIZES), lineage=1)).metrics["loss"]
+    of_fork = CheckpointShelf(tmp_path / "fork of the fork")
+    Forked.of("third", shelf.folder(saved.name), run(), run(), fresh_optimizer=False).write(of_fork)
+    for own in (shelf, of_fork):
+        await two_ranks.open(policy_of(), lineage=1, **SPEC)
+        await load(two_ranks, own.folder(saved.name))
+        assert (await two_ranks.train(0, groups_of(SIZES), lineage=1)).metrics["loss"]
+
+
+async def test_a_fork_of_a_fork_begins_anew_what_the_fork_began_anew(
+    original: Original, tmp_path: Path
+) -> None:
+    fork = forked(original, tmp_path / "fork", fresh=True, algorithm={"type": "rloo"})
+    rloo = run(algorithm={"type": "rloo"})
+    shelf = CheckpointShelf(tmp_path / "third")
+    made = Forked.of("third", fork, rloo, rloo, fresh_optimizer=False)
+    assert "begins without moments" in made.described
+    made.write(shelf)
+    begun = Progress.of(shelf.folder(fork.name))
+    assert begun.fresh_optimizer and begun.fresh_objective
 
 
 @pytest.mark.parametrize(
@@ -149,6 +168,23 @@ async def test_a_fork_that_cannot_continue_is_refused(
     with pytest.raises(InvalidConfig, match=said):
         forked(original, tmp_path, **changes)
     assert not any(tmp_path.iterdir())
+
+
+async def test_a_level_that_goes_by_rewards_is_not_begun_again_in_silence(
+    original: Original, tmp_path: Path
+) -> None:
+    before = run(
+        data={"train": "reasoning_gym:countdown?levels=0-4", "curriculum": {"reward": 0.8, "prompts": 64}}
+    )
+
+    def taken_from(after: RunConfig) -> Forked:
+        return Forked.of("fork", original.folder, before, after, fresh_optimizer=False)
+
+    with pytest.raises(InvalidConfig, match="the level of the data that the run has reached is unknown"):
+        taken_from(before)
+    by_steps = before.data.model_copy(update={"curriculum": CurriculumConfig(every_steps=50)})
+    for after in (before.model_copy(update={"seed": 1}), before.model_copy(update={"data": by_steps})):
+        assert taken_from(after).fresh_data
 
 
 async def test_other_data_or_another_seed_begins_at_the_start_of_the_data(

@@ -61,7 +61,7 @@ def recorded(batch: Batch, folder: Path) -> list[RolloutGroup]:
     """The batch as a later run reads it."""
     RolloutRecord(folder, "run", TEMPERATURE, "digest").write(batch, Version(0, 0))
     config = DataConfig(train=folder, recorded=True)
-    tokenizer: Any = SimpleNamespace(digest="digest")
+    tokenizer: Any = SimpleNamespace(digest="digest", vocabulary_size=1 << 20)
     asked = {"temperature": TEMPERATURE, "least_samples": 2, "greedy": False}
     file = load_recorded(folder, config, tokenizer, None, **asked)
     return [recorded_group("later", prompt) for prompt in file.prompts]

@@ -69,7 +69,8 @@ def replay(
 
 def _recorded(directory: Path, sample_id: str) -> tuple[Prompt, RecordedSample]:
     """Return the prompt and the episode of a sample that its run recorded."""
-    from flotilla_coordinator.data.recorded import open_recorded, prompt_of
+    from flotilla_coordinator.data.recorded import open_recorded
+    from flotilla_coordinator.data.recorded_rows import prompt_of
     from flotilla_coordinator.records.rollouts import FOLDER
 
     record = directory / FOLDER

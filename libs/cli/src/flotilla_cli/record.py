@@ -2,14 +2,17 @@
 
 Invariants: nothing is trained, and no run is written to. Samples are those that a run with this file would draw from
 the model if it learned nothing: the same prompts, groups and seeds. A step is a file, whole or not there; a call that
-finds files of some steps draws the others. A sample without a reward is left out and counted, and too many of them end
-the command as they end a run.
+finds files of some steps draws the others, and is refused where they are of another model or of other settings. A
+sample without a reward, and a group that is too small without it, are left out and counted; too many of them end the
+command as they end a run.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import aclosing
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,8 +34,8 @@ from flotilla_coordinator.rollouts.group import FinishedGroup
 from flotilla_coordinator.rollouts.scoring import Scorer, score_item
 from flotilla_coordinator.rollouts.source import refuse_failing_rewards
 from flotilla_core import ids
-from flotilla_core.config import RunConfig, StackConfig, load, load_text
-from flotilla_core.errors import InvalidConfig
+from flotilla_core.config import PolicyConfig, RunConfig, StackConfig, dump_yaml, load, load_text
+from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_data.tokenizer import Tokenizer
 
@@ -108,7 +111,10 @@ async def _recorded(subject: Subject, config: RunConfig, fleet: StackConfig, fol
     tokenizer, rollout = Tokenizer.load(subject.folder), config.rollout
     data = training_data(config, copies_folder(fleet))
     prompts = PromptSource(config.data, tokenizer, config.seed, data)
-    kept = RolloutRecord(folder, subject.run_id, rollout.sampling.temperature, tokenizer.digest)
+    kept = RolloutRecord(
+        folder, subject.run_id, rollout.sampling.temperature, tokenizer.digest, _drawn_by(subject, config)
+    )
+    kept.require_own()
     samples = steps = 0
     if all(kept.path_of(step).exists() for step in range(config.steps)):
         say(f"all {config.steps} steps are there already")
@@ -124,17 +130,37 @@ async def _recorded(subject: Subject, config: RunConfig, fleet: StackConfig, fol
                 _group(subject, config, prompt, step, sampler, scorer) for prompt in drawn
             )
             refuse_failing_rewards(subject.run_id, step, finished, rollout)
-            groups = [one.group for one in finished if one.group.samples]
-            batch = Batch(step, groups, prompts.cursor)
+            batch = Batch(step, recordable(finished, config, step), prompts.cursor)
             kept.write(batch, subject.version)
             samples, steps = samples + len(batch.samples), steps + 1
             mean = sum(one.reward for one in batch.samples) / len(batch.samples)
-            left_out = sum(one.dropped for one in finished)
-            without = f", {left_out} without a reward" if left_out else ""
+            left_out = rollout.prompts_per_step * rollout.samples_per_prompt - len(batch.samples)
+            without = f", {left_out} left out" if left_out else ""
             say(
                 f"step {step + 1} of {config.steps}: {len(batch.samples)} samples{without}, mean reward {mean:.4g}"
             )
     return {"steps": steps, "samples": samples}
+
+
+def _drawn_by(subject: Subject, config: RunConfig) -> str:
+    """Return what samples depend on: the model, and the file but for its name and the number of its steps."""
+    settings = dump_yaml(config.model_copy(update={"name": "", "steps": 1}))
+    digest = blake2b(settings.encode(), digest_size=8).hexdigest()
+    return f"{subject.folder}, version {subject.version} of {subject.run_id}, by settings {digest}"
+
+
+def recordable(finished: Sequence[FinishedGroup], config: RunConfig, step: int) -> list[RolloutGroup]:
+    """Return the groups with as many samples as the advantage compares; raise where there is none."""
+    assert isinstance(config.algorithm, PolicyConfig), "samples are drawn for a policy"
+    least = config.algorithm.advantage.needed_group_samples
+    groups = [one.group for one in finished if len(one.group.samples) >= least]
+    if not groups:
+        raise FailedPrecondition(
+            f"step {step + 1} has no group to record",
+            why=f"none of its {len(finished)} groups has {least} samples with a reward, as the algorithm compares",
+            next_step="look at the rewards with `flotilla reward test`, or raise rollout.samples_per_prompt",
+        )
+    return groups
 
 
 async def _group(

@@ -148,7 +148,7 @@ def _rescored(
 
 def _outcomes(rows: Sequence[Row], config: RunConfig, stack: StackConfig) -> list[Outcome]:
     """Score rows of whole groups."""
-    from flotilla_coordinator.data.recorded import prompt_of
+    from flotilla_coordinator.data.recorded_rows import prompt_of
     from flotilla_coordinator.rollouts.scoring import score_item, weigh
 
     items: list[ScoreItem] = []

@@ -1,8 +1,9 @@
 """Keeps plain copies of data files that cannot be read where they stand, and the rows of tasks.
 
 Invariants: a copy is made once, under the digest of the content, by a process within bounds
-(`flotilla_data.decoding`): this one decodes nothing that another author packed. A file that somebody writes meanwhile
-gets no copy. Rows of tasks are made once likewise, under a digest of all that they depend on.
+(`flotilla_data.decoding`): this one decodes nothing that another author packed. One such process makes the copies of
+all files of a data set, because to start it takes longer than most files. A file that somebody writes meanwhile gets no
+copy. Rows of tasks are made once likewise, under a digest of all that they depend on.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -39,10 +40,17 @@ CPU_S_PER_ROW = 20.0
 BYTES_PER_ROW = 1 << 20
 
 
-def copy_of(file: Identity, copies: Path) -> Path:
+def decoder_of(files: Sequence[Identity]) -> BoundedProcess:
+    """Return the process that decodes these files; it starts with the first one that has no copy."""
+    size = max((file.size for file in files), default=0)
+    bounds = Bounds(MEMORY_BYTES, LEAST_CPU_S + CPU_S_PER_MIB * size / 2**20, file_bytes=_most_unpacked(size))
+    return BoundedProcess("flotilla_data.decoding:write_plainly", bounds)
+
+
+def copy_of(file: Identity, copies: Path, decoder: BoundedProcess) -> Path:
     """Return the copy of a file, and make it where there is none of this content."""
     suffix = ".arrow" if has_columns(file.path) else ".jsonl"
-    return _kept(copies / f"{content_digest(file)}{suffix}", lambda made: _write(file, made))
+    return _kept(copies / f"{content_digest(file)}{suffix}", lambda made: _write(file, made, decoder))
 
 
 def rows_of_tasks(source: TaskSource, split: str, copies: Path) -> Path:
@@ -105,13 +113,14 @@ def _generate(source: TaskSource, split: str, target: Path) -> None:
         ) from None
 
 
-def _write(file: Identity, target: Path) -> None:
-    path, size = file.path, file.size
-    most = max(LEAST_UNPACKED_BYTES, size * UNPACKED_BYTES_PER_BYTE)
-    bounds = Bounds(MEMORY_BYTES, LEAST_CPU_S + CPU_S_PER_MIB * size / 2**20, file_bytes=most)
+def _most_unpacked(size: int) -> int:
+    return max(LEAST_UNPACKED_BYTES, size * UNPACKED_BYTES_PER_BYTE)
+
+
+def _write(file: Identity, target: Path, decoder: BoundedProcess) -> None:
+    path = file.path
     try:
-        with BoundedProcess("flotilla_data.decoding:write_plainly", bounds) as process:
-            process.ask({"path": str(path), "target": str(target), "most_bytes": most})
+        decoder.ask({"path": str(path), "target": str(target), "most_bytes": _most_unpacked(file.size)})
     except OutOfBounds as error:
         raise InvalidConfig(
             "the data file cannot be decoded within bounds",

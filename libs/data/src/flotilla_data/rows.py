@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flotilla_core.bounded_process import BoundedProcess
 from flotilla_core.errors import FailedPrecondition, InvalidConfig
 from flotilla_core.files import open_regular
 from flotilla_core.generated_tasks import PACKAGE, TaskSource, is_generated, package_version
 from flotilla_core.json_text import json_object
 from flotilla_data.columns import is_sent_as_text
-from flotilla_data.copies import copy_of, rows_of_tasks
+from flotilla_data.copies import copy_of, decoder_of, rows_of_tasks
 from flotilla_data.files import Identity, content_digest, data_files, identity
 from flotilla_data.formats import (
     LONGEST_LINE,
@@ -312,20 +313,21 @@ def open_rows(source: Path, split: str, copies: Path | None) -> Rows:
 @lru_cache(maxsize=8)
 def _opened(source: Path, files: tuple[Identity, ...], copies: Path) -> Rows:
     """Open files once while they do not change: a plan and its run read the same ones."""
-    rows = Rows(source, files, [_rows_of(file, copies) for file in files])
+    with decoder_of(files) as decoder:
+        rows = Rows(source, files, [_rows_of(file, copies, decoder) for file in files])
     if len(rows) > MOST_ROWS:
         raise too_many_rows(source)
     return rows
 
 
-def _rows_of(file: Identity, copies: Path) -> FileRows:
+def _rows_of(file: Identity, copies: Path, decoder: BoundedProcess) -> FileRows:
     path = file.path
     try:
         if has_columns(path):
-            return ArrowRows(copy_of(file, copies), path)
+            return ArrowRows(copy_of(file, copies, decoder), path)
         if has_plain_lines(path):
             return LineRows(path, path, "line")
-        return LineRows(copy_of(file, copies), path, "row" if ".json" in path.suffixes else "line")
+        return LineRows(copy_of(file, copies, decoder), path, "row" if ".json" in path.suffixes else "line")
     except OSError as error:
         raise unreadable(path, error) from None
 

@@ -10,22 +10,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.data.prompts import PromptFile
 from flotilla_coordinator.data.recorded import load_recorded
+from flotilla_coordinator.data.recorded_columns import Doubt, SampleColumns
 from flotilla_coordinator.ledger.records import Branch, Episode, TokenSpan
 from flotilla_coordinator.records.rollouts import RolloutRecord, schema
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample, recorded_group
 from flotilla_coordinator.trainers.messages import fill
 from flotilla_core.config import DataConfig
-from flotilla_core.errors import FlotillaError, InvalidConfig
+from flotilla_core.errors import AlreadyExists, FlotillaError, InvalidConfig
 from flotilla_core.version import Version
 
 DIGEST = "of-this-tokenizer"
-ANY: Any = SimpleNamespace(digest=DIGEST)
+ANY: Any = SimpleNamespace(digest=DIGEST, vocabulary_size=99)
 
 
 def sample(name: str, tokens: int, **changes: Any) -> RolloutSample:
@@ -118,12 +120,27 @@ def test_a_repeated_step_replaces_its_file_and_one_without_samples_writes_none(t
     assert pq.read_table(path).num_rows == 2
 
 
+def test_a_folder_holds_the_samples_of_one_model_and_of_one_way_to_draw_them(tmp_path: Path) -> None:
+    record = RolloutRecord(tmp_path, "run", 1.0, DIGEST, "version 1.4 of run")
+    record.require_own()
+    record.write(BATCH, Version(1, 4))
+    record.require_own()
+    assert len(read(tmp_path).prompts) == 2
+    for drawn_by in ("version 1.5 of run", ""):
+        with pytest.raises(AlreadyExists, match=r"step-000004\.parquet.*drawn by version 1\.4 of run"):
+            replace(record, drawn_by=drawn_by).require_own()
+    record.path_of(4).unlink()
+    replace(record, drawn_by="").write(BATCH, Version(1, 4))
+    with pytest.raises(AlreadyExists, match="drawn by a run"):
+        record.require_own()
+
+
 def test_every_column_of_a_sample_is_recorded_or_is_made_anew() -> None:
     """A new field of a sample is recorded, unless other gangs fill it before an update."""
     scored_anew = {"values", "value_after", "reference_logprobs"} | {
         one.name for one in fields(RolloutSample) if one.name.startswith("teacher_")
     }
-    of_this_attempt = {"instance_ids", "outcome", "played", "greedy"}
+    of_this_attempt = {"instance_ids", "generator_s", "outcome", "played", "greedy"}
     named_otherwise = {
         "text": "response",
         "spans": "versions",
@@ -154,11 +171,12 @@ def without(**changes: Any) -> Callable[[RolloutSample], RolloutSample]:
     ("spoil", "conditions", "said"),
     [
         (without(), {"temperature": 0.7}, "drawn at temperature 1, and the run computes with 0.7"),
-        (without(), {"least_samples": 3}, "the group has 2 sample(s)"),
         (without(), {"greedy": True}, "no reward of a greedy response"),
         (without(logprobs=None), {}, "column 'logprobs' is missing"),
         (without(logprobs=np.zeros(2, np.float32)), {}, "5 tokens, and 2 numbers in column 'logprobs'"),
         (without(reward=float("nan")), {}, "column 'reward' is no number"),
+        (without(), {"reward_terms": 3}, "the sample has 2 reward_terms, and 3 are weighed"),
+        (without(), {"states": True}, "the sample has no turn_states"),
     ],
 )
 def test_a_sample_that_cannot_be_trained_is_refused_by_its_row(
@@ -220,6 +238,78 @@ def test_a_row_that_holds_something_else_is_refused_by_its_line(
     lines.write_text("".join(json.dumps(row) + "\n" for row in (first | changes, *others)))
     with pytest.raises(InvalidConfig, match=r"no recorded sample.*lines\.jsonl, line 1"):
         read(lines)
+    try:
+        table = pa.Table.from_pylist([first | changes, *others])
+    except pa.ArrowException:  # no column can hold both
+        return
+    pq.write_table(table, path)
+    with pytest.raises(InvalidConfig, match=r"no recorded sample.*parquet, row "):
+        read(path)
+
+
+def test_columns_of_a_record_leave_no_doubt_and_tell_what_its_rows_tell(tmp_path: Path) -> None:
+    path = RolloutRecord(tmp_path, "run", 1.0, DIGEST).write(BATCH, Version(1, 4))
+    assert path is not None
+    table = pq.read_table(path)
+    (piece,) = table.to_batches()
+    columns = SampleColumns(piece)
+    assert columns.groups == ["run/0/11"] * 2 + ["run/0/2"] * 2
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    for file in read(path), read(lines):
+        assert file.longest_brought == columns.longest == 8 + 5
+        assert file.longest_prompt == len("run/0/11")
+    for name in ("prompt", "token_ids", "logprobs", "reward"):
+        with pytest.raises(Doubt):
+            SampleColumns(piece.drop_columns([name]))
+
+
+def rewritten(folder: Path, rows: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Path:
+    """A record with other rows."""
+    path = RolloutRecord(folder, "run", 1.0, DIGEST).write(BATCH, Version(1, 4))
+    assert path is not None
+    pq.write_table(pa.Table.from_pylist(rows(pq.read_table(path).to_pylist()), schema()), path)
+    return path
+
+
+def test_rows_of_a_group_that_others_part_are_refused(tmp_path: Path) -> None:
+    path = rewritten(tmp_path, lambda rows: [rows[place] for place in (0, 2, 1, 3)])
+    with pytest.raises(InvalidConfig, match=r"row 3\): rows of group run/0/11 came before"):
+        read(path)
+
+
+def test_rows_of_a_group_have_one_prompt(tmp_path: Path) -> None:
+    path = rewritten(tmp_path, lambda rows: [rows[0], rows[1] | {"prompt_token_ids": [1]}, *rows[2:]])
+    with pytest.raises(InvalidConfig, match=r"row 2\): its prompt is another one"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer": None, "token_ids": [98, 99, 1, 2, 3]}, "tokens of another tokenizer"),
+        ({"branches": [{"start": 0, "prompt_token_ids": [1]}], "ending": ""}, "branches, .* and no ending"),
+    ],
+)
+def test_tokens_that_would_be_trained_in_another_place_are_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    path = rewritten(tmp_path, lambda rows: [rows[0] | changes, *rows[1:]])
+    with pytest.raises(InvalidConfig, match=said):
+        read(path)
+
+
+def test_a_group_that_is_smaller_than_the_advantage_compares_is_left_out_and_counted(tmp_path: Path) -> None:
+    path = rewritten(tmp_path, lambda rows: rows[1:])
+    file = read(path)
+    assert (file.rows, file.kept) == (2, 1)
+    small, whole = file.read([0, 1])
+    assert small is None and whole is not None and whole.index == 1
+    (remark,) = file.remarks
+    assert "1 of 2 recorded groups" in remark and "fewer than the 2 samples" in remark
+    assert read(path, least_samples=1).kept == 2
+    with pytest.raises(InvalidConfig, match="no group has 3 samples or more"):
+        read(path, least_samples=3)
 
 
 def test_samples_of_another_tokenizer_and_rows_of_prompts_are_refused(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ class Session:
     fails: FlotillaError | None = None
     opened: bool = False
     opened_anew: bool = False
+    anew: dict[str, bool] = field(default_factory=dict)
+    """What of the checkpoint does not count."""
     version: Version = ANEW
 
     async def left(self) -> pb.GetSessionResponse | None:
@@ -67,7 +69,8 @@ class Session:
     async def open(self) -> None:
         self.opened = self.opened_anew = True
 
-    async def load(self, folder: Path) -> bytes:
+    async def load(self, folder: Path, **anew: bool) -> bytes:
+        self.anew = anew
         return (folder / "coordinator.json").read_bytes()
 
 
@@ -200,6 +203,14 @@ async def test_any_other_session_is_left_for_a_checkpoint(
     assert run.session.opened_anew and run.begun
     assert "checkpoint step-000002" in run.told[-1]
     assert (await ledger.get_run(RUN)).version == Version(2, 2)
+
+
+async def test_a_fork_that_returns_to_its_first_checkpoint_begins_anew_what_it_began_anew(run: Run) -> None:
+    begun = Progress(RUN, 2, Version(1, 2), None, fresh_optimizer=True)
+    (run.checkpoints.shelf.folder("step-000002") / "coordinator.json").write_bytes(begun.to_bytes())
+    run.session.found = None
+    await run.begin()
+    assert run.session.anew == {"fresh_optimizer": True, "fresh_objective": False}
 
 
 @pytest.mark.parametrize("kind", [Unavailable, RankFailed, DeadlineExceeded, Cancelled])

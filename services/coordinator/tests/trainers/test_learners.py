@@ -51,7 +51,8 @@ class Session:
         shelf.publish(folder.name)
         yield pb.SaveCheckpointResponse(durable=pb.CheckpointDurable(path=str(folder), bytes=nbytes))
 
-    async def load(self, folder: Path) -> bytes:
+    async def load(self, folder: Path, *, fresh_optimizer: bool, fresh_objective: bool) -> bytes:
+        assert not fresh_optimizer and not fresh_objective
         Manifest.verified(folder)
         await asyncio.sleep(0)
         self.loaded.append(folder)

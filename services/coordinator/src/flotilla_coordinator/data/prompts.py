@@ -189,6 +189,21 @@ class PromptFile:
         """The most tokens that a prompt can have."""
         return max((len(prompt.token_ids) for prompt in self._by_row if prompt is not None), default=0)
 
+    @property
+    def remarks(self) -> Iterator[str]:
+        """Say which rows are left out because they are bad, for plans and notices."""
+        bad = self.bad
+        if bad.numbers:
+            yield (
+                f"{len(bad.numbers):,} of {bad.total:,} rows of {bad.source} are bad and left out "
+                f"(data.max_bad_rows is {bad.most:g}): {'; '.join(bad.named)}"
+            )
+
+    @property
+    def longest_brought(self) -> int:
+        """The tokens of the longest sequence that comes with the data: a prompt with what follows it."""
+        return max(tokens for chunk in self.chunks() for prompt in chunk for tokens in prompt.brought_tokens)
+
     def read(self, numbers: Sequence[int]) -> list[Prompt | None]:
         """Return the prompts of these rows; None for those that are left out."""
         return [self._by_row[number] for number in numbers]

@@ -35,6 +35,7 @@ from flotilla_core.config import (
     StackConfig,
     TrainingSet,
 )
+from flotilla_core.config.advantages import GdpoAdvantage, GigpoAdvantage
 from flotilla_core.config.document import describe
 from flotilla_core.config.training import AskedTeachers
 from flotilla_core.errors import InvalidConfig
@@ -101,6 +102,11 @@ class JoinedSets(PromptFile):
         """The most tokens that a prompt can have."""
         return max(one.file.longest_prompt for one in self._sets)
 
+    @property
+    def longest_brought(self) -> int:
+        """The tokens of the longest sequence that comes with the data: a prompt with what follows it."""
+        return max(one.file.longest_brought for one in self._sets)
+
     def read(self, numbers: Sequence[int]) -> list[Prompt | None]:
         """Return the prompts of these rows, which ascend."""
         return [prompt for one, own in self._own(numbers) for prompt in one.read(own)]
@@ -164,12 +170,15 @@ def training_data(config: RunConfig, copies: Path | None = None) -> Load:
     """Return the reader of `data.train`; a client that makes the steps brings its pairs itself."""
     algorithm = config.algorithm
     if isinstance(algorithm, PolicyConfig) and config.data.recorded:
+        advantage = algorithm.advantage
         return partial(
             load_recorded,
             copies=copies,
             temperature=config.rollout.sampling.temperature,
-            least_samples=algorithm.advantage.needed_group_samples,
-            greedy=algorithm.advantage.needs_greedy_reward,
+            least_samples=advantage.needed_group_samples,
+            greedy=advantage.needs_greedy_reward,
+            reward_terms=len(advantage.weights) if isinstance(advantage, GdpoAdvantage) else 0,
+            states=isinstance(advantage, GigpoAdvantage),
         )
     asked = algorithm.asked_teachers if isinstance(algorithm, PolicyConfig) else None
     if asked is not None and asked.teacher_field is None:
@@ -297,11 +306,6 @@ class _ChosenTeacher:
 
 
 def data_remarks(files: Sequence[PromptFile]) -> Iterator[str]:
-    """Say which rows are left out because they are bad, for plans and notices."""
+    """Say what is left out, for plans and notices."""
     for file in files:
-        bad = file.bad
-        if bad.numbers:
-            yield (
-                f"{len(bad.numbers):,} of {bad.total:,} rows of {bad.source} are bad and left out "
-                f"(data.max_bad_rows is {bad.most:g}): {'; '.join(bad.named)}"
-            )
+        yield from file.remarks

@@ -19,7 +19,7 @@ from flotilla_coordinator.data.training_sets import LoadedSet, data_remarks, rea
 from flotilla_coordinator.plan.chapter import STARTING_WEIGHTS, Entries, Line, shown_bytes
 from flotilla_coordinator.plan.gpu_memory import token_bytes
 from flotilla_coordinator.plan.model_facts import ModelFacts, SequenceLimit
-from flotilla_coordinator.plan.run_facts import RunFacts, longest_given
+from flotilla_coordinator.plan.run_facts import RunFacts
 from flotilla_coordinator.plan.trainer_memory import BYTES, MASTER
 from flotilla_core.config import RunConfig, bucket_size_mib
 from flotilla_core.findings import warning
@@ -171,7 +171,7 @@ def evaluation_chapter(run: RunFacts) -> Entries:
         )
         yield from overlap_warnings(run.data, file, name, config.environment is not None)
         if pairs:
-            yield from run.limit.answers_beyond(longest_given(file))
+            yield from run.limit.answers_beyond(file.longest_brought)
         else:
             key = "evaluation.max_response_tokens"
             yield from run.limit.responses_beyond(file.longest_prompt, one.max_response_tokens, key)

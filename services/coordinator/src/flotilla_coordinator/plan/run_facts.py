@@ -84,12 +84,7 @@ class RunFacts:
 def longest_sequence(config: RunConfig, data: PromptFile) -> int:
     """Return the most tokens that one sequence of an update can have."""
     if data.first(1)[0].brought:
-        return longest_given(data)
+        return data.longest_brought
     if config.environment is not None:
         return config.environment.episode_tokens
     return data.longest_prompt + config.rollout.sampling.max_response_tokens
-
-
-def longest_given(data: PromptFile) -> int:
-    """Return the tokens of the longest sequence that comes with the data: a prompt with what follows it."""
-    return max(tokens for chunk in data.chunks() for prompt in chunk for tokens in prompt.brought_tokens)

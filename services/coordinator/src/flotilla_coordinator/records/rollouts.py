@@ -19,12 +19,14 @@ from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSamp
 from flotilla_coordinator.rollouts.episodes import ENVIRONMENT
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_core.disk import names_full_disk
+from flotilla_core.errors import AlreadyExists
 from flotilla_core.version import Version
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 FOLDER = "rollouts"
+DRAWN_BY = b"flotilla_drawn_by"
 ROWS_AT_ONCE = 2048
 
 
@@ -38,6 +40,22 @@ class RolloutRecord:
     """The temperature of all samples."""
     tokenizer: str
     """The digest of the tokenizer whose tokens they are."""
+    drawn_by: str = ""
+    """What samples depend on that are drawn without a run; each file names it."""
+
+    def require_own(self) -> None:
+        """Raise where a file of the folder has samples that were drawn by something else."""
+        import pyarrow.parquet as pq
+
+        for path in sorted(self.folder.glob("step-*.parquet")):
+            drawn_by = (pq.read_schema(path).metadata or {}).get(DRAWN_BY, b"").decode()
+            if drawn_by != self.drawn_by:
+                raise AlreadyExists(
+                    "the folder has samples of another model, or that were drawn otherwise",
+                    where=str(path),
+                    why=f"they were drawn by {drawn_by or 'a run'}, and now it is {self.drawn_by}",
+                    next_step="name another folder by -o",
+                )
 
     def path_of(self, step: int) -> Path:
         """Return the file of a step."""
@@ -56,7 +74,10 @@ class RolloutRecord:
         with names_full_disk("the rollouts cannot be written", path):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                pq.write_table(pa.Table.from_pylist(rows, schema()), partial, compression="zstd")
+                own = schema()
+                if self.drawn_by:
+                    own = own.with_metadata({**own.metadata, DRAWN_BY: self.drawn_by})
+                pq.write_table(pa.Table.from_pylist(rows, own), partial, compression="zstd")
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from flotilla_coordinator.data.prompts import Prompt, RecordedSample
-from flotilla_coordinator.data.recorded import open_recorded, prompt_of
+from flotilla_coordinator.data.recorded import open_recorded
+from flotilla_coordinator.data.recorded_rows import prompt_of
 
 SCHEMA_VERSION = 1
 

@@ -50,6 +50,10 @@ class Progress:
     cursor: dict[str, Any] | None
     """The place of the next prompt; None before the first step."""
     last_accuracy: float | None = None
+    fresh_optimizer: bool = False
+    """True where the moments beside it do not count, as a fork's that begins without them."""
+    fresh_objective: bool = False
+    """True where what the objective adapted and remembered does not count."""
 
     def to_bytes(self) -> bytes:
         """Return the progress as JSON, the form in which a checkpoint holds it."""

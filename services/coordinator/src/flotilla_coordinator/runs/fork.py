@@ -1,13 +1,13 @@
 """Makes the first checkpoint of a forked run out of a checkpoint of another one.
 
 Invariants: the run that is forked is only read. The copy has its files as hard links where both are on one disk, so it
-takes no room and outlives the original. Whatever differs from the original is inside the sealed copy: a fork that loses
-its gang before its own first checkpoint begins again in the same way.
+takes no room and outlives the original. Only the progress differs, which is inside the sealed copy and says what of the
+state does not count: a fork that loses its gang before its own first checkpoint begins again in the same way, and so
+does a fork of it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -18,16 +18,9 @@ from flotilla_coordinator.data.training_sets import reads_of
 from flotilla_coordinator.runs.checkpoints import FILE_NAME, Progress
 from flotilla_coordinator.trainers.spec import critic_of, objective
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
-from flotilla_core.checkpoint.manifest import FILE_NAME as MANIFEST
 from flotilla_core.config import RunConfig
 from flotilla_core.errors import InvalidConfig, NotFound
-from flotilla_core.roles import CRITIC
 from flotilla_core.version import Version
-
-TRAINER_FILE = "trainer.json"
-"""The file in which a gang keeps what it knows of its progress, beside the shards."""
-FORKED = "forked"
-"""The key in it that says what of the state a fork begins anew."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +31,6 @@ class Forked:
     """The checkpoint."""
     progress: Progress
     """The progress of the new run."""
-    fresh_optimizer: bool
-    fresh_objective: bool
-    """True where the objective is another one, so that what it adapted or remembered does not count."""
     fresh_data: bool
     """True where the data is drawn from its start."""
 
@@ -52,6 +42,7 @@ class Forked:
         progress = Progress.of(source)
         _require_continuable(before, after, progress.steps_done)
         fresh_data = _drawn_by(before) != _drawn_by(after)
+        _require_known_level(after, fresh_data)
         return cls(
             source,
             Progress(
@@ -59,10 +50,10 @@ class Forked:
                 progress.steps_done,
                 Version(0, progress.version.step),
                 None if fresh_data else progress.cursor,
+                fresh_optimizer=progress.fresh_optimizer or fresh_optimizer,
+                fresh_objective=progress.fresh_objective or objective(before) != objective(after),
             ),
-            fresh_optimizer,
-            fresh_objective=objective(before) != objective(after),
-            fresh_data=fresh_data,
+            fresh_data,
         )
 
     def write(self, shelf: CheckpointShelf) -> None:
@@ -73,13 +64,7 @@ class Forked:
             manifest = Manifest.read(self.source)
             for file in manifest.files:
                 _link(self.source / file, aside / file)
-            anew = {FILE_NAME: self.progress.to_bytes().decode(), TRAINER_FILE: self._facts(Path())}
-            if f"{CRITIC}/{TRAINER_FILE}" in manifest.files:
-                of_critic = Manifest.read(self.source / CRITIC)
-                of_critic.renew(aside / CRITIC, {TRAINER_FILE: self._facts(Path(CRITIC))})
-                for file in (TRAINER_FILE, MANIFEST):
-                    anew[f"{CRITIC}/{file}"] = (aside / CRITIC / file).read_text()
-            manifest.renew(aside, anew)
+            manifest.renew(aside, {FILE_NAME: self.progress.to_bytes().decode()})
             shelf.publish(name)
         except FileNotFoundError as error:
             raise NotFound(
@@ -94,14 +79,9 @@ class Forked:
     @property
     def described(self) -> str:
         """Say what is kept, for people."""
-        optimizer = "begins without moments" if self.fresh_optimizer else "keeps its moments"
+        optimizer = "begins without moments" if self.progress.fresh_optimizer else "keeps its moments"
         data = "is drawn from its start" if self.fresh_data else "goes on where it was"
         return f"the optimizer {optimizer}, the data {data}"
-
-    def _facts(self, folder: Path) -> str:
-        facts: dict[str, Any] = json.loads((self.source / folder / TRAINER_FILE).read_bytes())
-        facts[FORKED] = {"optimizer": self.fresh_optimizer, "objective": self.fresh_objective}
-        return json.dumps(facts, indent=1)
 
 
 def _require_continuable(before: RunConfig, after: RunConfig, steps_done: int) -> None:
@@ -127,6 +107,18 @@ def _require_continuable(before: RunConfig, after: RunConfig, steps_done: int) -
         raise InvalidConfig(
             "the run has a critic, and the checkpoint has none",
             next_step="start a new run from the checkpoint's folder `model`",
+        )
+
+
+def _require_known_level(config: RunConfig, fresh_data: bool) -> None:
+    """Raise where the level of the data goes by rewards, which are in the ledger of the run that is forked alone."""
+    curriculum = config.data.curriculum
+    if not fresh_data and curriculum is not None and curriculum.reward is not None:
+        raise InvalidConfig(
+            "the level of the data that the run has reached is unknown to a fork",
+            where="data.curriculum.reward",
+            why="the level goes by the rewards of earlier steps, which a fork does not take over",
+            next_step="set data.curriculum.every_steps instead, or set another seed to begin the data anew",
         )
 
 

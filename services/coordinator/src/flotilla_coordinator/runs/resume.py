@@ -12,7 +12,9 @@ lineage stays, because nothing was undone. In any other case the run restarts fr
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from flotilla.common.v1.finding_pb2 import SEVERITY_WARNING
 from flotilla.trainer.v1 import trainer_pb2 as pb
@@ -22,7 +24,14 @@ from flotilla_coordinator.runs.context import RunContext
 from flotilla_coordinator.trainers.session import LearningSession
 from flotilla_core import ids
 from flotilla_core.checkpoint import on_disk
-from flotilla_core.errors import Cancelled, Damaged, DeadlineExceeded, RankFailed, Unavailable
+from flotilla_core.errors import (
+    Cancelled,
+    Damaged,
+    DeadlineExceeded,
+    FlotillaError,
+    RankFailed,
+    Unavailable,
+)
 from flotilla_core.findings import info
 from flotilla_core.tasks import gather_or_cancel
 from flotilla_core.version import Version
@@ -100,7 +109,7 @@ async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
     refused: Damaged | None = None
     for name in candidates:
         try:
-            content = await run.learners.load(shelf.folder(name))
+            content = await _load(run, shelf.folder(name))
         except Damaged as error:
             if wanted:
                 raise
@@ -116,6 +125,15 @@ async def _loaded(run: RunContext, wanted: str) -> tuple[str, Progress]:
             next_step="start a new run",
         )
     return "", Progress(run.run_id, 0, run.policy.version, None)
+
+
+async def _load(run: RunContext, folder: Path) -> bytes:
+    """Load what counts of a checkpoint into the gangs."""
+    fresh_optimizer = fresh_objective = False
+    with suppress(FlotillaError):  # the gang says what is wrong with a checkpoint that cannot be read
+        progress = await asyncio.to_thread(Progress.of, folder)
+        fresh_optimizer, fresh_objective = progress.fresh_optimizer, progress.fresh_objective
+    return await run.learners.load(folder, fresh_optimizer=fresh_optimizer, fresh_objective=fresh_objective)
 
 
 async def reattach(run: RunContext) -> bool:

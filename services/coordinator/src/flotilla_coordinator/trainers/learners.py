@@ -183,11 +183,17 @@ class Learners:
             return self.policy.save(folder, state)
         return save_jointly(folder, state, self.policy, {CRITIC: self.critic})
 
-    async def load(self, folder: Path) -> bytes:
+    async def load(
+        self, folder: Path, *, fresh_optimizer: bool = False, fresh_objective: bool = False
+    ) -> bytes:
         """Load a checkpoint into every learning session; return the state that it was saved with."""
-        loads = [self.policy.load(folder)]
+        parts: list[tuple[LearningSession, Path]] = [(self.policy, folder)]
         if self.critic is not None:
-            loads.append(self.critic.load(folder / CRITIC))
+            parts.append((self.critic, folder / CRITIC))
+        loads = [
+            session.load(part, fresh_optimizer=fresh_optimizer, fresh_objective=fresh_objective)
+            for session, part in parts
+        ]
         state, *_ = await all_settled(loads)
         return state
 

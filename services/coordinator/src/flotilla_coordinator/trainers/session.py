@@ -215,10 +215,16 @@ class LearningSession(GangSession):
         )
         return self._saved(folder, request)
 
-    async def load(self, folder: Path) -> bytes:
-        """Load a checkpoint into the session; return the state that it was saved with."""
+    async def load(
+        self, folder: Path, *, fresh_optimizer: bool = False, fresh_objective: bool = False
+    ) -> bytes:
+        """Load a checkpoint, or what of it counts, into the session; return the state that it was saved with."""
         request = pb.LoadCheckpointRequest(
-            run_id=self._run_id, request_id=ids.new_request_id(), path=str(folder)
+            run_id=self._run_id,
+            request_id=ids.new_request_id(),
+            path=str(folder),
+            fresh_optimizer=fresh_optimizer,
+            fresh_objective=fresh_objective,
         )
         with suppress(FlotillaError):  # the gang says what is wrong with a checkpoint that it cannot load
             offered = await asyncio.to_thread(self.gang.files.offer, folder, sealed=True)

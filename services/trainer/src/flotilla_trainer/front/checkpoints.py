@@ -37,8 +37,6 @@ from flotilla_trainer.wire.frames import Frame
 
 TRAINER_FILE = "trainer.json"
 COORDINATOR_FILE = "coordinator.json"
-FORKED = "forked"
-"""The key of the first that says what a run begins anew which was forked from this checkpoint."""
 NUMBER_BITS = 48
 """The size of the random number of a report; numbers are random so that a new gang cannot answer for a lost one."""
 
@@ -107,11 +105,10 @@ class Checkpoints:
                 facts = json.loads(await asyncio.to_thread((folder / TRAINER_FILE).read_bytes))
                 state = await asyncio.to_thread((folder / COORDINATOR_FILE).read_bytes)
             check_shape(facts["model_shape"], folder, self._booted)
-            anew = facts.get(FORKED, {})
-            fields = {"folder": str(folder), "fresh_optimizer": bool(anew.get("optimizer"))}
+            fields = {"folder": str(folder), "fresh_optimizer": request.fresh_optimizer}
             with self._activities.doing(f"loading checkpoint {folder.name}", run_id=session.run_id):
                 await self._gang.command("load_checkpoint", fields, limit_s=self._gang.slow_timeout_s)
-            session.continue_from(facts, fresh_objective=bool(anew.get("objective")))
+            session.continue_from(facts, fresh_objective=request.fresh_objective)
         return pb.LoadCheckpointResponse(policy_version=session.version.to_proto(), coordinator_state=state)
 
     def give_up(self) -> None:

@@ -1358,9 +1358,16 @@ class LoadCheckpointRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
+    FRESH_OPTIMIZER_FIELD_NUMBER: _builtins.int
+    FRESH_OBJECTIVE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     request_id: _builtins.str
     path: _builtins.str
+    fresh_optimizer: _builtins.bool
+    """What of its state does not count, as in the first checkpoint of a forked run: the moments of the optimizer, and
+    what the objective adapted and remembered.
+    """
+    fresh_objective: _builtins.bool
     @_builtins.property
     def folder(self) -> _files_pb2.FolderReference:
         """The same checkpoint, for a trainer that does not share the run's directory."""
@@ -1372,10 +1379,12 @@ class LoadCheckpointRequest(_message.Message):
         request_id: _builtins.str = ...,
         path: _builtins.str = ...,
         folder: _files_pb2.FolderReference | None = ...,
+        fresh_optimizer: _builtins.bool = ...,
+        fresh_objective: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "path", b"path", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "fresh_objective", b"fresh_objective", "fresh_optimizer", b"fresh_optimizer", "path", b"path", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
