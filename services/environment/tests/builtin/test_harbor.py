@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,43 @@ def test_a_link_out_of_the_folder_and_a_place_of_the_system_are_refused(tmp_path
     (task / "tests" / "secret").symlink_to("/etc/hostname")
     with pytest.raises(Refusal, match="tests/secret is no file, but a link"):
         read_task(task)
+
+
+@pytest.mark.parametrize(
+    ("name", "dockerfile"),
+    [
+        ("instruction.md", None),
+        ("task.toml", None),
+        ("tests", None),
+        ("environment/Dockerfile", None),
+        ("environment/link", "COPY link/key /app/"),
+        ("environment/link", "COPY l*/key /app/"),
+        ("environment/link", "COPY link/folder /app/"),
+    ],
+)
+def test_a_task_reads_nothing_outside_of_its_folder(
+    tmp_path: Path, name: str, dockerfile: str | None
+) -> None:
+    """Each link leads to what would be taken, were it in the folder."""
+    task, host = tmp_path / "task", made(tmp_path / "host")
+    (host / "folder").mkdir()
+    for file in ("key", "folder/key"):
+        (host / file).write_text("secret")
+    made(task, **({} if dockerfile is None else {"environment__Dockerfile": f"FROM debian\n{dockerfile}\n"}))
+    if (task / name).is_dir():
+        shutil.rmtree(task / name)
+    (task / name).unlink(missing_ok=True)
+    (task / name).symlink_to(host if dockerfile else host / name)
+    with pytest.raises(Refusal, match=f"{name.rpartition('/')[2]}.* leads out of its folder"):
+        read_task(task)
+
+
+def test_a_copied_file_is_read_without_what_is_beside_it(tmp_path: Path) -> None:
+    task = made(tmp_path)
+    (task / "environment" / "beside").symlink_to("/etc/hostname")
+    (task / "environment" / "inside").symlink_to("data")
+    (task / "environment" / "Dockerfile").write_text("FROM debian\nCOPY run.sh inside/numbers.txt /app/\n")
+    assert [file.path for file in read_task(task).files] == ["/app/run.sh", "/app/numbers.txt"]
 
 
 async def test_a_folder_that_is_no_task_and_a_host_without_namespaces_are_errors(

@@ -7,6 +7,7 @@ it needs, where its place could not be made as its author meant it: a reward of 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import tomllib
@@ -40,6 +41,7 @@ NEEDS = (
     "steps",
 )
 """Keys of task.toml that ask for what a room is not."""
+DOCKERFILE = "environment/Dockerfile"
 FILES = (
     "environment/docker-compose.yaml",
     "environment/docker-compose.yml",
@@ -98,7 +100,7 @@ def read_task(folder: Path, bases: tuple[str, ...] = BASES) -> HarborTask:
 
 
 def _read(folder: Path, bases: tuple[str, ...]) -> HarborTask:
-    settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
+    settings = tomllib.loads(_text(folder, "task.toml"))
     for key in NEEDS:
         if _of(settings, key):
             raise Refusal(f"task.toml sets {key}, which no room has")
@@ -114,22 +116,22 @@ def _read(folder: Path, bases: tuple[str, ...]) -> HarborTask:
         if _of(settings, key) not in (None, "root", 0):
             raise Refusal(f"task.toml sets {key}, and a room has one user")
     for name in FILES:
-        if (folder / name).exists():
+        if os.path.lexists(folder / name):
             raise Refusal(f"it has {name}, which no room follows")
-    tests = [RoomFile(f"{TESTS}/{name}", data, mode) for name, data, mode in _files(folder / "tests")]
+    found = _files(_inside(folder, folder / "tests"))
+    tests = [RoomFile(f"{TESTS}/{name}", data, mode) for name, data, mode in found]
     if not any(file.path == f"{TESTS}/test.sh" for file in tests):
         raise Refusal("it has no tests/test.sh")
     for file in tests:
         if file.path.endswith(".sh"):
             _refuse_network(file)
     task = HarborTask(
-        (folder / "instruction.md").read_text("utf-8").strip(),
+        _text(folder, "instruction.md").strip(),
         tests,
         float(_of(settings, "verifier.timeout_sec") or 600.0),
     )
-    dockerfile = folder / "environment" / "Dockerfile"
-    if dockerfile.exists():
-        _build(task, dockerfile, bases)
+    if os.path.lexists(folder / DOCKERFILE):
+        _build(task, folder, bases)
     task.workdir = str(_of(settings, "environment.workdir") or task.workdir)
     task.variables |= _variables(settings, "environment.env")
     task.tests_variables = _variables(settings, "verifier.env")
@@ -151,6 +153,27 @@ def _variables(settings: dict[str, Any], key: str) -> dict[str, str]:
     return given
 
 
+def _inside(root: Path, path: Path) -> Path:
+    """Return the place that a path leads to; a link may lead out of the folder, and that is refused."""
+    place = Path(os.path.realpath(path))
+    if not place.is_relative_to(os.path.realpath(root)):
+        raise Refusal(f"{path.relative_to(root)} leads out of its folder")
+    return place
+
+
+def _content(root: Path, path: Path) -> tuple[bytes, int]:
+    """Return content and mode of a file below a folder."""
+    place = _inside(root, path)
+    found = place.stat()
+    if not place.is_file() or found.st_size > MOST_BYTES:
+        raise Refusal(f"{path.relative_to(root)} is no file of at most {MOST_BYTES:,} bytes")
+    return place.read_bytes(), 0o755 if found.st_mode & 0o111 else 0o644
+
+
+def _text(root: Path, name: str) -> str:
+    return _content(root, root / name)[0].decode("utf-8")
+
+
 def _files(folder: Path) -> Iterator[tuple[str, bytes, int]]:
     """Give name, content and mode of each file below a folder."""
     left = MOST_BYTES
@@ -164,7 +187,7 @@ def _files(folder: Path) -> Iterator[tuple[str, bytes, int]]:
         left -= path.stat().st_size
         if left < 0:
             raise Refusal(f"{folder.name}/ has more than {MOST_BYTES:,} bytes")
-        yield name, path.read_bytes(), 0o755 if path.stat().st_mode & 0o111 else 0o644
+        yield name, *_content(folder, path)
 
 
 def _refuse_network(script: RoomFile) -> None:
@@ -176,11 +199,11 @@ def _refuse_network(script: RoomFile) -> None:
             )
 
 
-def _build(task: HarborTask, dockerfile: Path, bases: tuple[str, ...]) -> None:
+def _build(task: HarborTask, folder: Path, bases: tuple[str, ...]) -> None:
     """Do in the room what a Dockerfile says, where that is no more than a base, files, a folder and variables."""
     has_base = False
-    for number, word, rest in _instructions(dockerfile.read_text("utf-8")):
-        where = f"environment/Dockerfile, line {number}"
+    for number, word, rest in _instructions(_text(folder, DOCKERFILE)):
+        where = f"{DOCKERFILE}, line {number}"
         if word == "FROM" and not has_base:
             has_base = True
             image = re.split(r"[:@]", rest.split(" ")[0].rpartition("/")[2])[0]
@@ -196,7 +219,7 @@ def _build(task: HarborTask, dockerfile: Path, bases: tuple[str, ...]) -> None:
             pairs = (one.partition("=")[::2] for one in words)
             task.variables |= pairs if "=" in words[0] else [rest.partition(" ")[::2]]
         elif word == "COPY":
-            task.files += _copied(rest, dockerfile.parent, task.workdir, where)
+            task.files += _copied(rest, folder / "environment", task.workdir, where)
         elif word != "LABEL":
             raise Refusal(f"{where}, asks for an image by {word} {rest[:80]}")
 
@@ -242,9 +265,8 @@ def _copied(rest: str, folder: Path, workdir: str, where: str) -> Iterator[RoomF
             if path.is_symlink():
                 raise Refusal(f"{where}, copies a link: {source}")
             if path.is_dir():
-                yield from (
-                    RoomFile(str(into / name), data, asked or mode) for name, data, mode in _files(path)
-                )
+                files = _files(_inside(folder, path))
+                yield from (RoomFile(str(into / name), data, asked or mode) for name, data, mode in files)
                 continue
-            ((_, data, mode),) = [one for one in _files(path.parent) if one[0] == path.name]
+            data, mode = _content(folder, path)
             yield RoomFile(str(into / path.name if to_folder else into), data, asked or mode)
