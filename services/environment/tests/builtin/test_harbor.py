@@ -183,6 +183,18 @@ async def test_eight_episodes_of_a_task_are_apart(played: Any, namespaces: Jail,
             {"environment__Dockerfile": "FROM debian\nFROM debian\n"},
             "line 2, asks for an image by FROM debian",
         ),
+        (
+            {"environment__Dockerfile": 'FROM debian\nENV PATH="/root/.local/bin:$PATH"\n'},
+            r"line 2, has a variable in ENV PATH=\"/root/.local/bin:\$PATH\": write its value there",
+        ),
+        (
+            {"environment__Dockerfile": "FROM debian\nENV A=/a\nWORKDIR ${A}/b\n"},
+            r"line 3, has a variable in WORKDIR \${A}/b",
+        ),
+        (
+            {"environment__Dockerfile": "FROM debian\nENV A=/a\nCOPY run.sh $A/\n"},
+            r"line 3, has a variable in COPY run.sh \$A/",
+        ),
         ({"environment__docker-compose.yaml": ""}, "it has environment/docker-compose.yaml"),
         ({"task.toml": '[environment]\ndocker_image = "a"\n'}, "sets environment.docker_image"),
         ({"task.toml": "[environment]\ngpus = 1\n"}, "sets environment.gpus"),

@@ -212,6 +212,9 @@ def _build(task: HarborTask, folder: Path, bases: tuple[str, ...]) -> None:
                     f"{where}, asks for the image {rest}: name {image} in the parameter bases where this host can "
                     "stand for it"
                 )
+        elif word in ("WORKDIR", "ENV", "COPY") and "$" in rest:
+            # The values of the image are not known here, such as that of PATH.
+            raise Refusal(f"{where}, has a variable in {word} {rest[:80]}: write its value there")
         elif word == "WORKDIR":
             task.workdir = str(PurePosixPath(task.workdir) / rest)
         elif word == "ENV":
