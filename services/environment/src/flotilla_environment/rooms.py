@@ -1,8 +1,8 @@
 """Rooms: jails of their own for the commands and servers of one episode, as the service uses them.
 
 Invariants: a room is a worker with a keeper, so whatever was started in it ends with it. It ends with its episode, and
-with this service. A jail demands the level that the stack does; code that the run trusts has none. Whatever a room says
-is believed no further than its form.
+with this service. A jail demands the level that the stack does, and has no variable of the service: the policy could
+read it there. Code that the run trusts has no jail. Whatever a room says is believed no further than its form.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Rooms:
         """Open a room; without a jail where its code is trusted."""
         if jail.refusal and not trusted:
             raise InvalidConfig("a command of an environment cannot run here", why=jail.refusal)
-        own = NO_JAIL if trusted else replace(jail, writable=writable)
+        own = NO_JAIL if trusted else replace(jail, writable=writable, environment=())
         # Whoever waits for it may leave, and then it is ended.
         opening = asyncio.ensure_future(self._open(own))
         self._opening.add(opening)

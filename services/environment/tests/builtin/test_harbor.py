@@ -112,6 +112,17 @@ async def test_a_reward_that_the_policy_writes_itself_is_none(
     assert said.ended.rewards == {"reward": 0.0}, said.ended
 
 
+async def test_the_policy_reads_no_variable_of_the_service(
+    played: Any, namespaces: Jail, tmp_path: Path, holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN_OF_A_HEADER", "secret")
+    holders.jail = replace(holders.jail, environment=("TOKEN_OF_A_HEADER",))
+    look = {"bash": {"command": "env; cat /proc/[0-9]*/environ; echo looked"}}
+    said = await played("harbor", {"tasks": str(made(tmp_path))}, [look, "done"])
+    (seen,) = said.heard[1]
+    assert "UNIT=one" in seen and "looked" in seen and "secret" not in seen
+
+
 async def test_commands_are_bounded_and_leave_files_and_processes(
     played: Any, namespaces: Jail, tmp_path: Path
 ) -> None:

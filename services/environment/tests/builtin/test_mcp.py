@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +109,22 @@ async def test_episodes_that_begin_take_turns_and_their_wait_is_no_time_of_their
 
 
 async def test_a_command_sees_the_variables_of_the_run_and_none_of_the_service(
-    played: Any, monkeypatch: pytest.MonkeyPatch
+    played: Any, holders: Holders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GIVEN", "of the service")
     said = await played("mcp", {"command": COMMAND}, [{"variable": {}}])
     given = await played("mcp", {"command": COMMAND, "environment": {"GIVEN": "x"}}, [{"variable": {}}])
     assert (said.heard[1], given.heard[1]) == (["none"], ["x"])
-    refused = await played("mcp", {"command": COMMAND, "environment": {"GIVEN": "${GIVEN}"}})
+    named = {"command": COMMAND, "environment": {"GIVEN": "${GIVEN}"}}
+    refused = await played("mcp", named)
     assert (
         "${GIVEN} is none of the variables that environment.isolation.environment"
         in refused.ended.failure.what
     )
+    holders.jail = replace(holders.jail, environment=("GIVEN",))
+    hidden = await played("mcp", {"command": COMMAND}, [{"variable": {}}])
+    shown = await played("mcp", named, [{"variable": {}}])
+    assert (hidden.heard[1], shown.heard[1]) == (["none"], ["of the service"])
 
 
 @pytest.mark.parametrize(
