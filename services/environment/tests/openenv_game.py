@@ -74,7 +74,10 @@ class Server:
     async def step(self, socket: web.WebSocketResponse, data: dict[str, Any], number: int) -> None:
         given = data.get("arguments", data)
         guess = given.get("guess", given.get("at"))
-        if guess == "leave":
+        if str(guess).startswith("say "):
+            for _ in range(int(guess[4:])):
+                await self.say(socket, "observation", self.seen("Said.", None, False))
+        elif guess == "leave":
             await socket.close()
         elif guess == "break":
             await self.fail(socket, "it broke", "EXECUTION_ERROR")

@@ -17,6 +17,7 @@ from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_core.errors import InvalidConfig
 from flotilla_environment.holders import Holders
 from flotilla_environment.wire import openenv
+from flotilla_environment.wire.http import Address
 from flotilla_workers.jail.jail import Jail
 
 FILE = Path(__file__).parent.parent / "openenv_game.py"
@@ -88,6 +89,25 @@ async def test_a_server_that_breaks_or_leaves_is_an_error_and_no_reward(played: 
         assert not broke.ended.rewards and not left.ended.rewards
     gone = await played("openenv", {"url": url})
     assert "the OpenEnv server is not there: http" in gone.ended.failure.what
+
+
+async def test_what_nobody_asked_for_is_no_answer_to_the_next_question(played: Any) -> None:
+    async with serving("text") as (url, _):
+        said = await played("openenv", {"url": url}, ["say 2", "7"])
+        assert said.heard[1:] == [["Said."]] and not said.ended.rewards
+        assert "the OpenEnv server says more than it was asked" in said.ended.failure.what
+
+
+async def test_what_nobody_asked_for_is_not_kept(played: Any) -> None:
+    async with serving("text") as (url, _):
+        session = openenv.OpenEnvSession(Address(url))
+        await session.reset({"seed": 7})
+        await session.step({"guess": "say 1000"})
+        assert session._reading is not None
+        async with asyncio.timeout(10):
+            await session._reading
+        assert session._heard.qsize() <= 2
+        await session.close()
 
 
 async def test_an_episode_waits_for_a_free_session_and_is_refused_by_name_where_none_comes(
