@@ -31,13 +31,25 @@ async def serving(*arguments: Any) -> AsyncIterator[tuple[str, Any]]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     server = module.Server(*arguments)
-    runner = web.AppRunner(server.app())
+    async with _listening(server.app()) as url:
+        yield url, server
+
+
+@asynccontextmanager
+async def _listening(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", server
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+def _app(*routes: web.RouteDef) -> web.Application:
+    app = web.Application()
+    app.add_routes(routes)
+    return app
 
 
 async def test_a_turn_fills_the_only_field_of_an_action_and_rewards_are_summed(played: Any) -> None:
@@ -108,6 +120,25 @@ async def test_what_nobody_asked_for_is_not_kept(played: Any) -> None:
             await session._reading
         assert session._heard.qsize() <= 2
         await session.close()
+
+
+async def test_a_redirect_takes_no_header_to_another_host(played: Any) -> None:
+    heard: list[str | None] = []
+
+    async def of_another(request: web.Request) -> web.Response:
+        heard.append(request.headers.get("X-Api-Key"))
+        return web.Response()
+
+    async def redirect(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(f"{another}/ws")
+
+    async with (
+        _listening(_app(web.get("/ws", of_another))) as another,
+        serving("text") as (_, server),
+        _listening(_app(web.get("/schema", server.schema), web.get("/ws", redirect))) as url,
+    ):
+        said = await played("openenv", {"url": url, "headers": {"X-Api-Key": "secret"}})
+    assert f"{url}/ws leads to another place" in said.ended.failure.what and not heard
 
 
 async def test_an_episode_waits_for_a_free_session_and_is_refused_by_name_where_none_comes(
