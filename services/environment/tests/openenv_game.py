@@ -15,7 +15,7 @@ FIELDS = {
     "description": "G.",
 }
 TOOLS = {"properties": {"type": {"const": "call_tool"}, "tool_name": {}, "arguments": {}, "metadata": {}}}
-SCHEMAS = {"text": TEXT, "fields": FIELDS, "tools": TOOLS}
+SCHEMAS = {"text": TEXT, "stateless": TEXT, "fields": FIELDS, "tools": TOOLS}
 LISTED = {"tools": [{"name": "guess", "description": "Guess.", "input_schema": {"type": "object"}}]}
 
 
@@ -61,6 +61,8 @@ class Server:
                 self.resets.append(data)
                 number = data["seed"] % data.get("largest", 10)
                 await self.say(socket, "observation", self.seen("Guess.", None, False))
+            elif asked["type"] == "state" and self.kind == "stateless":
+                await self.fail(socket, "there is no state", "EXECUTION_ERROR")
             elif asked["type"] == "state":
                 await self.say(
                     socket, "state", {"episode_id": "e", "step_count": steps, "misses": float(steps)}

@@ -141,6 +141,13 @@ async def test_a_redirect_takes_no_header_to_another_host(played: Any) -> None:
     assert f"{url}/ws leads to another place" in said.ended.failure.what and not heard
 
 
+async def test_a_server_without_a_state_gives_its_rewards(played: Any) -> None:
+    async with serving("stateless") as (url, _):
+        said = await played("openenv", {"url": url}, ["1", "7"])
+    assert said.ended.rewards == {"return": 0.75}, said.ended
+    assert said.ended.metrics == {"steps": 2.0}
+
+
 async def test_an_episode_waits_for_a_free_session_and_is_refused_by_name_where_none_comes(
     played: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
