@@ -11,10 +11,10 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from flotilla_core.errors import InvalidConfig, unicode_text
 from flotilla_workers.frames import NoAnswer
@@ -30,6 +30,9 @@ LATE_S = 5.0
 BEGINNINGS_OF_A_PROCESSOR = 4
 QUICK_S = 10.0
 """The time for what takes no time of its own, such as a file."""
+
+
+T = TypeVar("T")
 
 
 class RoomLost(Exception):
@@ -60,6 +63,7 @@ class Room:
         self._link = link
         self._ended = ended
         self._free = asyncio.Lock()
+        self._asking: set[asyncio.Task[Any]] = set()
 
     @property
     def pid(self) -> int | None:
@@ -68,6 +72,20 @@ class Room:
 
     async def ask(self, do: str, wait_s: float = QUICK_S, **question: Any) -> Any:
         """Return what came of a question; raise `Refusal` where it cannot be done, and `RoomLost` without an answer."""
+        return await self._to_its_end(self._ask(do, wait_s, question))
+
+    async def new_socket(self) -> socket.socket:
+        """Return a socket of the network of the room, not connected yet."""
+        return await self._to_its_end(self._new_socket())
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what comes of work; it goes on where its waiter leaves, because others may use the room."""
+        asking = asyncio.ensure_future(work)
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        return await asyncio.shield(asking)
+
+    async def _ask(self, do: str, wait_s: float, question: dict[str, Any]) -> Any:
         async with self._free:
             outcome = await self._worker.ask(TARGET, {"do": do, **question}, wait_s + LATE_S, _said)
         if isinstance(outcome, _Said):
@@ -78,8 +96,7 @@ class Room:
             raise RoomLost(f"its room ended: {outcome.message}")
         raise Refusal(outcome.message)
 
-    async def new_socket(self) -> socket.socket:
-        """Return a socket of the network of the room, not connected yet."""
+    async def _new_socket(self) -> socket.socket:
         async with self._free:
             outcome = await self._worker.ask(TARGET, {"do": "socket"}, QUICK_S, _said)
             if not isinstance(outcome, _Said):
