@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flotilla.environment.v1 import environment_pb2 as pb
-from flotilla_environment.builtin.harbor_task import read_task
+from flotilla_environment.builtin.harbor_task import BASES, read_task
 from flotilla_environment.holders import Holders
 from flotilla_workers.functions import Refusal
 from flotilla_workers.jail.jail import NO_JAIL, Jail
@@ -180,6 +180,10 @@ async def test_eight_episodes_of_a_task_are_apart(played: Any, namespaces: Jail,
             {"environment__Dockerfile": "FROM ruby:3.4\n"},
             "asks for the image ruby:3.4: name ruby in the parameter",
         ),
+        ({"environment__Dockerfile": "FROM evil.io/x/python:3\n"}, "name evil.io/x/python in the parameter"),
+        ({"environment__Dockerfile": "FROM x/python@sha256:0\n"}, "name x/python in the parameter bases"),
+        ({"environment__Dockerfile": "FROM a:5000/python\n"}, "name a:5000/python in the parameter bases"),
+        ({"environment__Dockerfile": "FROM --platform=linux/amd64\n"}, "asks for the image --platform"),
         (
             {"environment__Dockerfile": "FROM python:3.12-slim\nRUN pip \\\n install x\n"},
             r"environment/Dockerfile, line 2, asks for an image by RUN pip   ?install x",
@@ -246,6 +250,18 @@ def test_a_link_out_of_the_folder_and_a_place_of_the_system_are_refused(tmp_path
     (task / "tests" / "secret").symlink_to("/etc/hostname")
     with pytest.raises(Refusal, match="tests/secret is no file, but a link"):
         read_task(task)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        *("ubuntu", "--platform=linux/amd64 ubuntu:24.04", "docker.io/library/python:3.12@sha256:0 AS base"),
+        *("library/debian", "ghcr.io:443/a/b:1"),
+    ],
+)
+def test_a_base_is_known_by_its_whole_name(tmp_path: Path, image: str) -> None:
+    task = made(tmp_path, environment__Dockerfile=f"FROM {image}\nWORKDIR /work\n")
+    assert read_task(task, (*BASES, "ghcr.io:443/a/b")).workdir == "/work"
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def _build(task: HarborTask, folder: Path, bases: tuple[str, ...]) -> None:
         where = f"{DOCKERFILE}, line {number}"
         if word == "FROM" and not has_base:
             has_base = True
-            image = re.split(r"[:@]", rest.split(" ")[0].rpartition("/")[2])[0]
+            image = _image(rest)
             if image not in bases:
                 raise Refusal(
                     f"{where}, asks for the image {rest}: name {image} in the parameter bases where this host can "
@@ -225,6 +225,13 @@ def _build(task: HarborTask, folder: Path, bases: tuple[str, ...]) -> None:
             task.files += _copied(rest, folder / "environment", task.workdir, where)
         elif word != "LABEL":
             raise Refusal(f"{where}, asks for an image by {word} {rest[:80]}")
+
+
+def _image(rest: str) -> str:
+    """Return the image of a FROM without its tag; one of Docker's own has its short name."""
+    words = [word for word in rest.split() if not word.startswith("--platform=")]
+    named = re.sub("(:[^/:@]*)?(@.*)?$", "", words[0] if words else "")
+    return named.removeprefix("docker.io/").removeprefix("library/")
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
