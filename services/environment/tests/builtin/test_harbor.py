@@ -157,9 +157,11 @@ async def test_several_rewards_are_read_and_what_is_no_reward_is_an_error(
 
     both = await of("""echo '{"a": 1, "b": 0.5}' > /logs/verifier/reward.json""", "both")
     assert both.rewards == {"a": 1.0, "b": 0.5}
-    none, wrong = await asyncio.gather(
-        of("echo oh; exit 3", "none"), of("echo x > /logs/verifier/reward.txt", "wrong")
+    long = f"""echo '{{"a": {"9" * 400}}}' > /logs/verifier/reward.json"""
+    none, wrong, huge = await asyncio.gather(
+        of("echo oh; exit 3", "none"), of("echo x > /logs/verifier/reward.txt", "wrong"), of(long, "huge")
     )
+    assert "as reward a, expected a finite number" in huge.failure.what
     assert none.ending == wrong.ending == pb.ENDING_ERROR and not none.rewards
     assert "wrote neither reward.txt nor reward.json" in none.failure.what and "oh" in none.failure.what
     assert "wrote a reward.txt that is none: 'x" in wrong.failure.what
@@ -223,6 +225,29 @@ async def test_eight_episodes_of_a_task_are_apart(played: Any, namespaces: Jail,
         ({"task.toml": '[[steps]]\nname = "one"\n'}, "sets steps"),
         ({"task.toml": "["}, "cannot be read: "),
         (
+            {"task.toml": '[verifier]\ntimeout_sec = "x"\n'},
+            "cannot be read: could not convert string to float",
+        ),
+        ({"task.toml": "[verifier]\ntimeout_sec = [1]\n"}, "cannot be read: "),
+        (
+            {"task.toml": "[verifier]\ntimeout_sec = nan\n"},
+            "sets verifier.timeout_sec: nan, which is no time",
+        ),
+        ({"task.toml": '[environment]\nenv = "x"\n'}, "cannot be read: "),
+        ({"environment__Dockerfile": "FROM debian\nCOPY [\n"}, "cannot be read: "),
+        ({"environment__Dockerfile": "FROM debian\nCOPY [1, 2]\n"}, "copies 1, which is not there"),
+        ({"environment__Dockerfile": "FROM debian\nCOPY run.sh\n"}, "line 2, copies nothing"),
+        ({"environment__Dockerfile": "FROM debian\nCOPY\n"}, "cannot be read: "),
+        ({"environment__Dockerfile": "FROM debian\nENV A='\n"}, "cannot be read: "),
+        ({"environment__Dockerfile": "FROM debian\nENV\n"}, "cannot be read: "),
+        ({"environment__Dockerfile": "FROM debian\nWORKDIR /\n"}, "it writes to /, and a room has folders"),
+        ({"environment__Dockerfile": "FROM debian\nCOPY run.sh /\n"}, "it writes to /, and a room has"),
+        (
+            {"environment__Dockerfile": "FROM debian\nCOPY run.sh /app/../etc/\n"},
+            "it writes to /etc, which a",
+        ),
+        ({"task.toml": '[environment]\nworkdir = "app"\n'}, "it writes to app, and a room has folders below"),
+        (
             {"tests__setup.sh": "x=1\napt-get update && apt-get install -y curl\n"},
             "tests/setup.sh, line 2, loads some",
         ),
@@ -235,7 +260,7 @@ def test_what_needs_more_than_a_room_is_refused_by_name(
     tmp_path: Path, changed: dict[str, str | None], why: str
 ) -> None:
     with pytest.raises(Refusal, match=why):
-        read_task(made(tmp_path, **changed))
+        assert read_task(made(tmp_path, **changed)).writable
 
 
 def test_what_is_like_a_download_and_is_none_is_taken(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ it needs, where its place could not be made as its author meant it: a reward of 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -24,6 +25,8 @@ MOST_FILES = 2_000
 TESTS, VERIFIER = "/tests", "/logs/verifier"
 WORKDIR = "/app"
 """The folder of commands, where neither task.toml nor the Dockerfile names one."""
+TESTS_S = 600.0
+"""The time of the tests, where task.toml names none."""
 OF_SYSTEM = frozenset({"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "sys", "usr"})
 NEEDS = (
     "environment.docker_image",
@@ -80,13 +83,21 @@ class HarborTask:
     @property
     def writable(self) -> tuple[str, ...]:
         """The folders at the root of the room that the task and its tests write in."""
-        paths = [TESTS, VERIFIER, self.workdir, *(file.path for file in self.files)]
-        tops = dict.fromkeys(PurePosixPath(path).parts[1] for path in paths)
+        folders = [TESTS, VERIFIER, self.workdir, *(os.path.dirname(file.path) for file in self.files)]
+        tops = dict.fromkeys(map(_top, folders))
         if system := OF_SYSTEM & {*tops}:
             raise Refusal(
                 f"it writes to /{min(system)}, which a room shows as this host has it, and read-only"
             )
         return tuple(f"/{top}" for top in tops if top != "tmp")
+
+
+def _top(folder: str) -> str:
+    """Return the folder at the root that a folder is in."""
+    first, *others = PurePosixPath(os.path.normpath(folder)).parts
+    if not first.startswith("/") or not others:
+        raise Refusal(f"it writes to {folder}, and a room has folders below / alone")
+    return others[0]
 
 
 def read_task(folder: Path, bases: tuple[str, ...] = BASES) -> HarborTask:
@@ -95,7 +106,7 @@ def read_task(folder: Path, bases: tuple[str, ...] = BASES) -> HarborTask:
         return _read(folder, bases)
     except Refusal as error:
         raise Refusal(f"Harbor task {folder}: {error}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Refusal(f"Harbor task {folder} cannot be read: {error}") from None
 
 
@@ -125,11 +136,7 @@ def _read(folder: Path, bases: tuple[str, ...]) -> HarborTask:
     for file in tests:
         if file.path.endswith(".sh"):
             _refuse_network(file)
-    task = HarborTask(
-        _text(folder, "instruction.md").strip(),
-        tests,
-        float(_of(settings, "verifier.timeout_sec") or 600.0),
-    )
+    task = HarborTask(_text(folder, "instruction.md").strip(), tests, _limit_s(settings))
     if os.path.lexists(folder / DOCKERFILE):
         _build(task, folder, bases)
     task.workdir = str(_of(settings, "environment.workdir") or task.workdir)
@@ -145,8 +152,16 @@ def _of(settings: dict[str, Any], key: str) -> Any:
     return found
 
 
+def _limit_s(settings: dict[str, Any]) -> float:
+    """Return the time of the tests."""
+    limit_s = float(_of(settings, "verifier.timeout_sec") or TESTS_S)
+    if not 0 < limit_s < math.inf:
+        raise Refusal(f"task.toml sets verifier.timeout_sec: {limit_s:g}, which is no time")
+    return limit_s
+
+
 def _variables(settings: dict[str, Any], key: str) -> dict[str, str]:
-    given = {str(name): str(value) for name, value in (_of(settings, key) or {}).items()}
+    given = {str(name): str(value) for name, value in dict(_of(settings, key) or {}).items()}
     for name, value in given.items():
         if "${" in value:
             raise Refusal(f"task.toml takes {key}.{name} from a variable of the host, and rooms see none")
@@ -218,9 +233,9 @@ def _build(task: HarborTask, folder: Path, bases: tuple[str, ...]) -> None:
         elif word == "WORKDIR":
             task.workdir = str(PurePosixPath(task.workdir) / rest)
         elif word == "ENV":
-            words = shlex.split(rest)
-            pairs = (one.partition("=")[::2] for one in words)
-            task.variables |= pairs if "=" in words[0] else [rest.partition(" ")[::2]]
+            first, *others = shlex.split(rest)
+            pairs = (one.partition("=")[::2] for one in (first, *others))
+            task.variables |= pairs if "=" in first else [rest.partition(" ")[::2]]
         elif word == "COPY":
             task.files += _copied(rest, folder / "environment", task.workdir, where)
         elif word != "LABEL":
@@ -253,7 +268,7 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
 
 def _copied(rest: str, folder: Path, workdir: str, where: str) -> Iterator[RoomFile]:
     """Give the files of a COPY, at their places in the room."""
-    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    words = [str(word) for word in json.loads(rest)] if rest.startswith("[") else shlex.split(rest)
     asked: int | None = None
     for flag in [word for word in words if word.startswith("--")]:
         name, _, value = flag.partition("=")
@@ -262,6 +277,8 @@ def _copied(rest: str, folder: Path, workdir: str, where: str) -> Iterator[RoomF
         elif name != "--chown":  # A room has one user.
             raise Refusal(f"{where}, copies with {flag}")
     *sources, target = [word for word in words if not word.startswith("--")]
+    if not sources:
+        raise Refusal(f"{where}, copies nothing")
     into = PurePosixPath(workdir) / target
     for source in sources:
         named = PurePosixPath(source.lstrip("/"))
