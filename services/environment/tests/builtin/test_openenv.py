@@ -190,6 +190,7 @@ async def test_a_server_that_died_is_started_anew_for_the_next_episode(
     [
         (["/nowhere/server"], "/nowhere/server does not start"),
         ([sys.executable, "-c", "raise SystemExit('no port')"], "exited with status 1\nno port"),
+        ([sys.executable, "-c", "print('printed')"], "exited with status 0\nprinted"),
     ],
 )
 async def test_a_server_that_does_not_start_is_told_with_its_last_words(
