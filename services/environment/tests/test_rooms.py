@@ -9,6 +9,7 @@ import pytest
 
 from flotilla_environment.holders import Holders
 from flotilla_environment.rooms import Room
+from flotilla_workers.functions import Refusal
 from flotilla_workers.jail.jail import Jail
 
 NAP = ["sleep", "0.1"]
@@ -42,3 +43,10 @@ async def test_who_leaves_a_room_ends_it_for_nobody_else(
     with await room.new_socket():
         assert not room._asking
     await room.close()
+
+
+async def test_only_a_room_with_processes_of_its_own_ends_all_others(holders: Holders) -> None:
+    room = await holders.place("run", trusted=True).room()
+    await room.close()  # One that lived would end every process of this user, were it asked.
+    with pytest.raises(Refusal, match="cannot end all others"):
+        await room.ask("alone")

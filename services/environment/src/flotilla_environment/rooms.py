@@ -20,6 +20,7 @@ from flotilla_core.errors import InvalidConfig, unicode_text
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Refusal, Target
 from flotilla_workers.jail.jail import NO_JAIL, USERS, Cell, Jail, Start
+from flotilla_workers.jail.level import Level
 from flotilla_workers.pool import FairShare
 from flotilla_workers.process import Timeout, WorkerProcess
 
@@ -72,6 +73,8 @@ class Room:
 
     async def ask(self, do: str, wait_s: float = QUICK_S, **question: Any) -> Any:
         """Return what came of a question; raise `Refusal` where it cannot be done, and `RoomLost` without an answer."""
+        if do == "alone" and self.jail.level is not Level.NAMESPACES:
+            raise Refusal("a room without a table of processes of its own cannot end all others")
         return await self._to_its_end(self._ask(do, wait_s, question))
 
     async def new_socket(self) -> socket.socket:
