@@ -137,7 +137,8 @@ async def _play(arguments: argparse.Namespace) -> None:
     tasks = Tasks(environment.taskset)
     for number, session in enumerate(_sessions()):
         rewards = await _played(environment, tasks.of(session.task), session, number)
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {session.key}"}) as client:
+        headers = {"Authorization": f"Bearer {session.key}"}
+        async with httpx.AsyncClient(headers=headers, timeout=WAIT_S) as client:
             (await client.post(f"{session.url}/rewards", json=rewards)).raise_for_status()
             (await client.post(f"{session.url}/end")).raise_for_status()
 

@@ -15,7 +15,7 @@ FIELDS = {
     "description": "G.",
 }
 TOOLS = {"properties": {"type": {"const": "call_tool"}, "tool_name": {}, "arguments": {}, "metadata": {}}}
-SCHEMAS = {"text": TEXT, "fields": FIELDS, "tools": TOOLS}
+SCHEMAS = {"text": TEXT, "stateless": TEXT, "fields": FIELDS, "tools": TOOLS}
 LISTED = {"tools": [{"name": "guess", "description": "Guess.", "input_schema": {"type": "object"}}]}
 
 
@@ -61,6 +61,8 @@ class Server:
                 self.resets.append(data)
                 number = data["seed"] % data.get("largest", 10)
                 await self.say(socket, "observation", self.seen("Guess.", None, False))
+            elif asked["type"] == "state" and self.kind == "stateless":
+                await self.fail(socket, "there is no state", "EXECUTION_ERROR")
             elif asked["type"] == "state":
                 await self.say(
                     socket, "state", {"episode_id": "e", "step_count": steps, "misses": float(steps)}
@@ -74,7 +76,10 @@ class Server:
     async def step(self, socket: web.WebSocketResponse, data: dict[str, Any], number: int) -> None:
         given = data.get("arguments", data)
         guess = given.get("guess", given.get("at"))
-        if guess == "leave":
+        if str(guess).startswith("say "):
+            for _ in range(int(guess[4:])):
+                await self.say(socket, "observation", self.seen("Said.", None, False))
+        elif guess == "leave":
             await socket.close()
         elif guess == "break":
             await self.fail(socket, "it broke", "EXECUTION_ERROR")

@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ import pytest
 from flotilla_environment import Begun, Environment, Reply, Task, Turn
 from flotilla_environment.catalog import list_environments, problem
 from flotilla_environment.waits import Waits
-from flotilla_environment.worker import MOST_BYTES, Episodes
+from flotilla_environment.worker import MOST_BYTES, Episodes, finished, load
 from flotilla_workers.frames import MOST_ANSWER_BYTES, SECRET_BYTES, encode
-from flotilla_workers.functions import Refusal
+from flotilla_workers.functions import Refusal, Target
 
 TASK = {"messages": [], "answer": "", "info": {}, "seed": 7, "attempt": 1}
 
@@ -41,7 +42,7 @@ class Played(Episodes):
     """Episodes, each of whose answers is waited for."""
 
     def answered(self, question: dict[str, Any]) -> dict[str, Any]:
-        return asyncio.run(self.answer(question))
+        return finished(self.answer(question), asyncio.run)
 
 
 class Echo(Environment):
@@ -83,6 +84,40 @@ def test_episodes_of_one_worker_are_apart_and_each_is_closed_once() -> None:
     assert [*episodes._playing] == [0] == [*episodes._tools]
     assert episodes.answered({"do": "stop", "episode": 0, "ending": "no_room"})["done"]
     assert not episodes._playing
+
+
+LOOPS = """
+import asyncio
+from flotilla_environment import Begun, Environment, Reply
+
+class Loops(Environment):
+    def __init__(self):
+        asyncio.run(asyncio.sleep(0))
+
+    def begin(self, task):
+        return asyncio.run(asyncio.sleep(0, Begun("begin")))
+
+    async def reply(self, turn):
+        return await asyncio.sleep(0, Reply("on"))
+
+    def stop(self, ending):
+        return asyncio.run(asyncio.sleep(0, Reply(done=True, rewards={"one": 1.0})))
+
+    def close(self):
+        asyncio.run(asyncio.sleep(0))
+        print("closed")
+"""
+
+
+def test_a_method_that_is_not_async_may_run_an_event_loop_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loops.py").write_text(LOOPS)
+    answer = load(Target("file", str(tmp_path / "loops.py"), "Loops"))
+    assert answer(begin())["messages"] == [{"role": "user", "content": "begin"}]
+    assert answer(reply())["messages"] == [{"role": "user", "content": "on"}]
+    assert answer({"do": "stop", "episode": 0, "ending": "max_turns"})["rewards"] == {"one": 1.0}
+    assert capsys.readouterr().out == "closed\n"
 
 
 @pytest.mark.parametrize(

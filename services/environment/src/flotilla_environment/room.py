@@ -101,7 +101,7 @@ class Inside:
             self._child = subprocess.Popen(
                 command,
                 env=os.environ | environment,
-                stderr=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 start_new_session=True,
                 **streams,
             )
@@ -110,8 +110,9 @@ class Inside:
                 f"{command[0]} does not start: {error.strerror}. A jail shows what "
                 "environment.isolation.readable of the stack names"
             ) from None
-        assert self._child.stderr is not None
-        self._tail, self._heard = Tail(self._child.stderr), b""
+        told = self._child.stderr or self._child.stdout
+        assert told is not None
+        self._tail, self._heard = Tail(told), b""
 
     def _ended(self) -> str:
         """Return how the server ended, and what it said last."""
@@ -126,7 +127,9 @@ class Inside:
             free.bind(("127.0.0.1", 0))
             port = int(free.getsockname()[1])
         filled = [part.replace("{port}", str(port)) for part in command]
-        self._start(filled, environment | {"PORT": str(port)}, stdin=subprocess.DEVNULL, stdout=2)
+        self._start(
+            filled, environment | {"PORT": str(port)}, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT
+        )
         assert self._child is not None
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
@@ -151,7 +154,7 @@ class Inside:
             with suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
-        self._start(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._start(command, environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def _exchange(self, line: str, limit_s: float, wants: bool) -> dict[str, Any]:
         """Say a line; where one is wanted return the next line of the server, or how it ended."""

@@ -1,8 +1,8 @@
 """Rooms: jails of their own for the commands and servers of one episode, as the service uses them.
 
 Invariants: a room is a worker with a keeper, so whatever was started in it ends with it. It ends with its episode, and
-with this service. A jail demands the level that the stack does; code that the run trusts has none. Whatever a room says
-is believed no further than its form.
+with this service. A jail demands the level that the stack does, and has no variable of the service: the policy could
+read it there. Code that the run trusts has no jail. Whatever a room says is believed no further than its form.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from flotilla_core.errors import InvalidConfig, unicode_text
 from flotilla_workers.frames import NoAnswer
 from flotilla_workers.functions import Refusal, Target
 from flotilla_workers.jail.jail import NO_JAIL, USERS, Cell, Jail, Start
+from flotilla_workers.jail.level import Level
 from flotilla_workers.pool import FairShare
 from flotilla_workers.process import Timeout, WorkerProcess
 
@@ -30,6 +31,9 @@ LATE_S = 5.0
 BEGINNINGS_OF_A_PROCESSOR = 4
 QUICK_S = 10.0
 """The time for what takes no time of its own, such as a file."""
+
+
+T = TypeVar("T")
 
 
 class RoomLost(Exception):
@@ -60,6 +64,7 @@ class Room:
         self._link = link
         self._ended = ended
         self._free = asyncio.Lock()
+        self._asking: set[asyncio.Task[Any]] = set()
 
     @property
     def pid(self) -> int | None:
@@ -68,6 +73,22 @@ class Room:
 
     async def ask(self, do: str, wait_s: float = QUICK_S, **question: Any) -> Any:
         """Return what came of a question; raise `Refusal` where it cannot be done, and `RoomLost` without an answer."""
+        if do == "alone" and self.jail.level is not Level.NAMESPACES:
+            raise Refusal("a room without a table of processes of its own cannot end all others")
+        return await self._to_its_end(self._ask(do, wait_s, question))
+
+    async def new_socket(self) -> socket.socket:
+        """Return a socket of the network of the room, not connected yet."""
+        return await self._to_its_end(self._new_socket())
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what comes of work; it goes on where its waiter leaves, because others may use the room."""
+        asking = asyncio.ensure_future(work)
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        return await asyncio.shield(asking)
+
+    async def _ask(self, do: str, wait_s: float, question: dict[str, Any]) -> Any:
         async with self._free:
             outcome = await self._worker.ask(TARGET, {"do": do, **question}, wait_s + LATE_S, _said)
         if isinstance(outcome, _Said):
@@ -78,8 +99,7 @@ class Room:
             raise RoomLost(f"its room ended: {outcome.message}")
         raise Refusal(outcome.message)
 
-    async def new_socket(self) -> socket.socket:
-        """Return a socket of the network of the room, not connected yet."""
+    async def _new_socket(self) -> socket.socket:
         async with self._free:
             outcome = await self._worker.ask(TARGET, {"do": "socket"}, QUICK_S, _said)
             if not isinstance(outcome, _Said):
@@ -134,7 +154,7 @@ class Rooms:
         """Open a room; without a jail where its code is trusted."""
         if jail.refusal and not trusted:
             raise InvalidConfig("a command of an environment cannot run here", why=jail.refusal)
-        own = NO_JAIL if trusted else replace(jail, writable=writable)
+        own = NO_JAIL if trusted else replace(jail, writable=writable, environment=())
         # Whoever waits for it may leave, and then it is ended.
         opening = asyncio.ensure_future(self._open(own))
         self._opening.add(opening)

@@ -1,8 +1,9 @@
 """The episodes in a worker: how an environment is loaded, and how what it says becomes plain data.
 
 Invariants: an episode that ended, or whose environment raised, is closed and forgotten before its answer leaves. What
-an environment returns is checked here, so what is wrong with it is told with the line of its method. Nothing heavy is
-imported here: workers start with this.
+an environment returns is checked here, so what is wrong with it is told with the line of its method. A worker calls
+methods outside of an event loop, so one that is not `async` may run its own. Nothing heavy is imported here: workers
+start with this.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from reprlib import repr
 from typing import Any
@@ -47,6 +48,10 @@ NOTHING: dict[str, Any] = {
 }
 ROLES = ("system", "user", "assistant", "tool")
 
+Awaited = Coroutine[Any, Any, Any]
+Steps = Generator[Awaited, Any, Any]
+"""Work that gives each coroutine that it waits for to its caller, and takes what came of it."""
+
 
 def load(target: Target) -> Callable[[Any], Any]:
     """Return what answers questions about the episodes of one environment."""
@@ -61,11 +66,26 @@ def load(target: Target) -> Callable[[Any], Any]:
         raise Refusal(f"{name}{inspect.signature(found)} cannot be made with ({given}): {error}") from error
     episodes, loop = Episodes(found, target.parameters), asyncio.new_event_loop()
 
-    def answer(question: dict[str, Any]) -> dict[str, Any]:
+    def answer(question: dict[str, Any]) -> Any:
         # A method that waits keeps the other episodes of this worker waiting, too.
-        return loop.run_until_complete(episodes.answer(question))
+        return finished(episodes.answer(question), loop.run_until_complete)
 
     return answer
+
+
+def finished(steps: Steps, run: Callable[[Awaited], Any]) -> Any:
+    """Return what comes of work; `run` runs each coroutine that it waits for."""
+    try:
+        waits_for = next(steps)
+        while True:
+            try:
+                given = run(waits_for)
+            except BaseException as error:  # noqa: BLE001 - the work closes what it has, and raises it again
+                waits_for = steps.throw(error)
+            else:
+                waits_for = steps.send(given)
+    except StopIteration as end:
+        return end.value
 
 
 class Episodes:
@@ -77,36 +97,36 @@ class Episodes:
         self._playing: dict[int, Environment] = {}
         self._tools: dict[int, list[str]] = {}
 
-    async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, question: dict[str, Any]) -> Steps:
         """Return what the environment says; nothing of the end of an episode that nobody hears."""
         episode = question["episode"]
         if question["do"] == "close":
-            await self.close(episode)
+            yield from self._close(episode)
             return NOTHING
         said = None
         try:
-            said = await self._said(episode, question)
+            said = yield from self._said(episode, question)
         finally:
             if said is None:
                 with suppress(Exception):  # What was raised before is what is told.
-                    await self.close(episode)
+                    yield from self._close(episode)
         if said["done"]:
-            await self.close(episode)
+            yield from self._close(episode)
         return said
 
-    async def close(self, episode: int) -> None:
+    def _close(self, episode: int) -> Steps:
         """Close and forget an episode, where it has not ended yet."""
         environment = self._playing.pop(episode, None)
         self._tools.pop(episode, None)
         if environment is not None:
             closing: Any = environment.close
-            await _what(closing())
+            yield from _what(closing())
 
-    async def _said(self, episode: int, question: dict[str, Any]) -> dict[str, Any]:
+    def _said(self, episode: int, question: dict[str, Any]) -> Steps:
         method: Callable[..., Any]
         if question["do"] == "begin":
             environment = self._playing[episode] = self._environment(**self._parameters)
-            begun = await _what(environment.begin(Task(**question["task"])))
+            begun = yield from _what(environment.begin(Task(**question["task"])))
             if not isinstance(begun, Begun):
                 raise _refused(environment.begin, f"returned {repr(begun)}, expected a Begun")
             self._tools[episode] = _tools(environment.begin, begun.tools)
@@ -114,9 +134,11 @@ class Episodes:
         else:
             environment = self._playing[episode]
             if question["do"] == "stop":
-                method, reply = environment.stop, await _what(environment.stop(question["ending"]))
+                method = environment.stop
+                reply = yield from _what(environment.stop(question["ending"]))
             else:
-                method, reply = environment.reply, await _what(environment.reply(_turn(question["turn"])))
+                method = environment.reply
+                reply = yield from _what(environment.reply(_turn(question["turn"])))
             if not isinstance(reply, Reply):
                 raise _refused(method, f"returned {repr(reply)}, expected a Reply")
         if question["do"] == "stop" and reply.reward is not None:
@@ -144,9 +166,9 @@ class Episodes:
         return said
 
 
-async def _what(returned: Any) -> Any:
+def _what(returned: Any) -> Steps:
     """Return what a method returned, which may be `async`."""
-    return await returned if inspect.iscoroutine(returned) else returned
+    return (yield returned) if inspect.iscoroutine(returned) else returned
 
 
 def _turn(said: dict[str, Any]) -> Turn:

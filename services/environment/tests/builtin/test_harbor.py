@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from flotilla.environment.v1 import environment_pb2 as pb
-from flotilla_environment.builtin.harbor_task import read_task
+from flotilla_environment.builtin.harbor_task import BASES, read_task
 from flotilla_environment.holders import Holders
 from flotilla_workers.functions import Refusal
 from flotilla_workers.jail.jail import NO_JAIL, Jail
@@ -111,6 +112,17 @@ async def test_a_reward_that_the_policy_writes_itself_is_none(
     assert said.ended.rewards == {"reward": 0.0}, said.ended
 
 
+async def test_the_policy_reads_no_variable_of_the_service(
+    played: Any, namespaces: Jail, tmp_path: Path, holders: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN_OF_A_HEADER", "secret")
+    holders.jail = replace(holders.jail, environment=("TOKEN_OF_A_HEADER",))
+    look = {"bash": {"command": "env; cat /proc/[0-9]*/environ; echo looked"}}
+    said = await played("harbor", {"tasks": str(made(tmp_path))}, [look, "done"])
+    (seen,) = said.heard[1]
+    assert "UNIT=one" in seen and "looked" in seen and "secret" not in seen
+
+
 async def test_commands_are_bounded_and_leave_files_and_processes(
     played: Any, namespaces: Jail, tmp_path: Path
 ) -> None:
@@ -145,9 +157,11 @@ async def test_several_rewards_are_read_and_what_is_no_reward_is_an_error(
 
     both = await of("""echo '{"a": 1, "b": 0.5}' > /logs/verifier/reward.json""", "both")
     assert both.rewards == {"a": 1.0, "b": 0.5}
-    none, wrong = await asyncio.gather(
-        of("echo oh; exit 3", "none"), of("echo x > /logs/verifier/reward.txt", "wrong")
+    long = f"""echo '{{"a": {"9" * 400}}}' > /logs/verifier/reward.json"""
+    none, wrong, huge = await asyncio.gather(
+        of("echo oh; exit 3", "none"), of("echo x > /logs/verifier/reward.txt", "wrong"), of(long, "huge")
     )
+    assert "as reward a, expected a finite number" in huge.failure.what
     assert none.ending == wrong.ending == pb.ENDING_ERROR and not none.rewards
     assert "wrote neither reward.txt nor reward.json" in none.failure.what and "oh" in none.failure.what
     assert "wrote a reward.txt that is none: 'x" in wrong.failure.what
@@ -168,6 +182,10 @@ async def test_eight_episodes_of_a_task_are_apart(played: Any, namespaces: Jail,
             {"environment__Dockerfile": "FROM ruby:3.4\n"},
             "asks for the image ruby:3.4: name ruby in the parameter",
         ),
+        ({"environment__Dockerfile": "FROM evil.io/x/python:3\n"}, "name evil.io/x/python in the parameter"),
+        ({"environment__Dockerfile": "FROM x/python@sha256:0\n"}, "name x/python in the parameter bases"),
+        ({"environment__Dockerfile": "FROM a:5000/python\n"}, "name a:5000/python in the parameter bases"),
+        ({"environment__Dockerfile": "FROM --platform=linux/amd64\n"}, "asks for the image --platform"),
         (
             {"environment__Dockerfile": "FROM python:3.12-slim\nRUN pip \\\n install x\n"},
             r"environment/Dockerfile, line 2, asks for an image by RUN pip   ?install x",
@@ -182,6 +200,18 @@ async def test_eight_episodes_of_a_task_are_apart(played: Any, namespaces: Jail,
             {"environment__Dockerfile": "FROM debian\nFROM debian\n"},
             "line 2, asks for an image by FROM debian",
         ),
+        (
+            {"environment__Dockerfile": 'FROM debian\nENV PATH="/root/.local/bin:$PATH"\n'},
+            r"line 2, has a variable in ENV PATH=\"/root/.local/bin:\$PATH\": write its value there",
+        ),
+        (
+            {"environment__Dockerfile": "FROM debian\nENV A=/a\nWORKDIR ${A}/b\n"},
+            r"line 3, has a variable in WORKDIR \${A}/b",
+        ),
+        (
+            {"environment__Dockerfile": "FROM debian\nENV A=/a\nCOPY run.sh $A/\n"},
+            r"line 3, has a variable in COPY run.sh \$A/",
+        ),
         ({"environment__docker-compose.yaml": ""}, "it has environment/docker-compose.yaml"),
         ({"task.toml": '[environment]\ndocker_image = "a"\n'}, "sets environment.docker_image"),
         ({"task.toml": "[environment]\ngpus = 1\n"}, "sets environment.gpus"),
@@ -195,6 +225,29 @@ async def test_eight_episodes_of_a_task_are_apart(played: Any, namespaces: Jail,
         ({"task.toml": '[[steps]]\nname = "one"\n'}, "sets steps"),
         ({"task.toml": "["}, "cannot be read: "),
         (
+            {"task.toml": '[verifier]\ntimeout_sec = "x"\n'},
+            "cannot be read: could not convert string to float",
+        ),
+        ({"task.toml": "[verifier]\ntimeout_sec = [1]\n"}, "cannot be read: "),
+        (
+            {"task.toml": "[verifier]\ntimeout_sec = nan\n"},
+            "sets verifier.timeout_sec: nan, which is no time",
+        ),
+        ({"task.toml": '[environment]\nenv = "x"\n'}, "cannot be read: "),
+        ({"environment__Dockerfile": "FROM debian\nCOPY [\n"}, "cannot be read: "),
+        ({"environment__Dockerfile": "FROM debian\nCOPY [1, 2]\n"}, "copies 1, which is not there"),
+        ({"environment__Dockerfile": "FROM debian\nCOPY run.sh\n"}, "line 2, copies nothing"),
+        ({"environment__Dockerfile": "FROM debian\nCOPY\n"}, "cannot be read: "),
+        ({"environment__Dockerfile": "FROM debian\nENV A='\n"}, "cannot be read: "),
+        ({"environment__Dockerfile": "FROM debian\nENV\n"}, "cannot be read: "),
+        ({"environment__Dockerfile": "FROM debian\nWORKDIR /\n"}, "it writes to /, and a room has folders"),
+        ({"environment__Dockerfile": "FROM debian\nCOPY run.sh /\n"}, "it writes to /, and a room has"),
+        (
+            {"environment__Dockerfile": "FROM debian\nCOPY run.sh /app/../etc/\n"},
+            "it writes to /etc, which a",
+        ),
+        ({"task.toml": '[environment]\nworkdir = "app"\n'}, "it writes to app, and a room has folders below"),
+        (
             {"tests__setup.sh": "x=1\napt-get update && apt-get install -y curl\n"},
             "tests/setup.sh, line 2, loads some",
         ),
@@ -207,7 +260,7 @@ def test_what_needs_more_than_a_room_is_refused_by_name(
     tmp_path: Path, changed: dict[str, str | None], why: str
 ) -> None:
     with pytest.raises(Refusal, match=why):
-        read_task(made(tmp_path, **changed))
+        assert read_task(made(tmp_path, **changed)).writable
 
 
 def test_what_is_like_a_download_and_is_none_is_taken(tmp_path: Path) -> None:
@@ -222,6 +275,55 @@ def test_a_link_out_of_the_folder_and_a_place_of_the_system_are_refused(tmp_path
     (task / "tests" / "secret").symlink_to("/etc/hostname")
     with pytest.raises(Refusal, match="tests/secret is no file, but a link"):
         read_task(task)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        *("ubuntu", "--platform=linux/amd64 ubuntu:24.04", "docker.io/library/python:3.12@sha256:0 AS base"),
+        *("library/debian", "ghcr.io:443/a/b:1"),
+    ],
+)
+def test_a_base_is_known_by_its_whole_name(tmp_path: Path, image: str) -> None:
+    task = made(tmp_path, environment__Dockerfile=f"FROM {image}\nWORKDIR /work\n")
+    assert read_task(task, (*BASES, "ghcr.io:443/a/b")).workdir == "/work"
+
+
+@pytest.mark.parametrize(
+    ("name", "dockerfile"),
+    [
+        ("instruction.md", None),
+        ("task.toml", None),
+        ("tests", None),
+        ("environment/Dockerfile", None),
+        ("environment/link", "COPY link/key /app/"),
+        ("environment/link", "COPY l*/key /app/"),
+        ("environment/link", "COPY link/folder /app/"),
+    ],
+)
+def test_a_task_reads_nothing_outside_of_its_folder(
+    tmp_path: Path, name: str, dockerfile: str | None
+) -> None:
+    """Each link leads to what would be taken, were it in the folder."""
+    task, host = tmp_path / "task", made(tmp_path / "host")
+    (host / "folder").mkdir()
+    for file in ("key", "folder/key"):
+        (host / file).write_text("secret")
+    made(task, **({} if dockerfile is None else {"environment__Dockerfile": f"FROM debian\n{dockerfile}\n"}))
+    if (task / name).is_dir():
+        shutil.rmtree(task / name)
+    (task / name).unlink(missing_ok=True)
+    (task / name).symlink_to(host if dockerfile else host / name)
+    with pytest.raises(Refusal, match=f"{name.rpartition('/')[2]}.* leads out of its folder"):
+        read_task(task)
+
+
+def test_a_copied_file_is_read_without_what_is_beside_it(tmp_path: Path) -> None:
+    task = made(tmp_path)
+    (task / "environment" / "beside").symlink_to("/etc/hostname")
+    (task / "environment" / "inside").symlink_to("data")
+    (task / "environment" / "Dockerfile").write_text("FROM debian\nCOPY run.sh inside/numbers.txt /app/\n")
+    assert [file.path for file in read_task(task).files] == ["/app/run.sh", "/app/numbers.txt"]
 
 
 async def test_a_folder_that_is_no_task_and_a_host_without_namespaces_are_errors(

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +109,22 @@ async def test_episodes_that_begin_take_turns_and_their_wait_is_no_time_of_their
 
 
 async def test_a_command_sees_the_variables_of_the_run_and_none_of_the_service(
-    played: Any, monkeypatch: pytest.MonkeyPatch
+    played: Any, holders: Holders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GIVEN", "of the service")
     said = await played("mcp", {"command": COMMAND}, [{"variable": {}}])
     given = await played("mcp", {"command": COMMAND, "environment": {"GIVEN": "x"}}, [{"variable": {}}])
     assert (said.heard[1], given.heard[1]) == (["none"], ["x"])
-    refused = await played("mcp", {"command": COMMAND, "environment": {"GIVEN": "${GIVEN}"}})
+    named = {"command": COMMAND, "environment": {"GIVEN": "${GIVEN}"}}
+    refused = await played("mcp", named)
     assert (
         "${GIVEN} is none of the variables that environment.isolation.environment"
         in refused.ended.failure.what
     )
+    holders.jail = replace(holders.jail, environment=("GIVEN",))
+    hidden = await played("mcp", {"command": COMMAND}, [{"variable": {}}])
+    shown = await played("mcp", named, [{"variable": {}}])
+    assert (hidden.heard[1], shown.heard[1]) == (["none"], ["of the service"])
 
 
 @pytest.mark.parametrize(
@@ -155,18 +160,22 @@ class HttpServer:
     """An MCP server by streamable HTTP, in this process."""
 
     streams: bool = False
+    takes_s: float = 0.0
+    """Time for all after the first session."""
     url: str = ""
     sessions: set[str] = field(default_factory=set)
     begun: int = 0
     forgets: bool = False
     """True where the next call finds its session forgotten."""
     versions: set[str | None] = field(default_factory=set)
+    offered: set[str] = field(default_factory=set)
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         asked = json.loads(await request.text())
         session = request.headers.get("Mcp-Session-Id", "")
         if asked.get("method") == "initialize":
             self.begun += 1
+            self.offered.add(asked["params"]["protocolVersion"])
             session = f"s{self.begun}"
             self.sessions.add(session)
         elif session not in self.sessions or (self.forgets and asked.get("method") == "tools/call"):
@@ -174,6 +183,8 @@ class HttpServer:
             return web.Response(status=404)
         elif "method" in asked:
             self.versions.add(request.headers.get("MCP-Protocol-Version"))
+        if self.begun > 1:
+            await asyncio.sleep(self.takes_s)
         answer = answered(asked, "2025-06-18")
         if answer is None:
             return web.Response(status=202)
@@ -221,6 +232,7 @@ async def test_a_server_by_http_is_left_with_its_session_and_begun_anew_where_it
         said = await played("mcp", {"url": server.url}, [{"picture": {}}, "5"], answer="5")
         assert said.ended.rewards == {"correct": 1.0}, said.ended
         assert (server.begun, server.sessions, server.versions) == (1, set(), {"2025-06-18"})
+        assert server.offered == {"2025-06-18"}
         again = await asyncio.gather(
             *(played("mcp", {"url": server.url}, [{"picture": {}}, "5"], answer="5") for _ in range(8))
         )
@@ -232,6 +244,13 @@ async def test_a_server_by_http_is_left_with_its_session_and_begun_anew_where_it
         assert server.begun == 11 and not server.forgets
         moved = await played("mcp", {"url": server.url.replace("/mcp", "/moved")})
         assert "speaks no streamable HTTP of MCP to us: status 307" in moved.ended.failure.what
+
+
+async def test_a_call_that_is_sent_again_has_what_is_left_of_its_limit(played: Any) -> None:
+    async with serving(HttpServer(takes_s=0.6, forgets=True)) as server:
+        parameters = {"url": server.url, "limit_s": 1.0}
+        said = await played("mcp", parameters, [{"fail": {}}, "5"], answer="5")
+        assert said.heard[1] == ["error: fail took longer than 1 s"] and server.begun == 2
 
 
 def test_no_process_of_a_test_is_left() -> None:

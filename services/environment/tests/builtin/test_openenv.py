@@ -17,6 +17,7 @@ from flotilla.environment.v1 import environment_pb2 as pb
 from flotilla_core.errors import InvalidConfig
 from flotilla_environment.holders import Holders
 from flotilla_environment.wire import openenv
+from flotilla_environment.wire.http import Address
 from flotilla_workers.jail.jail import Jail
 
 FILE = Path(__file__).parent.parent / "openenv_game.py"
@@ -30,13 +31,25 @@ async def serving(*arguments: Any) -> AsyncIterator[tuple[str, Any]]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     server = module.Server(*arguments)
-    runner = web.AppRunner(server.app())
+    async with _listening(server.app()) as url:
+        yield url, server
+
+
+@asynccontextmanager
+async def _listening(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}", server
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+def _app(*routes: web.RouteDef) -> web.Application:
+    app = web.Application()
+    app.add_routes(routes)
+    return app
 
 
 async def test_a_turn_fills_the_only_field_of_an_action_and_rewards_are_summed(played: Any) -> None:
@@ -90,6 +103,51 @@ async def test_a_server_that_breaks_or_leaves_is_an_error_and_no_reward(played: 
     assert "the OpenEnv server is not there: http" in gone.ended.failure.what
 
 
+async def test_what_nobody_asked_for_is_no_answer_to_the_next_question(played: Any) -> None:
+    async with serving("text") as (url, _):
+        said = await played("openenv", {"url": url}, ["say 2", "7"])
+        assert said.heard[1:] == [["Said."]] and not said.ended.rewards
+        assert "the OpenEnv server says more than it was asked" in said.ended.failure.what
+
+
+async def test_what_nobody_asked_for_is_not_kept(played: Any) -> None:
+    async with serving("text") as (url, _):
+        session = openenv.OpenEnvSession(Address(url))
+        await session.reset({"seed": 7})
+        await session.step({"guess": "say 1000"})
+        assert session._reading is not None
+        async with asyncio.timeout(10):
+            await session._reading
+        assert session._heard.qsize() <= 2
+        await session.close()
+
+
+async def test_a_redirect_takes_no_header_to_another_host(played: Any) -> None:
+    heard: list[str | None] = []
+
+    async def of_another(request: web.Request) -> web.Response:
+        heard.append(request.headers.get("X-Api-Key"))
+        return web.Response()
+
+    async def redirect(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(f"{another}/ws")
+
+    async with (
+        _listening(_app(web.get("/ws", of_another))) as another,
+        serving("text") as (_, server),
+        _listening(_app(web.get("/schema", server.schema), web.get("/ws", redirect))) as url,
+    ):
+        said = await played("openenv", {"url": url, "headers": {"X-Api-Key": "secret"}})
+    assert f"{url}/ws leads to another place" in said.ended.failure.what and not heard
+
+
+async def test_a_server_without_a_state_gives_its_rewards(played: Any) -> None:
+    async with serving("stateless") as (url, _):
+        said = await played("openenv", {"url": url}, ["1", "7"])
+    assert said.ended.rewards == {"return": 0.75}, said.ended
+    assert said.ended.metrics == {"steps": 2.0}
+
+
 async def test_an_episode_waits_for_a_free_session_and_is_refused_by_name_where_none_comes(
     played: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +190,7 @@ async def test_a_server_that_died_is_started_anew_for_the_next_episode(
     [
         (["/nowhere/server"], "/nowhere/server does not start"),
         ([sys.executable, "-c", "raise SystemExit('no port')"], "exited with status 1\nno port"),
+        ([sys.executable, "-c", "print('printed')"], "exited with status 0\nprinted"),
     ],
 )
 async def test_a_server_that_does_not_start_is_told_with_its_last_words(

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +154,11 @@ def _rewards(name: str, text: str) -> dict[str, float]:
         raise Refusal(f"the tests wrote a {name} that is none: {text[:200]!r}") from None
     if not isinstance(found, dict) or not found:
         raise Refusal(f"the tests wrote a {name} that is no object with rewards: {text[:200]!r}")
-    for key, value in found.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise Refusal(f"the tests wrote {value!r:.80} as reward {key}, expected a finite number")
-    return {key: float(value) for key, value in found.items()}
+    return {key: _reward(key, value) for key, value in found.items()}
+
+
+def _reward(key: str, value: object) -> float:
+    with suppress(OverflowError):
+        if isinstance(value, int | float) and math.isfinite(number := float(value)):
+            return number
+    raise Refusal(f"the tests wrote {value!r:.80} as reward {key}, expected a finite number")

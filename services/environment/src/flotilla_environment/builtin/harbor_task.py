@@ -7,6 +7,8 @@ it needs, where its place could not be made as its author meant it: a reward of 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import shlex
 import tomllib
@@ -23,6 +25,8 @@ MOST_FILES = 2_000
 TESTS, VERIFIER = "/tests", "/logs/verifier"
 WORKDIR = "/app"
 """The folder of commands, where neither task.toml nor the Dockerfile names one."""
+TESTS_S = 600.0
+"""The time of the tests, where task.toml names none."""
 OF_SYSTEM = frozenset({"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "sys", "usr"})
 NEEDS = (
     "environment.docker_image",
@@ -40,6 +44,7 @@ NEEDS = (
     "steps",
 )
 """Keys of task.toml that ask for what a room is not."""
+DOCKERFILE = "environment/Dockerfile"
 FILES = (
     "environment/docker-compose.yaml",
     "environment/docker-compose.yml",
@@ -78,13 +83,21 @@ class HarborTask:
     @property
     def writable(self) -> tuple[str, ...]:
         """The folders at the root of the room that the task and its tests write in."""
-        paths = [TESTS, VERIFIER, self.workdir, *(file.path for file in self.files)]
-        tops = dict.fromkeys(PurePosixPath(path).parts[1] for path in paths)
+        folders = [TESTS, VERIFIER, self.workdir, *(os.path.dirname(file.path) for file in self.files)]
+        tops = dict.fromkeys(map(_top, folders))
         if system := OF_SYSTEM & {*tops}:
             raise Refusal(
                 f"it writes to /{min(system)}, which a room shows as this host has it, and read-only"
             )
         return tuple(f"/{top}" for top in tops if top != "tmp")
+
+
+def _top(folder: str) -> str:
+    """Return the folder at the root that a folder is in."""
+    first, *others = PurePosixPath(os.path.normpath(folder)).parts
+    if not first.startswith("/") or not others:
+        raise Refusal(f"it writes to {folder}, and a room has folders below / alone")
+    return others[0]
 
 
 def read_task(folder: Path, bases: tuple[str, ...] = BASES) -> HarborTask:
@@ -93,12 +106,12 @@ def read_task(folder: Path, bases: tuple[str, ...] = BASES) -> HarborTask:
         return _read(folder, bases)
     except Refusal as error:
         raise Refusal(f"Harbor task {folder}: {error}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Refusal(f"Harbor task {folder} cannot be read: {error}") from None
 
 
 def _read(folder: Path, bases: tuple[str, ...]) -> HarborTask:
-    settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
+    settings = tomllib.loads(_text(folder, "task.toml"))
     for key in NEEDS:
         if _of(settings, key):
             raise Refusal(f"task.toml sets {key}, which no room has")
@@ -114,22 +127,18 @@ def _read(folder: Path, bases: tuple[str, ...]) -> HarborTask:
         if _of(settings, key) not in (None, "root", 0):
             raise Refusal(f"task.toml sets {key}, and a room has one user")
     for name in FILES:
-        if (folder / name).exists():
+        if os.path.lexists(folder / name):
             raise Refusal(f"it has {name}, which no room follows")
-    tests = [RoomFile(f"{TESTS}/{name}", data, mode) for name, data, mode in _files(folder / "tests")]
+    found = _files(_inside(folder, folder / "tests"))
+    tests = [RoomFile(f"{TESTS}/{name}", data, mode) for name, data, mode in found]
     if not any(file.path == f"{TESTS}/test.sh" for file in tests):
         raise Refusal("it has no tests/test.sh")
     for file in tests:
         if file.path.endswith(".sh"):
             _refuse_network(file)
-    task = HarborTask(
-        (folder / "instruction.md").read_text("utf-8").strip(),
-        tests,
-        float(_of(settings, "verifier.timeout_sec") or 600.0),
-    )
-    dockerfile = folder / "environment" / "Dockerfile"
-    if dockerfile.exists():
-        _build(task, dockerfile, bases)
+    task = HarborTask(_text(folder, "instruction.md").strip(), tests, _limit_s(settings))
+    if os.path.lexists(folder / DOCKERFILE):
+        _build(task, folder, bases)
     task.workdir = str(_of(settings, "environment.workdir") or task.workdir)
     task.variables |= _variables(settings, "environment.env")
     task.tests_variables = _variables(settings, "verifier.env")
@@ -143,12 +152,41 @@ def _of(settings: dict[str, Any], key: str) -> Any:
     return found
 
 
+def _limit_s(settings: dict[str, Any]) -> float:
+    """Return the time of the tests."""
+    limit_s = float(_of(settings, "verifier.timeout_sec") or TESTS_S)
+    if not 0 < limit_s < math.inf:
+        raise Refusal(f"task.toml sets verifier.timeout_sec: {limit_s:g}, which is no time")
+    return limit_s
+
+
 def _variables(settings: dict[str, Any], key: str) -> dict[str, str]:
-    given = {str(name): str(value) for name, value in (_of(settings, key) or {}).items()}
+    given = {str(name): str(value) for name, value in dict(_of(settings, key) or {}).items()}
     for name, value in given.items():
         if "${" in value:
             raise Refusal(f"task.toml takes {key}.{name} from a variable of the host, and rooms see none")
     return given
+
+
+def _inside(root: Path, path: Path) -> Path:
+    """Return the place that a path leads to; a link may lead out of the folder, and that is refused."""
+    place = Path(os.path.realpath(path))
+    if not place.is_relative_to(os.path.realpath(root)):
+        raise Refusal(f"{path.relative_to(root)} leads out of its folder")
+    return place
+
+
+def _content(root: Path, path: Path) -> tuple[bytes, int]:
+    """Return content and mode of a file below a folder."""
+    place = _inside(root, path)
+    found = place.stat()
+    if not place.is_file() or found.st_size > MOST_BYTES:
+        raise Refusal(f"{path.relative_to(root)} is no file of at most {MOST_BYTES:,} bytes")
+    return place.read_bytes(), 0o755 if found.st_mode & 0o111 else 0o644
+
+
+def _text(root: Path, name: str) -> str:
+    return _content(root, root / name)[0].decode("utf-8")
 
 
 def _files(folder: Path) -> Iterator[tuple[str, bytes, int]]:
@@ -164,7 +202,7 @@ def _files(folder: Path) -> Iterator[tuple[str, bytes, int]]:
         left -= path.stat().st_size
         if left < 0:
             raise Refusal(f"{folder.name}/ has more than {MOST_BYTES:,} bytes")
-        yield name, path.read_bytes(), 0o755 if path.stat().st_mode & 0o111 else 0o644
+        yield name, *_content(folder, path)
 
 
 def _refuse_network(script: RoomFile) -> None:
@@ -176,29 +214,39 @@ def _refuse_network(script: RoomFile) -> None:
             )
 
 
-def _build(task: HarborTask, dockerfile: Path, bases: tuple[str, ...]) -> None:
+def _build(task: HarborTask, folder: Path, bases: tuple[str, ...]) -> None:
     """Do in the room what a Dockerfile says, where that is no more than a base, files, a folder and variables."""
     has_base = False
-    for number, word, rest in _instructions(dockerfile.read_text("utf-8")):
-        where = f"environment/Dockerfile, line {number}"
+    for number, word, rest in _instructions(_text(folder, DOCKERFILE)):
+        where = f"{DOCKERFILE}, line {number}"
         if word == "FROM" and not has_base:
             has_base = True
-            image = re.split(r"[:@]", rest.split(" ")[0].rpartition("/")[2])[0]
+            image = _image(rest)
             if image not in bases:
                 raise Refusal(
                     f"{where}, asks for the image {rest}: name {image} in the parameter bases where this host can "
                     "stand for it"
                 )
+        elif word in ("WORKDIR", "ENV", "COPY") and "$" in rest:
+            # The values of the image are not known here, such as that of PATH.
+            raise Refusal(f"{where}, has a variable in {word} {rest[:80]}: write its value there")
         elif word == "WORKDIR":
             task.workdir = str(PurePosixPath(task.workdir) / rest)
         elif word == "ENV":
-            words = shlex.split(rest)
-            pairs = (one.partition("=")[::2] for one in words)
-            task.variables |= pairs if "=" in words[0] else [rest.partition(" ")[::2]]
+            first, *others = shlex.split(rest)
+            pairs = (one.partition("=")[::2] for one in (first, *others))
+            task.variables |= pairs if "=" in first else [rest.partition(" ")[::2]]
         elif word == "COPY":
-            task.files += _copied(rest, dockerfile.parent, task.workdir, where)
+            task.files += _copied(rest, folder / "environment", task.workdir, where)
         elif word != "LABEL":
             raise Refusal(f"{where}, asks for an image by {word} {rest[:80]}")
+
+
+def _image(rest: str) -> str:
+    """Return the image of a FROM without its tag; one of Docker's own has its short name."""
+    words = [word for word in rest.split() if not word.startswith("--platform=")]
+    named = re.sub("(:[^/:@]*)?(@.*)?$", "", words[0] if words else "")
+    return named.removeprefix("docker.io/").removeprefix("library/")
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
@@ -220,7 +268,7 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
 
 def _copied(rest: str, folder: Path, workdir: str, where: str) -> Iterator[RoomFile]:
     """Give the files of a COPY, at their places in the room."""
-    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    words = [str(word) for word in json.loads(rest)] if rest.startswith("[") else shlex.split(rest)
     asked: int | None = None
     for flag in [word for word in words if word.startswith("--")]:
         name, _, value = flag.partition("=")
@@ -229,6 +277,8 @@ def _copied(rest: str, folder: Path, workdir: str, where: str) -> Iterator[RoomF
         elif name != "--chown":  # A room has one user.
             raise Refusal(f"{where}, copies with {flag}")
     *sources, target = [word for word in words if not word.startswith("--")]
+    if not sources:
+        raise Refusal(f"{where}, copies nothing")
     into = PurePosixPath(workdir) / target
     for source in sources:
         named = PurePosixPath(source.lstrip("/"))
@@ -242,9 +292,8 @@ def _copied(rest: str, folder: Path, workdir: str, where: str) -> Iterator[RoomF
             if path.is_symlink():
                 raise Refusal(f"{where}, copies a link: {source}")
             if path.is_dir():
-                yield from (
-                    RoomFile(str(into / name), data, asked or mode) for name, data, mode in _files(path)
-                )
+                files = _files(_inside(folder, path))
+                yield from (RoomFile(str(into / name), data, asked or mode) for name, data, mode in files)
                 continue
-            ((_, data, mode),) = [one for one in _files(path.parent) if one[0] == path.name]
+            data, mode = _content(folder, path)
             yield RoomFile(str(into / path.name if to_folder else into), data, asked or mode)

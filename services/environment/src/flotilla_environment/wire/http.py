@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import aiohttp
 
@@ -40,13 +41,26 @@ class Address:
             inside = await self.room.new_socket()
             connector = aiohttp.TCPConnector(limit=1, force_close=True, socket_factory=lambda _: inside)
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        traces = aiohttp.TraceConfig()
+        traces.on_request_redirect.append(_refuse_redirect)
         try:
             async with aiohttp.ClientSession(
-                connector=connector, headers=dict(self.headers), timeout=limits, read_bufsize=1 << 18
+                connector=connector,
+                headers=dict(self.headers),
+                timeout=limits,
+                read_bufsize=1 << 18,
+                trace_configs=[traces],
             ) as session:
                 yield session
         except (aiohttp.ClientError, OSError) as error:
             raise Lost(f"{self.url}: {type(error).__name__}: {error}") from error
+
+
+async def _refuse_redirect(
+    session: aiohttp.ClientSession, context: SimpleNamespace, asked: aiohttp.TraceRequestRedirectParams
+) -> None:
+    """Follow none: the headers of a request are meant for its server alone."""
+    raise Lost(f"{asked.url} leads to another place, and a redirect is not followed")
 
 
 async def body_of(response: aiohttp.ClientResponse) -> bytes:

@@ -1,22 +1,24 @@
 """The Model Context Protocol, as a client of its tools: initialize, tools/list and tools/call.
 
-Invariants: a server that went away is connected to again by the next request, which is sent once more. What a server
-asks of a client is answered: a ping by nothing, and all else by the error that this client does not do it.
+Invariants: a server that went away is connected to again by the next request, which is sent once more, within the same
+limit. What a server asks of a client is answered: a ping by nothing, and all else by the error that this client does
+not do it.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from flotilla_environment.wire.http import Lost
 from flotilla_workers.functions import Refusal
 
-NEWEST = "2025-11-25"
-SPOKEN = ("2024-11-05", "2025-03-26", "2025-06-18", NEWEST)
-"""The revisions that begin with `initialize`."""
+NEWEST = "2025-06-18"
+SPOKEN = ("2024-11-05", "2025-03-26", NEWEST)
+"""The revisions that begin with `initialize`; in the next one a server may end a stream, which is to be resumed."""
 METHOD_NOT_FOUND = -32601
 MOST_TOOLS = 1_000
 MOST_PAGES = 100
@@ -63,8 +65,9 @@ class McpServer:
         """Return its tools, as chat templates know them."""
         found: list[Json] = []
         cursor: Json = {}
+        until = time.monotonic() + limit_s
         for _ in range(MOST_PAGES):
-            page = await self.ask("tools/list", cursor, limit_s)
+            page = await self.ask("tools/list", cursor, until - time.monotonic())
             found += [described(tool) for tool in page.get("tools", ())]
             if not page.get("nextCursor") or len(found) > MOST_TOOLS:
                 break
@@ -86,16 +89,17 @@ class McpServer:
 
     async def ask(self, method: str, params: Json, limit_s: float) -> Json:
         """Return the result of a request; once more where the server went away."""
+        until = time.monotonic() + limit_s
         try:
-            return await self._asked(method, params, limit_s)
+            return await self._asked(method, params, until)
         except Lost:
             self._connected = False
-            return await self._asked(method, params, limit_s)
+            return await self._asked(method, params, until)
 
     async def close(self) -> None:
         await self._transport.close()
 
-    async def _asked(self, method: str, params: Json, limit_s: float) -> Json:
+    async def _asked(self, method: str, params: Json, until: float) -> Json:
         if not self._connected:
             await self._transport.open()
             about = {
@@ -103,7 +107,7 @@ class McpServer:
                 "capabilities": {},
                 "clientInfo": {"name": "flotilla", "version": "1"},
             }
-            spoken = (await self._answer("initialize", about, limit_s)).get("protocolVersion")
+            spoken = (await self._answer("initialize", about, until)).get("protocolVersion")
             if spoken not in SPOKEN:
                 raise Refusal(
                     f"the server speaks revision {spoken!r} of MCP, and this client {', '.join(SPOKEN)}"
@@ -111,9 +115,9 @@ class McpServer:
             self._transport.agreed(spoken)
             await self._transport.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
             self._connected = True
-        return await self._answer(method, params, limit_s)
+        return await self._answer(method, params, until)
 
-    async def _answer(self, method: str, params: Json, limit_s: float) -> Json:
+    async def _answer(self, method: str, params: Json, until: float) -> Json:
         number = next(self._ids)
         answers: list[Json] = []
 
@@ -126,7 +130,7 @@ class McpServer:
             return bool(answers)
 
         request = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
-        await self._transport.exchange(request, take, limit_s)
+        await self._transport.exchange(request, take, until - time.monotonic())
         if not answers:
             raise Lost(f"the server ended its answer to {method} without a result")
         return _result_of(answers[0])

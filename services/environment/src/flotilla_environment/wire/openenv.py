@@ -1,7 +1,8 @@
 """The protocol of OpenEnv, as a client: one WebSocket is one session of an environment.
 
-Invariants: what comes is read all the time, so a server's signs of life are answered while the policy writes. A session
-that is lost is never taken up again: its world is gone.
+Invariants: what comes is read all the time, so a server's signs of life are answered while the policy writes. Each
+answer is that of the last question: a server that says more than it was asked ends the session. A session that is lost
+is never taken up again: its world is gone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ CAPACITY_S = 15.0
 AGAIN_S = 0.25
 LEAVE_S = 2.0
 SIGN_OF_LIFE_S = 20.0
+MORE = "the OpenEnv server says more than it was asked"
 
 
 class ActionRefused(Exception):
@@ -36,7 +38,8 @@ class OpenEnvSession:
         self._address = address
         self._held = AsyncExitStack()
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._heard: asyncio.Queue[str | None] = asyncio.Queue()
+        self._heard: asyncio.Queue[str | Lost] = asyncio.Queue()
+        """An answer, and why nothing more comes."""
         self._reading: asyncio.Task[None] | None = None
 
     async def action(self) -> Json:
@@ -119,25 +122,32 @@ class OpenEnvSession:
             raise Lost(f"{url}: {type(error).__name__}: {error}") from None
         self._reading = asyncio.ensure_future(self._read(self._socket, self._heard))
 
-    async def _read(self, socket: aiohttp.ClientWebSocketResponse, heard: asyncio.Queue[str | None]) -> None:
-        """Read until the session ends; that is said by None."""
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse, heard: asyncio.Queue[str | Lost]) -> None:
+        """Read until the session ends, or somebody has to take what came first."""
+        why = "the OpenEnv server has ended the session"
         try:
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.TEXT:
+                    if not heard.empty():
+                        why = MORE
+                        return
                     heard.put_nowait(message.data)
         finally:
-            heard.put_nowait(None)
+            heard.put_nowait(Lost(why))
 
     async def _ask(self, message: Json, kind: str, *, raises: bool = True) -> Json:
         assert self._socket is not None
+        early = not self._heard.empty()
         try:
             await self._socket.send_str(json.dumps(message))
         except (aiohttp.ClientError, OSError):
             pass  # Why it ended may have been said before.
         text = await self._heard.get()
-        if text is None:
-            raise Lost("the OpenEnv server has ended the session")
+        if isinstance(text, Lost):
+            raise text
         said = _object(text)
+        if early and (raises or said.get("type") != "error"):
+            raise Refusal(f"{MORE}: {text[:200]!r}")
         data = said.get("data")
         if not isinstance(data, dict):
             raise Refusal(f"the OpenEnv server says {text[:200]!r}")
