@@ -123,7 +123,7 @@ class Application:
 
     @contextmanager
     def _room(self, session: Session, size: int, asks: bool) -> Iterator[None]:
-        """Have room for a body, while it is read and answered; what `asks` for turns comes again where there is none."""
+        """Have room for a body, while it is read and answered; a request for a turn comes again where there is none."""
         whole, own = sum(self._bytes.values()), self._bytes[session.id]
         if own + size > MOST_OF_A_SESSION or whole + size > MOST_BODIES_BYTES:
             session.refused += asks
