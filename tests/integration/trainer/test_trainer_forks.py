@@ -139,6 +139,16 @@ async def test_another_objective_starts_with_what_it_has_not_adapted(
         assert (await two_ranks.train(0, groups_of(SIZES), lineage=1)).metrics["loss"]
 
 
+async def test_other_rewards_are_not_normalised_by_those_of_the_run_that_is_forked(
+    original: Original, tmp_path: Path
+) -> None:
+    weighed = {"rewards": [{"reward": "exact", "weight": 10}]}
+    played = {"rewards": [], "environment": {"name": "calculator"}}
+    for place, changes in enumerate((weighed, played)):
+        assert Progress.of(forked(original, tmp_path / str(place), **changes)).fresh_objective
+    assert not Progress.of(forked(original, tmp_path / "same", steps=9)).fresh_objective
+
+
 async def test_a_fork_of_a_fork_begins_anew_what_the_fork_began_anew(
     original: Original, tmp_path: Path
 ) -> None:

@@ -51,7 +51,7 @@ class Forked:
                 Version(0, progress.version.step),
                 None if fresh_data else progress.cursor,
                 fresh_optimizer=progress.fresh_optimizer or fresh_optimizer,
-                fresh_objective=progress.fresh_objective or objective(before) != objective(after),
+                fresh_objective=progress.fresh_objective or _learns_by(before) != _learns_by(after),
             ),
             fresh_data,
         )
@@ -120,6 +120,11 @@ def _require_known_level(config: RunConfig, fresh_data: bool) -> None:
             why="the level goes by the rewards of earlier steps, which a fork does not take over",
             next_step="set data.curriculum.every_steps instead, or set another seed to begin the data anew",
         )
+
+
+def _learns_by(config: RunConfig) -> tuple[Any, ...]:
+    """Return what the objective adapts to: its own settings, and where rewards come from."""
+    return objective(config), config.rewards, config.reward_mode, config.environment
 
 
 def _drawn_by(config: RunConfig) -> tuple[Any, ...]:
