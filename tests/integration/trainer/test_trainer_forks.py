@@ -139,6 +139,26 @@ async def test_another_objective_starts_with_what_it_has_not_adapted(
         assert (await two_ranks.train(0, groups_of(SIZES), lineage=1)).metrics["loss"]
 
 
+async def test_other_rewards_are_not_normalised_by_those_of_the_run_that_is_forked(
+    original: Original, tmp_path: Path
+) -> None:
+    weighed = {"rewards": [{"reward": "exact", "weight": 10}]}
+    played = {"rewards": [], "environment": {"name": "calculator"}}
+    for place, changes in enumerate((weighed, played)):
+        assert Progress.of(forked(original, tmp_path / str(place), **changes)).fresh_objective
+    assert not Progress.of(forked(original, tmp_path / "same", steps=9)).fresh_objective
+
+
+async def test_a_fork_says_how_many_prompts_were_drawn_for_later_steps(original: Original) -> None:
+    for staleness, said in (
+        (0, "goes on where it was"),
+        (2, "behind up to 8 prompts that were drawn for later"),
+    ):
+        before = run(rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "max_staleness": staleness})
+        made = Forked.of("fork", original.folder, before, before, fresh_optimizer=False)
+        assert said in made.described and bool(made.passed_over) == bool(staleness)
+
+
 async def test_a_fork_of_a_fork_begins_anew_what_the_fork_began_anew(
     original: Original, tmp_path: Path
 ) -> None:

@@ -118,6 +118,8 @@ def test_a_repeated_step_replaces_its_file_and_one_without_samples_writes_none(t
     assert record.write(replace(BATCH, step=5, groups=[]), Version(2, 5)) is None
     (path,) = tmp_path.iterdir()
     assert pq.read_table(path).num_rows == 2
+    assert record.write(replace(BATCH, groups=[]), Version(3, 4)) is None
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_folder_holds_the_samples_of_one_model_and_of_one_way_to_draw_them(tmp_path: Path) -> None:

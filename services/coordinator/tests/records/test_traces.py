@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def test_a_single_response_is_one_turn(tmp_path: Path) -> None:
 def test_turns_of_an_episode_follow_what_was_read_in_their_own_sequence(tmp_path: Path) -> None:
     branches = (Branch(0, PROMPT), Branch(4, np.array([9], np.int32)))
     trained = np.array([True, False, True, True, False, True])
-    played = Episode("completed", 3, (), '[{"role": "user", "content": "?"}]', branches)
+    asked, turn = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "turn": 1}
+    transcript = json.dumps([{"tools": []}, asked, turn, asked, turn | {"turn": 2}])
+    played = Episode("completed", 3, (), transcript, branches)
     found = traced(tmp_path, sample("run/0/0/0", [3, 4, 5, 6, 7, 8], trained=trained, episode=played))
     turns = found["run/0/0/0"]["turns"]
     assert [(turn["prompt_token_ids"], turn["completion_token_ids"]) for turn in turns] == [

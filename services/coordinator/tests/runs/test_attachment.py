@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from flotilla.coordinator.v1 import run_pb2
@@ -16,6 +17,8 @@ from flotilla.trainer.v1 import trainer_pb2 as pb
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import RunRecord, RunState
 from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.records.rollouts import RolloutRecord
+from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.runs import loop as loop_module
 from flotilla_coordinator.runs.checkpoints import Progress
 from flotilla_coordinator.runs.control import RunControl
@@ -92,6 +95,7 @@ class Run:
         self.disk = DiskWaits(
             cast(Any, SimpleNamespace(disk_has_room=lambda _: None)), RunControl(cast(Any, None))
         )
+        self.rollouts: RolloutRecord | None = None
         self.stands: Progress | None = None
         self.place: tuple[int, Any] | None = None
         self.evaluation_every = 3
@@ -203,6 +207,17 @@ async def test_any_other_session_is_left_for_a_checkpoint(
     assert run.session.opened_anew and run.begun
     assert "checkpoint step-000002" in run.told[-1]
     assert (await ledger.get_run(RUN)).version == Version(2, 2)
+
+
+async def test_records_of_undone_steps_go_with_them(run: Run, tmp_path: Path) -> None:
+    run.rollouts = record = RolloutRecord(tmp_path / "rollouts", RUN, 1.0, "digest")
+    tokens = np.zeros(1, np.int32)
+    one = RolloutSample("a", tokens, np.zeros(1, np.float32), "text")
+    for step in range(4):
+        record.write(Batch(step, [RolloutGroup("g", "prompt", tokens, [one])], {}), Version(1, step))
+    run.session.found = None
+    await run.begin()
+    assert sorted(record.folder.iterdir()) == [record.path_of(0), record.path_of(1)]
 
 
 async def test_a_fork_that_returns_to_its_first_checkpoint_begins_anew_what_it_began_anew(run: Run) -> None:

@@ -1,14 +1,16 @@
 """Writes the samples of each trained batch as Parquet, with all that training needs of them.
 
 Invariants: one row a sample, the samples of a group one after the other, in the order of their training. There is one
-file for each step, whole or not there; a repeated step replaces its file, so that the folder has each step once.
+file for each step that counts, whole or not there: a repeated step replaces its file, and those of undone steps go.
 docs/offline.md describes every column, and SCHEMA is what this release writes. pyarrow is imported with the first file.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -63,25 +65,27 @@ class RolloutRecord:
 
     def write(self, batch: Batch, version: Version) -> Path | None:
         """Write the samples of a batch that trains `version`; None where it has none."""
+        path = self.path_of(batch.step)
         rows = [row for group in batch.groups for row in self._rows(batch.step, group, version)]
         if not rows:
+            path.unlink(missing_ok=True)
             return None
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path = self.path_of(batch.step)
-        partial = path.with_name(f".{path.name}.partial")
-        with names_full_disk("the rollouts cannot be written", path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                own = schema()
-                if self.drawn_by:
-                    own = own.with_metadata({**own.metadata, DRAWN_BY: self.drawn_by})
-                pq.write_table(pa.Table.from_pylist(rows, own), partial, compression="zstd")
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
+        own = schema()
+        if self.drawn_by:
+            own = own.with_metadata({**own.metadata, DRAWN_BY: self.drawn_by})
+        with _whole(path) as partial:
+            pq.write_table(pa.Table.from_pylist(rows, own), partial, compression="zstd")
         return path
+
+    def fall_back(self, steps_done: int) -> None:
+        """Remove the files of steps that are undone."""
+        for path in self.folder.glob("step-*.parquet"):
+            step = path.stem.removeprefix("step-")
+            if step.isdecimal() and int(step) >= steps_done:
+                path.unlink()
 
     def _rows(self, step: int, group: RolloutGroup, version: Version) -> Iterator[dict[str, Any]]:
         of_group = {
@@ -132,13 +136,22 @@ def write_rescored(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    with _whole(path) as partial, pq.ParquetWriter(partial, schema(), compression="zstd") as writer:
+        remaining = iter(rows)
+        while part := list(islice(remaining, ROWS_AT_ONCE)):
+            writer.write_table(pa.Table.from_pylist(part, schema()))
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Give a file to write, which gets its name when all of it is on disk."""
     partial = path.with_name(f".{path.name}.partial")
-    with names_full_disk("the record cannot be written", path):
+    with names_full_disk("the rollouts cannot be written", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with pq.ParquetWriter(partial, schema(), compression="zstd") as writer:
-                remaining = iter(rows)
-                while part := list(islice(remaining, ROWS_AT_ONCE)):
-                    writer.write_table(pa.Table.from_pylist(part, schema()))
+            yield partial
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def training_trace(row: dict[str, Any], prompt: Prompt, sample: RecordedSample) 
     """Return the trace of one sample; what is about the whole sample stands in the metadata of each turn."""
     about = {name: row.get(name) for name in ("sample_id", "group_id", "run_id", "step", "reward")}
     about |= {"truncated": sample.truncated, "ending": sample.ending or None}
-    messages = json.loads(sample.messages) if sample.messages else prompt.chat
+    messages = _before_first_turn(sample.messages) if sample.messages else prompt.chat
     turns = [
         {
             "node_id": f"{row['sample_id']}/{place}",
@@ -56,6 +56,12 @@ def training_trace(row: dict[str, Any], prompt: Prompt, sample: RecordedSample) 
         turns[0]["request"] = {"messages": messages} if messages else {"prompt": prompt.prompt_text}
         turns[-1]["response"] = {"content": sample.text}
     return {"schema_version": SCHEMA_VERSION, "turns": turns}
+
+
+def _before_first_turn(transcript: str) -> list[dict[str, Any]]:
+    """Return the messages of a transcript that the first turn answers; it has tools and rewritten histories as well."""
+    before = takewhile(lambda entry: "turn" not in entry, json.loads(transcript))
+    return [entry for entry in before if "role" in entry]
 
 
 def _turns(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla_coordinator.data.training_sets import reads_of
+from flotilla_coordinator.rollouts.prompt_counts import most_prompts_per_step, steps_ahead
 from flotilla_coordinator.runs.checkpoints import FILE_NAME, Progress
 from flotilla_coordinator.trainers.spec import critic_of, objective
 from flotilla_core.checkpoint import CheckpointShelf, Manifest
@@ -33,6 +34,8 @@ class Forked:
     """The progress of the new run."""
     fresh_data: bool
     """True where the data is drawn from its start."""
+    passed_over: int = 0
+    """The most prompts that the other run had drawn for later steps, which the new one does not train."""
 
     @classmethod
     def of(
@@ -51,9 +54,10 @@ class Forked:
                 Version(0, progress.version.step),
                 None if fresh_data else progress.cursor,
                 fresh_optimizer=progress.fresh_optimizer or fresh_optimizer,
-                fresh_objective=progress.fresh_objective or objective(before) != objective(after),
+                fresh_objective=progress.fresh_objective or _learns_by(before) != _learns_by(after),
             ),
             fresh_data,
+            0 if fresh_data else _drawn_ahead(before, progress.steps_done),
         )
 
     def write(self, shelf: CheckpointShelf) -> None:
@@ -81,6 +85,8 @@ class Forked:
         """Say what is kept, for people."""
         optimizer = "begins without moments" if self.progress.fresh_optimizer else "keeps its moments"
         data = "is drawn from its start" if self.fresh_data else "goes on where it was"
+        if self.passed_over:
+            data += f", behind up to {self.passed_over} prompts that were drawn for later steps and are not trained"
         return f"the optimizer {optimizer}, the data {data}"
 
 
@@ -120,6 +126,19 @@ def _require_known_level(config: RunConfig, fresh_data: bool) -> None:
             why="the level goes by the rewards of earlier steps, which a fork does not take over",
             next_step="set data.curriculum.every_steps instead, or set another seed to begin the data anew",
         )
+
+
+def _drawn_ahead(config: RunConfig, steps_done: int) -> int:
+    """Return the most prompts that are drawn for steps that are not done."""
+    if not config.draws_samples or not steps_done:
+        return 0
+    steps = min(steps_ahead(config.rollout), config.steps - steps_done)
+    return steps * most_prompts_per_step(config.rollout)
+
+
+def _learns_by(config: RunConfig) -> tuple[Any, ...]:
+    """Return what the objective adapts to: its own settings, and where rewards come from."""
+    return objective(config), config.rewards, config.reward_mode, config.environment
 
 
 def _drawn_by(config: RunConfig) -> tuple[Any, ...]:

@@ -85,6 +85,8 @@ async def restore(run: RunContext, start_point: StartPoint) -> None:
             cursor=progress.cursor,
             retry_rewards=start_point.by_user,
         )
+        if run.rollouts is not None:
+            await asyncio.to_thread(run.rollouts.fall_back, progress.steps_done)
         await run.source.restore(progress.steps_done, progress.cursor)
     run.restore(progress)
     run.begun, run.owes_evaluation = True, progress.steps_done == 0
