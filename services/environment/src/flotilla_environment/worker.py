@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from reprlib import repr
 from typing import Any
@@ -47,7 +47,6 @@ NOTHING: dict[str, Any] = {
     "metrics": {},
 }
 ROLES = ("system", "user", "assistant", "tool")
-Waiting = Coroutine[Any, Any, Any]
 
 
 def load(target: Target) -> Callable[[Any], Any]:
@@ -65,15 +64,9 @@ def load(target: Target) -> Callable[[Any], Any]:
 
 
 class Episodes:
-    """The episodes of one environment with its parameters; `wait` waits for what a method has to wait for."""
+    """The episodes of one environment with its parameters."""
 
-    def __init__(
-        self,
-        environment: Callable[..., Environment],
-        parameters: dict[str, Any],
-        wait: Callable[[Waiting], Awaitable[Any]] = lambda waiting: waiting,
-    ) -> None:
-        self._wait = wait
+    def __init__(self, environment: Callable[..., Environment], parameters: dict[str, Any]) -> None:
         self._environment = environment
         self._parameters = parameters
         self._playing: dict[int, Environment] = {}
@@ -116,12 +109,11 @@ class Episodes:
         else:
             environment = self._playing[episode]
             if question["do"] == "stop":
-                method, reply = environment.stop, await self._what(environment.stop(question["ending"]))
+                method = environment.stop
+                reply = await self._what(environment.stop(question["ending"]))
             else:
-                method, reply = (
-                    environment.reply,
-                    await self._what(environment.reply(_turn(question["turn"]))),
-                )
+                method = environment.reply
+                reply = await self._what(environment.reply(_turn(question["turn"])))
             if not isinstance(reply, Reply):
                 raise _refused(method, f"returned {repr(reply)}, expected a Reply")
         if question["do"] == "stop" and reply.reward is not None:
@@ -150,14 +142,14 @@ class Episodes:
 
     async def _what(self, returned: Any) -> Any:
         """Return what a method returned, which may be `async`."""
-        return await self._wait(returned) if inspect.iscoroutine(returned) else returned
+        return await returned if inspect.iscoroutine(returned) else returned
 
 
 class WorkerEpisodes(Episodes):
     """Episodes outside of an event loop: one whose method waits keeps the others waiting, too."""
 
     def __init__(self, environment: Callable[..., Environment], parameters: dict[str, Any]) -> None:
-        super().__init__(environment, parameters, self._run)
+        super().__init__(environment, parameters)
         self._loop = asyncio.new_event_loop()
 
     def answered(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -169,8 +161,8 @@ class WorkerEpisodes(Episodes):
             return said
         raise AssertionError("all that waits is run at once")
 
-    async def _run(self, waiting: Waiting) -> Any:
-        return self._loop.run_until_complete(waiting)
+    async def _what(self, returned: Any) -> Any:
+        return self._loop.run_until_complete(returned) if inspect.iscoroutine(returned) else returned
 
 
 def _turn(said: dict[str, Any]) -> Turn:
