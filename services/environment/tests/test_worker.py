@@ -15,7 +15,7 @@ import pytest
 from flotilla_environment import Begun, Environment, Reply, Task, Turn
 from flotilla_environment.catalog import list_environments, problem
 from flotilla_environment.waits import Waits
-from flotilla_environment.worker import MOST_BYTES, Episodes, finished, load
+from flotilla_environment.worker import MOST_BYTES, WorkerEpisodes, load
 from flotilla_workers.frames import MOST_ANSWER_BYTES, SECRET_BYTES, encode
 from flotilla_workers.functions import Refusal, Target
 
@@ -36,13 +36,6 @@ def reply(content: str = "", episode: int = 0, **turn: Any) -> dict[str, Any]:
         "tokens_left": 2,
     } | turn
     return {"do": "reply", "episode": episode, "turn": whole}
-
-
-class Played(Episodes):
-    """Episodes, each of whose answers is waited for."""
-
-    def answered(self, question: dict[str, Any]) -> dict[str, Any]:
-        return finished(self.answer(question), asyncio.run)
 
 
 class Echo(Environment):
@@ -67,7 +60,7 @@ class Echo(Environment):
 
 
 def test_episodes_of_one_worker_are_apart_and_each_is_closed_once() -> None:
-    episodes = Played(Echo, {})
+    episodes = WorkerEpisodes(Echo, {})
     for number in range(4):
         said = episodes.answered(begin(number))
         assert (said["messages"], said["tools"]) == (
@@ -133,7 +126,7 @@ def test_a_method_that_is_not_async_may_run_an_event_loop_of_its_own(
     ids=["object", "none", "list", "broken", "endless", "deep"],
 )
 def test_arguments_of_a_call_are_an_object_or_a_reason(arguments: str, heard: str) -> None:
-    episodes = Played(Echo, {})
+    episodes = WorkerEpisodes(Echo, {})
     episodes.answered(begin())
     calls = [{"id": "1", "name": "f", "arguments": arguments}]
     (message,) = episodes.answered(reply(calls=calls))["messages"]
@@ -147,7 +140,7 @@ def test_what_a_method_returns_wrongly_is_told_with_its_line() -> None:
 
     line = inspect.getsourcelines(Wrong.begin)[1]
     with pytest.raises(Exception, match=rf"{__file__}:{line} in begin: returned Reply.* expected a Begun"):
-        Played(Wrong, {}).answered(begin())
+        WorkerEpisodes(Wrong, {}).answered(begin())
 
 
 DEEP = '{"a":' * 33 + "1" + "}" * 33
@@ -216,7 +209,7 @@ class Says(Environment):
     ],
 )
 def test_a_reply_that_would_lose_something_is_refused(what: Reply, why: str) -> None:
-    episodes = Played(Says, {"what": what})
+    episodes = WorkerEpisodes(Says, {"what": what})
     episodes.answered(begin())
     with pytest.raises(Refusal, match=f"{__file__}:\\d+ in reply: {why}"):
         episodes.answered(reply())
@@ -245,7 +238,7 @@ def test_a_tool_that_cannot_be_sent_is_refused(tool: dict[str, Any], why: str) -
     with pytest.raises(
         Refusal, match=f"{__file__}:\\d+ in begin: returned .*{why.removeprefix('returned ')}"
     ):
-        Played(Tools, {}).answered(begin())
+        WorkerEpisodes(Tools, {}).answered(begin())
 
 
 @pytest.mark.parametrize("name", ["خانه\u200cها", "\U0001f469\u200d\U0001f680", "a\u00a0b"])
@@ -263,7 +256,7 @@ def test_the_longest_reply_fits_into_the_answer_of_a_worker() -> None:
 
 
 def _said(what: Reply) -> dict[str, Any]:
-    episodes = Played(Says, {"what": what})
+    episodes = WorkerEpisodes(Says, {"what": what})
     episodes.answered(begin())
     return episodes.answered(reply())
 
@@ -274,7 +267,7 @@ def test_the_state_of_the_next_turn_is_told_and_an_end_has_none() -> None:
 
 
 def test_a_stop_has_no_reward_of_a_turn() -> None:
-    episodes = Played(Says, {"what": Reply(done=True, reward=1.0)})
+    episodes = WorkerEpisodes(Says, {"what": Reply(done=True, reward=1.0)})
     episodes.answered(begin())
     with pytest.raises(Refusal, match="in stop: gives the reward of a turn, and a stop is none"):
         episodes.answered({"do": "stop", "episode": 0, "ending": "max_turns"})

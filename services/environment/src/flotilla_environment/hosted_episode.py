@@ -19,7 +19,7 @@ from flotilla_environment.hosted import HostedEnvironment
 from flotilla_environment.rooms import RoomLost
 from flotilla_environment.servers import Place
 from flotilla_environment.waits import Waits
-from flotilla_environment.worker import Episodes, Steps
+from flotilla_environment.worker import Episodes
 from flotilla_workers.functions import Refusal, Target, described
 from flotilla_workers.process import Failure, Timeout
 
@@ -69,7 +69,7 @@ class HostedEpisode:
         limit = asyncio.timeout(self._limit_s)
         try:
             async with limit:
-                return read(await _finished(self._episodes.answer({"do": do, "episode": 0, **question})))
+                return read(await self._episodes.answer({"do": do, "episode": 0, **question}))
         except TimeoutError as error:
             return Timeout(self._limit_s) if limit.expired() else _failure(error)
         except (Refusal, RoomLost) as error:
@@ -90,22 +90,7 @@ class HostedEpisode:
     async def close(self) -> None:
         """Free what the episode holds."""
         with suppress(Exception):  # Nobody hears of it.
-            await _finished(self._episodes.answer({"do": "close", "episode": 0}))
-
-
-async def _finished(steps: Steps) -> Any:
-    """Return what comes of work; whatever it waits for is waited for here."""
-    try:
-        waits_for = next(steps)
-        while True:
-            try:
-                given = await waits_for
-            except BaseException as error:  # noqa: BLE001 - the work closes what it has, and raises it again
-                waits_for = steps.throw(error)
-            else:
-                waits_for = steps.send(given)
-    except StopIteration as end:
-        return end.value
+            await self._episodes.close(0)
 
 
 def _failure(error: BaseException) -> Failure:

@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from reprlib import repr
 from typing import Any
@@ -48,10 +48,6 @@ NOTHING: dict[str, Any] = {
 }
 ROLES = ("system", "user", "assistant", "tool")
 
-Awaited = Coroutine[Any, Any, Any]
-Steps = Generator[Awaited, Any, Any]
-"""Work that gives each coroutine that it waits for to its caller, and takes what came of it."""
-
 
 def load(target: Target) -> Callable[[Any], Any]:
     """Return what answers questions about the episodes of one environment."""
@@ -64,28 +60,7 @@ def load(target: Target) -> Callable[[Any], Any]:
     except TypeError as error:
         given = ", ".join(f"{key}=" for key in target.parameters)
         raise Refusal(f"{name}{inspect.signature(found)} cannot be made with ({given}): {error}") from error
-    episodes, loop = Episodes(found, target.parameters), asyncio.new_event_loop()
-
-    def answer(question: dict[str, Any]) -> Any:
-        # A method that waits keeps the other episodes of this worker waiting, too.
-        return finished(episodes.answer(question), loop.run_until_complete)
-
-    return answer
-
-
-def finished(steps: Steps, run: Callable[[Awaited], Any]) -> Any:
-    """Return what comes of work; `run` runs each coroutine that it waits for."""
-    try:
-        waits_for = next(steps)
-        while True:
-            try:
-                given = run(waits_for)
-            except BaseException as error:  # noqa: BLE001 - the work closes what it has, and raises it again
-                waits_for = steps.throw(error)
-            else:
-                waits_for = steps.send(given)
-    except StopIteration as end:
-        return end.value
+    return WorkerEpisodes(found, target.parameters).answered
 
 
 class Episodes:
@@ -97,36 +72,36 @@ class Episodes:
         self._playing: dict[int, Environment] = {}
         self._tools: dict[int, list[str]] = {}
 
-    def answer(self, question: dict[str, Any]) -> Steps:
+    async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return what the environment says; nothing of the end of an episode that nobody hears."""
         episode = question["episode"]
         if question["do"] == "close":
-            yield from self._close(episode)
+            await self.close(episode)
             return NOTHING
         said = None
         try:
-            said = yield from self._said(episode, question)
+            said = await self._said(episode, question)
         finally:
             if said is None:
                 with suppress(Exception):  # What was raised before is what is told.
-                    yield from self._close(episode)
+                    await self.close(episode)
         if said["done"]:
-            yield from self._close(episode)
+            await self.close(episode)
         return said
 
-    def _close(self, episode: int) -> Steps:
+    async def close(self, episode: int) -> None:
         """Close and forget an episode, where it has not ended yet."""
         environment = self._playing.pop(episode, None)
         self._tools.pop(episode, None)
         if environment is not None:
             closing: Any = environment.close
-            yield from _what(closing())
+            await self._what(closing())
 
-    def _said(self, episode: int, question: dict[str, Any]) -> Steps:
+    async def _said(self, episode: int, question: dict[str, Any]) -> dict[str, Any]:
         method: Callable[..., Any]
         if question["do"] == "begin":
             environment = self._playing[episode] = self._environment(**self._parameters)
-            begun = yield from _what(environment.begin(Task(**question["task"])))
+            begun = await self._what(environment.begin(Task(**question["task"])))
             if not isinstance(begun, Begun):
                 raise _refused(environment.begin, f"returned {repr(begun)}, expected a Begun")
             self._tools[episode] = _tools(environment.begin, begun.tools)
@@ -135,10 +110,10 @@ class Episodes:
             environment = self._playing[episode]
             if question["do"] == "stop":
                 method = environment.stop
-                reply = yield from _what(environment.stop(question["ending"]))
+                reply = await self._what(environment.stop(question["ending"]))
             else:
                 method = environment.reply
-                reply = yield from _what(environment.reply(_turn(question["turn"])))
+                reply = await self._what(environment.reply(_turn(question["turn"])))
             if not isinstance(reply, Reply):
                 raise _refused(method, f"returned {repr(reply)}, expected a Reply")
         if question["do"] == "stop" and reply.reward is not None:
@@ -165,10 +140,29 @@ class Episodes:
             raise _refused(method, f"says {length:,} bytes as JSON, of {MOST_BYTES:,} at most")
         return said
 
+    async def _what(self, returned: Any) -> Any:
+        """Return what a method returned, which may be `async`."""
+        return await returned if inspect.iscoroutine(returned) else returned
 
-def _what(returned: Any) -> Steps:
-    """Return what a method returned, which may be `async`."""
-    return (yield returned) if inspect.iscoroutine(returned) else returned
+
+class WorkerEpisodes(Episodes):
+    """Episodes outside of an event loop: one whose method waits keeps the others waiting, too."""
+
+    def __init__(self, environment: Callable[..., Environment], parameters: dict[str, Any]) -> None:
+        super().__init__(environment, parameters)
+        self._loop = asyncio.new_event_loop()
+
+    def answered(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return what the environment says."""
+        try:
+            self.answer(question).send(None)
+        except StopIteration as end:
+            said: dict[str, Any] = end.value
+            return said
+        raise AssertionError("all that waits is run at once")
+
+    async def _what(self, returned: Any) -> Any:
+        return self._loop.run_until_complete(returned) if inspect.iscoroutine(returned) else returned
 
 
 def _turn(said: dict[str, Any]) -> Turn:
