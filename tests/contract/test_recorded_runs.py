@@ -94,7 +94,9 @@ def test_a_run_on_a_record_is_refused_where_it_does_not_fit(
     assert "set rollout.sampling.temperature to 1" in refused(rollout=cold)
     assert "rollout.record is about samples that are drawn" in refused(rollout=rollout | {"record": True})
     passk = {"type": "pass_at_k", "advantage": {"k": 3}}
-    assert "compares 3 samples" in refused(algorithm=passk, rollout=rollout | {"samples_per_prompt": 4})
+    assert "no group has 3 samples or more" in refused(
+        algorithm=passk, rollout=rollout | {"samples_per_prompt": 4}
+    )
 
 
 def test_the_plan_of_a_run_on_a_record_says_what_it_trains(
