@@ -100,7 +100,10 @@ async def test_episodes_that_begin_take_turns_and_their_wait_is_no_time_of_their
         asyncio.ensure_future(played("mcp", {"command": COMMAND}, ["5"], answer="5", call_limit_s=20.0))
         for _ in range(3)
     ]
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(10):
+        while sum(map(len, rooms.beginnings._waiting.values())) < len(waits):
+            await asyncio.sleep(0)
+    await asyncio.sleep(0.1)  # The wait that is told.
     assert not holders.pids
     rooms.beginnings.add(0)
     said = await asyncio.gather(*waits)
