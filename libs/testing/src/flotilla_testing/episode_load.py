@@ -179,7 +179,9 @@ def _measured(stack: Stack, run: dict[str, Any], load: EpisodeLoad) -> EpisodeFi
     after, ended = processes.cpu_seconds(), time.monotonic()
     turns = _turns(stack)[turns_before:]
     steps = stack.metrics(run)[first:]
-    assert turns and steps, f"no step ended within {load.seconds:g} s: measure for longer"
+    # Steps may follow each other faster than episodes end.
+    with_turns = [step for step in steps if "turns/coordinator_s_p99" in step]
+    assert turns and with_turns, f"no step ended within {load.seconds:g} s: measure for longer"
     beside = sorted(took - decoded for took, decoded in turns)
     rate = len(turns) / (ended - began)
     return EpisodeFigures(
@@ -191,9 +193,9 @@ def _measured(stack: Stack, run: dict[str, Any], load: EpisodeLoad) -> EpisodeFi
         cpu_seconds={kind: 1000 * (after[kind] - before[kind]) / len(turns) for kind in after},
         beside_decoding_p50_s=beside[len(beside) // 2],
         beside_decoding_p99_s=beside[len(beside) * 99 // 100],
-        coordinator_p50_s=statistics.median(step["turns/coordinator_s_p50"] for step in steps),
-        coordinator_p99_s=statistics.median(step["turns/coordinator_s_p99"] for step in steps),
-        coordinator_worst_p99_s=max(step["turns/coordinator_s_p99"] for step in steps),
+        coordinator_p50_s=statistics.median(step["turns/coordinator_s_p50"] for step in with_turns),
+        coordinator_p99_s=statistics.median(step["turns/coordinator_s_p99"] for step in with_turns),
+        coordinator_worst_p99_s=max(step["turns/coordinator_s_p99"] for step in with_turns),
         lag_p99_s=statistics.median(step["coordinator/loop_lag_p99_s"] for step in steps),
         again=int(sum(step["samples/retried"] + step.get("episodes/repeated", 0) for step in steps)),
         branches=int(sum(sum(n for key, n in step.items() if "branches_" in key) for step in steps)),
