@@ -410,8 +410,7 @@ def test_the_start_of_a_run_says_from_which_weights(
     )
     warm = make_model(tmp_path / "warm")
     run["rollout"]["prompts_per_step"] = 64
-    planned = plan(run, stack, initial_weights=warm)
-    told, other = remarks(planned)
+    told, other = remarks(planned := plan(run, stack, initial_weights=warm))
     assert (told, other) == (info(f"starting weights: {warm} (initial_weights)"), warning(other.what))
     assert [*remarks(planned, forked=True)] == [other]
 
