@@ -213,6 +213,7 @@ def test_logs_of_files_and_of_services_elsewhere_are_merged_by_time(flotilla: Co
     ]
     assert flotilla("logs", "reward-7", "-n", "1")[1] == "a plain line\n"
     assert "elsewhere" not in flotilla("logs", "trainer")[1]
+    assert "a plain line" in flotilla("logs", "reward")[1], "a kind stands for all services of it"
     assert flotilla("logs", "nothing")[0] == 2
 
 

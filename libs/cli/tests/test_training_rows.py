@@ -27,12 +27,14 @@ from flotilla_coordinator.ledger import run_rows
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.ledger.records import Branch, Episode, GroupIssue, RunRecord, RunState, TokenSpan
 from flotilla_coordinator.records.directory import RunDirectory
+from flotilla_coordinator.records.rollouts import RolloutRecord
 from flotilla_coordinator.rollouts.batch import Batch, RolloutGroup, RolloutSample
 from flotilla_coordinator.rollouts.scoring import Outcome
 from flotilla_coordinator.rollouts.transcript import Transcript
 from flotilla_core.config import DataConfig, RunConfig
 from flotilla_core.version import Version
 from flotilla_data.columns import Reads
+from flotilla_data.samples import ROLLOUTS
 from flotilla_data.tokenizer import Tokenizer
 from flotilla_testing.model_folders import write_tokenizer
 
@@ -383,6 +385,32 @@ def test_an_episode_that_no_chat_tells_is_refused_by_name(
         run.forget_tokens()
     code, _, err = flotilla("samples", RUN, "--to", "sft", "-o", "rows.jsonl")
     assert (code, Path("rows.jsonl").exists()) == (2, False) and reason in " ".join(err.split()), err
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_conversation_that_the_ledger_has_forgotten_comes_from_the_record_or_is_said_to_be_gone(
+    run: Run, flotilla: Command, recorded: bool
+) -> None:
+    sample = episode(run, "2<end>", " 4 .<end>")
+    run.config["rollout"] = {"record": recorded}
+    play(run, sample)
+    run.forget_tokens()
+    if recorded:
+        folder = run.folder / ".flotilla" / "local" / "runs" / RUN / ROLLOUTS
+        record = RolloutRecord(folder, RUN, 1.0, run.tokenizer.digest)
+        record.write(Batch(0, run.groups, {}), Version(0, 0))
+    code, shown, _ = flotilla("samples", RUN, "--full")
+    assert code == 0
+    if recorded:
+        assert "--- assistant (turn 2, 5 tokens" in shown and "not on record" not in shown
+        _, err = rows_of(run, flotilla, "--to", "sft")
+        assert sample.episode is not None and "not on record" not in err
+        prompt = sample.episode.branches[0].prompt_token_ids.tolist()
+        assert learned(run, Reads.answers) == [[*prompt, *sample.token_ids.tolist()]]
+        return
+    assert "--- the conversation is not on record any more" in shown and "rollout.record: true" in shown
+    code, _, err = flotilla("samples", RUN, "--to", "sft", "-o", "rows.jsonl")
+    assert code == 2 and "checkpoint.every_steps: 0" in err and "--full" not in err
 
 
 def test_answers_to_held_out_prompts_are_written_with_a_warning(run: Run, flotilla: Command) -> None:

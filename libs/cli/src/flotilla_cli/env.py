@@ -31,7 +31,7 @@ from flotilla_core import rpc
 from flotilla_core.config.model import function_path
 from flotilla_core.config.run import spelled_out
 from flotilla_core.errors import Internal, InvalidRequest, Unavailable
-from flotilla_core.findings import found_of
+from flotilla_core.findings import found_of, text_of
 from flotilla_data.rows import open_rows, parts
 from flotilla_launch.state import is_up
 
@@ -255,7 +255,8 @@ def _answer(text: str) -> Message:
 def _print_end(ended: pb.EpisodeEnded) -> None:
     print_line(f"\n{pb.Ending.Name(ended.ending).removeprefix('ENDING_').lower()}")
     if ended.HasField("failure"):
-        print_line(found_of(ended.failure))
+        is_late = ended.ending == pb.ENDING_TIMEOUT  # Another next step would be to play it by hand, as now.
+        print_line(text_of(ended.failure) if is_late else found_of(ended.failure))
     for what, numbers in (("reward", ended.rewards), ("metric", ended.metrics)):
         for name, value in sorted(numbers.items()):
             print_line(f"{what} {name}: {value:.4g}")

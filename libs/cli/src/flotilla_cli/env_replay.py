@@ -26,6 +26,7 @@ from flotilla_cli.stack import ask, load_stack
 from flotilla_core import ids
 from flotilla_core.config import RunConfig, load_text
 from flotilla_core.errors import InvalidRequest, NotFound
+from flotilla_data.samples import ROLLOUTS
 
 if TYPE_CHECKING:
     from flotilla_coordinator.data.prompts import Prompt, RecordedSample
@@ -71,9 +72,8 @@ def _recorded(directory: Path, sample_id: str) -> tuple[Prompt, RecordedSample]:
     """Return the prompt and the episode of a sample that its run recorded."""
     from flotilla_coordinator.data.recorded import open_recorded
     from flotilla_coordinator.data.recorded_rows import prompt_of
-    from flotilla_coordinator.records.rollouts import FOLDER
 
-    record = directory / FOLDER
+    record = directory / ROLLOUTS
     if not record.is_dir():
         raise NotFound(
             "the run recorded no samples", where=str(record), next_step="runs with rollout.record do"

@@ -7,6 +7,7 @@ read. Where one log cannot be read, the others are shown.
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -42,7 +43,8 @@ Came: TypeAlias = "asyncio.Queue[Line | FlotillaError | None]"
 
 def logs(
     name: Annotated[
-        str | None, typer.Argument(help="Process or service; all, merged by time, when left out.")
+        str | None,
+        typer.Argument(help="Process, service or kind of services; all, merged by time, when left out."),
     ] = None,
     stack: Stack = None,
     coordinator: Coordinator = None,
@@ -109,7 +111,7 @@ async def _elsewhere(
 def _chosen(
     name: str | None, stack: str | None, here: dict[str, Path], elsewhere: dict[str, Source]
 ) -> list[str]:
-    """Return the names of all logs, or the one that was named."""
+    """Return the names of all logs, or the one that was named; those of all replicas where it names their kind."""
     known = [*here, *elsewhere]
     paths = stack_paths(stack)
     if not known:
@@ -121,14 +123,17 @@ def _chosen(
         )
     if name is None:
         return known
-    if name not in known:
+    if name in known:
+        return [name]
+    of_kind = [one for one in known if re.fullmatch(rf"{re.escape(name)}-\d+", one)]
+    if not of_kind:
         raise NotFound(
             f"there is no log of {name!r}",
             where=str(paths.logs),
             why="no file here has that name, and no running service of another machine",
             next_step=f"name one of: {', '.join(known)}",
         )
-    return [name]
+    return of_kind
 
 
 async def _read(

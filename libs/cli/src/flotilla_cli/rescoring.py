@@ -24,6 +24,7 @@ from flotilla_cli.output import print_json, print_line, say
 from flotilla_cli.reward_trial import outcomes_of, rewards_and_data
 from flotilla_cli.stack import ask, load_stack
 from flotilla_core.errors import AlreadyExists, InvalidRequest
+from flotilla_data.samples import ROLLOUTS
 
 if TYPE_CHECKING:
     from flotilla.reward.v1.reward_pb2 import ScoreItem
@@ -118,12 +119,10 @@ def score(
 
 def _place_of(record: str, stack: str | None, coordinator: str | None) -> Path:
     """Return the file or folder of a record; a name that is none on this host is a run's."""
-    from flotilla_coordinator.records.rollouts import FOLDER
-
     if os.path.exists(record) or "*" in record:
         return Path(record).absolute()
     run = ask(lambda client: client.get_run(record), stack, coordinator)
-    place = Path(run.directory) / FOLDER
+    place = Path(run.directory) / ROLLOUTS
     if not place.is_dir():
         raise InvalidRequest(
             f"run {run.run_id} recorded no samples",

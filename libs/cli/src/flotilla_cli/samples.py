@@ -22,6 +22,7 @@ from flotilla.coordinator.v1.coordinator_pb2 import GetRunResponse, Sample, Samp
 from flotilla_cli.completion import RunId
 from flotilla_cli.options import Coordinator, Json, Stack, make_folder_of
 from flotilla_cli.output import print_json, print_line, print_table, say, short_reward, version_text
+from flotilla_cli.recorded import how_kept, lacks_conversation, recall
 from flotilla_cli.stack import ask
 from flotilla_cli.training_file import Kind, training_file
 from flotilla_core.config import RunConfig, load_text
@@ -208,7 +209,7 @@ def samples(
     elif full:
         config = _config_of(of_run)
         for sample in shown:
-            _print_whole(sample, config)
+            _print_whole(sample, config, Path(of_run.run.directory))
     elif evaluation:
         print_table(EVALUATION_COLUMNS, map(_evaluation_row, _told_apart(shown)))
     else:
@@ -227,7 +228,8 @@ def _sampled(
 ) -> tuple[GetRunResponse, list[dict[str, Any]]]:
     """Return the run and its samples; those that are episodes without or with their `messages`.
 
-    With `tokens` each has `token_ids`, None where they are not on record any more.
+    With `tokens` each has `token_ids`, None where they are not on record any more. What the ledger has forgotten comes
+    from the record of the run.
     """
 
     def read_sample(sample: Sample) -> dict[str, Any]:
@@ -251,7 +253,10 @@ def _sampled(
                 return of_run, found
 
     of_run, found = ask(read, stack, coordinator)
-    return of_run, wanted.chosen(found)
+    chosen = wanted.chosen(found)
+    if messages:
+        recall(chosen, _config_of(of_run), Path(of_run.run.directory))
+    return of_run, chosen
 
 
 def _config_of(of_run: GetRunResponse) -> RunConfig | None:
@@ -406,7 +411,7 @@ def _short(text: str) -> str:
     return textwrap.shorten(text, _LONGEST_TEXT, placeholder="...")
 
 
-def _print_whole(sample: dict[str, Any], config: RunConfig | None) -> None:
+def _print_whole(sample: dict[str, Any], config: RunConfig | None, directory: Path) -> None:
     versions = " ".join(sample.get("policy_versions") or [sample.get("policy_version") or "none"])
     if "state" in sample:
         print_line(f"=== {sample['sample_id']}  step {sample['step']}  {_outcome(sample)}")
@@ -427,6 +432,8 @@ def _print_whole(sample: dict[str, Any], config: RunConfig | None) -> None:
     if sample.get("episode"):  # whose conversation has both
         print_episode(sample["episode"])
         texts = []
+    elif lacks_conversation(sample, config):
+        print_line(f"--- the conversation is not on record any more: {how_kept(config, directory)}")
     for name in [*texts, "answer"] if sample.get("answer") else texts:
         print_line(f"--- {name}\n{sample[name]}")
 

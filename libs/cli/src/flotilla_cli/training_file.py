@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from flotilla_cli.options import make_folder_of
 from flotilla_cli.output import print_json, print_line, say
+from flotilla_cli.recorded import how_kept
 from flotilla_cli.stack import load_stack_with_model, with_models_here
 from flotilla_core.config import DataConfig, RunConfig
 from flotilla_core.errors import AlreadyExists, InvalidRequest, NotFound
 from flotilla_core.files import write_atomically
 from flotilla_core.model_folder import model_folder
+from flotilla_data.samples import ROLLOUTS
 
 if TYPE_CHECKING:
     from flotilla_cli.training_rows import TrainingRows
@@ -60,7 +62,7 @@ class TrainingFile:
             self._write_traces(run_id, samples, directory, as_json=as_json)
             return
         # A command that only shows samples needs no package of the coordinator.
-        from flotilla_cli.training_rows import Choice, training_rows
+        from flotilla_cli.training_rows import FORGOTTEN, Choice, training_rows
         from flotilla_data.tokenizer import Tokenizer
 
         if samples and "prompt_index" in samples[0]:
@@ -75,7 +77,9 @@ class TrainingFile:
             raise NotFound(
                 f"no sample of run {run_id} makes a row",
                 why=_left_out(made) or "there are no such samples",
-                next_step=self._way(made, at_least),
+                next_step=how_kept(config, directory)
+                if FORGOTTEN in made.left_out
+                else self._way(made, at_least),
             )
         make_folder_of(self.path)
         write_atomically(self.path, made.text())
@@ -85,10 +89,9 @@ class TrainingFile:
         self, run_id: str, samples: Sequence[Mapping[str, Any]], directory: Path, *, as_json: bool
     ) -> None:
         """Write what the run recorded of the samples."""
-        from flotilla_coordinator.records.rollouts import FOLDER
         from flotilla_coordinator.records.traces import traces
 
-        record = directory / FOLDER
+        record = directory / ROLLOUTS
         if not record.is_dir():
             raise NotFound(
                 f"run {run_id} recorded no samples",

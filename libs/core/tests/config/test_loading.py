@@ -92,6 +92,8 @@ def test_key_of_another_program_is_told_by_its_name_here(text: str, says: str) -
         ("epochs: 3", "here it is steps (run plan"),
         ("val_before_train: true", "here it is evaluation (a run that evaluates does so before"),
         ("trainer: {dtype: float32}", "unknown key trainer: trainer is a key of stack.yaml"),
+        ("environment: {name: a, maxturns: 3}", "environment.maxturns; did you mean environment.max_turns?"),
+        ("environment: {name: a, workers: 3}", "environment.workers is a key of stack.yaml"),
         ("lora: {r: 8}", "unknown key lora.r; here it is lora.rank"),
         ("tools: [search]", "unknown key tools: name an environment"),
         ("rollout: {multi_turn: {enable: true}}", "unknown key rollout.multi_turn: name an environment"),

@@ -1,4 +1,4 @@
-"""Reads the files of samples that a run writes: one for each step, and one for each evaluation."""
+"""Reads the files of samples that every run writes: one for each step, and one for each evaluation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 import zstandard
 
 from flotilla_core.json_text import json_lines
+
+ROLLOUTS = "rollouts"
+"""The folder of a run's directory where `rollout.record` keeps samples whole."""
 
 
 def read_samples(run_dir: Path, kind: str, steps: Collection[int] | None = None) -> Iterator[dict[str, Any]]:

@@ -136,6 +136,24 @@ def test_an_environment_that_does_not_load_is_an_error_before_the_run(tmp_path: 
     assert "defines no function Gues" in gone and "did you mean calculator?" in mistyped
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("def slove(task): ...\n", "defines no function solve (it defines slove)"),
+        ("def solve(task:\n", "is not Python"),
+        ("def solve(): ...\n", "cannot be called with"),
+        ("from openai import OpenAI\n\nasync def solve(task): ...\n", ""),
+    ],
+)
+def test_the_function_of_an_agent_is_looked_for_in_its_file(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "agent.py").write_text(content)
+    agent = EnvironmentConfig(name="agent", parameters={"function": "agent.py:solve"})
+    config = run([{"reward": "exact"}]).model_copy(update={"environment": agent}).with_paths_from(tmp_path)
+    errors = Chapter.of(file_errors(config)).errors
+    assert len(errors) == bool(says) and says in "".join(errors)
+    assert not errors or errors[0].startswith("environment.parameters.function: ")
+
+
 def test_functions_that_work_are_no_problem_and_never_run_here(tmp_path: Path) -> None:
     file = tmp_path / "never_imported_here.py"
     file.write_text("print('told to nobody')\n" + REWARD + "def mine(things, *, scale): ...\n")

@@ -410,9 +410,9 @@ def test_the_start_of_a_run_says_from_which_weights(
     )
     warm = make_model(tmp_path / "warm")
     run["rollout"]["prompts_per_step"] = 64
-    told, other = remarks(plan(run, stack, initial_weights=warm))
-    assert told == info(f"starting weights: {warm} (initial_weights)")
-    assert other == warning(other.what)
+    told, other = remarks(planned := plan(run, stack, initial_weights=warm))
+    assert (told, other) == (info(f"starting weights: {warm} (initial_weights)"), warning(other.what))
+    assert [*remarks(planned, forked=True)] == [other]
 
 
 def test_what_may_surprise_is_a_warning(run: dict[str, Any], stack: StackConfig, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class Episode:
 
     late = (
         "its worker was ended, and other episodes in it begin again: make the method faster, raise "
-        "environment.call_timeout_s, or give environment.workers of the stack more"
+        "environment.call_timeout_s of the run, or give environment.workers of the stack more"
     )
 
     def __init__(self, start: pb.EpisodeStart, target: Target, holders: Holders) -> None:

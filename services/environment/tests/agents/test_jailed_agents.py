@@ -81,6 +81,27 @@ def play(task):
     assert dict(played.ended.rewards) == {"length": 4.0}, played.ended
 
 
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("socket.create_connection(('1.1.1.1', 80), 1)", "The jail has no network"),
+        ("open('new', 'w')", "write to temporary folders alone"),
+    ],
+)
+async def test_a_function_that_its_jail_stops_is_told_so(jailed: Any, does: str, says: str) -> None:
+    (jailed.folder / "agent.py").write_text(f"import socket\n\ndef play(task):\n    {does}\n")
+    played = await jailed.plays(lambda _: "yes", function="agent.py:play", trusted=False)
+    assert says in played.ended.failure.what and "trusted: true" in played.ended.failure.what
+
+
+async def test_what_an_agent_prints_is_in_the_log_of_its_service(
+    jailed: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (jailed.folder / "agent.py").write_text("def play(task):\n    print('a word')\n")
+    await jailed.plays(lambda _: "yes", function="agent.py:play", trusted=False)
+    assert "a word" in capfd.readouterr().err
+
+
 async def test_jailed_agents_play_beside_each_other_and_in_processes_of_their_run(jailed: Any) -> None:
     (jailed.folder / "agent.py").write_text(RAW + "def play(task):\n    return {'pid': len(asks('One?'))}")
     options: dict[str, Any] = {"function": "agent.py:play", "trusted": False}

@@ -154,8 +154,10 @@ def _unknown_key(path: KeyPath, model: type[ConfigModel], value: Any) -> str:
             for theirs, ours, note in same
         ]
         return f"unknown key {shown}; here {', '.join(said)}"
-    if str(path[0]) in _other(model).model_fields:
-        return f"unknown key {shown}: {path[0]} is a key of {_file_of(_other(model))}"
+    other = _other(model)
+    of_other = str(path[0]) in other.model_fields and str(path[0]) not in model.model_fields
+    if of_other or join(path) in _all_paths(other):
+        return f"unknown key {shown}: {shown} is a key of {_file_of(other)}"
     return f"unknown key {shown}" + (f"; did you mean {meant}?" if meant else "")
 
 

@@ -40,7 +40,11 @@ BECOMES_ANOTHER = 1 << 0 | 1 << 6 | 1 << 7 | 1 << 8
 """`CAP_CHOWN`, `CAP_SETGID`, `CAP_SETUID` and `CAP_SETPCAP`: root has them, unless a container took them away."""
 FIRST_USER, USERS = 61_184, 4_096
 """The users that systemd would make on the fly: no account is among them."""
-OUT = "`trusted: true` in the term of the run lets this function out of it"
+OUT = {
+    "reward": "`trusted: true` in the term of the run lets this function out of it",
+    "environment": "`trusted: true` in `environment` of the run lets it out of the jail",
+}
+"""What lets code out of the jail, by the section of the stack that asks for it."""
 SAME_ORDER = {"PYTHONHASHSEED": "0"}
 """Sets have the same order in all processes, so that the same code makes the same of the same input again."""
 NO_NETWORK = (
@@ -256,7 +260,7 @@ class Cell:
 
     def way_out(self, number: int, path: str) -> str:
         """Return what to do about an error of the system that is the jail's; nothing where it is none of its."""
-        key = f"{self._jail.section}.isolation"
+        key, out = f"{self._jail.section}.isolation", OUT[self._jail.section]
         if not self.level:
             return ""
         if number in (errno.ENOENT, errno.EACCES) and os.path.isabs(path) and os.path.exists(path):
@@ -264,9 +268,9 @@ class Cell:
                 f". The file is there, and the jail does not show it: name it in {key}.readable of the stack"
             )
         if number == errno.EROFS:
-            return f". In the jail functions write to temporary folders alone, and no key allows more: {OUT}"
+            return f". In the jail functions write to temporary folders alone, and no key allows more: {out}"
         if number in NO_NETWORK:
-            return f". The jail has no network: {OUT}"
+            return f". The jail has no network: {out}"
         if number == errno.ENOMEM:
             gib = self._jail.bounds.memory_bytes / (1 << 30)
             return f". The jail bounds memory to {gib:g} GiB: {key}.memory_gib of the stack"
@@ -276,7 +280,8 @@ class Cell:
         """Return what to do about a missing variable of the environment; nothing outside of a jail."""
         if not self.level:
             return ""
-        return f". The jail has the variables that reward.isolation.environment of the stack names: name {name} there"
+        key = f"{self._jail.section}.isolation.environment"
+        return f". The jail has the variables that {key} of the stack names: name {name} there"
 
     def close(self) -> None:
         """Remove what the worker wrote, and its group."""

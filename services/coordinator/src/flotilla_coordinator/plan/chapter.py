@@ -75,9 +75,9 @@ def shown_bytes(number: float) -> str:
     return f"{number:.3g} TiB"
 
 
-def remarks(plan: run_pb2.Plan) -> Iterator[Finding]:
-    """Return the weights that the run starts from, and every warning."""
+def remarks(plan: run_pb2.Plan, *, forked: bool = False) -> Iterator[Finding]:
+    """Return the weights that the run starts from, and every warning; a fork has its weights from a checkpoint."""
     for line in plan.lines:
-        if line.name == STARTING_WEIGHTS:
+        if line.name == STARTING_WEIGHTS and not forked:
             yield info(f"{line.name}: {line.value} ({line.explanation})")
     yield from (one for one in plan.findings if one.severity == SEVERITY_WARNING)

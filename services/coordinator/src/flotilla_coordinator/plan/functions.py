@@ -30,6 +30,7 @@ from flotilla_core.config import (
     StackConfig,
 )
 from flotilla_core.config.model import UserFunction
+from flotilla_core.config.run import AGENT
 from flotilla_core.errors import InvalidConfig
 from flotilla_core.findings import warning
 from flotilla_workers import check
@@ -93,7 +94,24 @@ def functions_of(config: RunConfig) -> list[Function]:
 
 def file_errors(config: RunConfig) -> Entries:
     """Find the errors that the user's files show without being run."""
-    return (refusal(error) for function in functions_of(config) if (error := _file_error(function)))
+    functions = [*functions_of(config), *_function_of_agent(config)]
+    return (refusal(error) for function in functions if (error := _file_error(function)))
+
+
+def _function_of_agent(config: RunConfig) -> Iterator[Function]:
+    """Yield the function of an agent, which is called with its task.
+
+    No plan loads it: what its file imports may look for the gateway, and for files beside it.
+    """
+    own = config.environment
+    if own is None or own.name != AGENT:
+        return
+    folder, name = (own.parameters.get(key) for key in ("folder", "function"))
+    if isinstance(folder, str) and isinstance(name, str):
+        function = Function("environment.parameters.function", os.path.join(folder, name), {}, False)
+        # Its service says what is wrong with a name of another form, and where there is no such file.
+        if function.file is not None and os.path.isfile(function.file):
+            yield function
 
 
 def trusted_warnings(config: RunConfig) -> Entries:

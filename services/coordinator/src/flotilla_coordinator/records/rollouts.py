@@ -27,7 +27,6 @@ from flotilla_core.version import Version
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FOLDER = "rollouts"
 DRAWN_BY = b"flotilla_drawn_by"
 ROWS_AT_ONCE = 2048
 

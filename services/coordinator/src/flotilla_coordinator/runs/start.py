@@ -130,7 +130,7 @@ class RunStarter:
         await self._ledger.save_run(record)
         if forked is not None:
             active.status.notice(info(f"forked from {forked.source}: {forked.described}"))
-        for remark in remarks(plan):
+        for remark in remarks(plan, forked=forked is not None):
             active.status.notice(remark)
         fleet = await self._fleet.admit(run_id, ResourceRequest.of(config))
         return self._execute(active, directory, start_point, fleet)

@@ -25,7 +25,7 @@ from flotilla_coordinator.fleet.run_fleet import RunFleet, SleepingGenerators
 from flotilla_coordinator.ledger.ledger import Ledger
 from flotilla_coordinator.plan import batching_of_run, sleeps_in
 from flotilla_coordinator.records.directory import RunDirectory
-from flotilla_coordinator.records.rollouts import FOLDER, RolloutRecord
+from flotilla_coordinator.records.rollouts import RolloutRecord
 from flotilla_coordinator.rollouts.batch import BatchSource, RolloutSample
 from flotilla_coordinator.rollouts.environments import Environments
 from flotilla_coordinator.rollouts.episodes import Episodes
@@ -60,6 +60,7 @@ from flotilla_core.findings import info, warning
 from flotilla_core.gangs import model_of
 from flotilla_core.model_folder import model_folder
 from flotilla_core.service import Host
+from flotilla_data.samples import ROLLOUTS
 from flotilla_data.tokenizer import Tokenizer
 
 NOTICE_EVERY_S = 10.0
@@ -341,7 +342,7 @@ class RunWiring:
         rollout = self._config.rollout
         if not rollout.record:
             return None
-        place, temperature = directory.path / FOLDER, rollout.sampling.temperature
+        place, temperature = directory.path / ROLLOUTS, rollout.sampling.temperature
         return RolloutRecord(place, self._run_id, temperature, tokenizer.digest)
 
     def _reward_models_of(self, sessions: Mapping[str, RewardModelSession]) -> dict[str, RewardModel]:

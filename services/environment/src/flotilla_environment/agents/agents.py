@@ -61,6 +61,10 @@ class Agents:
 
         return Seat(process.exit, close)
 
+    def way_out(self, spec: AgentSpec, trusted: bool, number: int, path: str) -> str:
+        """Return what to do about an error of the system that an agent got from its jail."""
+        return cell_of(spec.started(trusted), self._jail()).way_out(number, path)
+
     async def _taken(self, queue: Queue, seat: Seat, run_id: str, session: Session, waits: Waits) -> Seat:
         """Wait until an agent takes the task, or there will be none."""
         offer = asyncio.create_task(queue.offer(run_id, session))

@@ -33,7 +33,7 @@ STOP_GRACE_S = 10.0
 """The time that an agent has to end by itself once it gets no further turn."""
 CORRECT_NAME = "correct"
 UNHEARD_NAME = "unheard_turns"
-AGENT_LATE = "make the agent faster between its requests, or raise environment.call_timeout_s"
+AGENT_LATE = "make the agent faster between its requests, or raise environment.call_timeout_s of the run"
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class AgentEpisode:
                 ended.cancel()
             if ended in done:
                 what, traceback = self._session.failure
-                return Failure(what, traceback) if what else self._rewarded()
+                return Failure(what + self._way_out(), traceback) if what else self._rewarded()
             if asks in done:
                 said = self._asks(asks.result())
                 if said is not None:
@@ -176,6 +176,13 @@ class AgentEpisode:
                 return Timeout(self._call_limit_s)
             else:
                 return self._exited(self._seat.exit.result())
+
+    def _way_out(self) -> str:
+        """Return what to do about the failure that an agent tells, where it is its jail's."""
+        assert self._session is not None
+        if self._session.of_system is None or self._spec.comes_by_itself:
+            return ""
+        return self._agents.way_out(self._spec, self._start.environment.trusted, *self._session.of_system)
 
     def _asks(self, ask: Ask) -> Said | None:
         """Return the turn that is asked for; None where it is refused, and the agent told so."""

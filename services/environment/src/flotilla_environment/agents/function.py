@@ -44,7 +44,11 @@ def main() -> None:
             ended = _play(function, url, key, task)
         except Exception as error:  # noqa: BLE001 - code of the user raised it, and whoever plays is told
             said = described(error, OURS)
-            ended = {"failure": said["failed"], "traceback": said["traceback"]}
+            ended = {"failure": said["failed"], "traceback": said["traceback"], "system": said.get("system")}
+        with suppress(
+            OSError, ValueError, AttributeError
+        ):  # Its process may be ended before it writes what it printed.
+            sys.stdout.flush()
         with suppress(urllib.error.HTTPError):  # The episode is over, whatever the function made of that.
             _asked("POST", f"{url}/end", key, ended)
 

@@ -1,4 +1,4 @@
-"""The process of an agent: its start in a jail or outside of one, its end, and the last of what it printed.
+"""The process of an agent: its start in a jail or outside of one, its end, and what it prints, into the log.
 
 Invariants: it ends, with all that it started, when this object is closed and when the service is gone. In a jail it
 reaches its gateway and no other network. Its keys are in its environment alone: no argument of a process shows them.
@@ -166,6 +166,9 @@ class AgentProcess:
         assert printed is not None
         while part := await printed.read(1 << 16):
             self._printed = (self._printed + part)[-MOST_TOLD_BYTES:]
+            if sys.stderr:
+                with suppress(OSError):  # A log that takes nothing ends no agent.
+                    await asyncio.to_thread(os.write, keeper.LOG, part)
         return Exit(await self._process.wait(), self._printed.decode(errors="replace"))
 
     def end(self) -> asyncio.Task[None]:

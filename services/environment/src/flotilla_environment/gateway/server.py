@@ -329,6 +329,9 @@ async def _end(http: web.Request, session: Session, body: bytes) -> web.StreamRe
     given = _object(body) if body else {}
     if failure := given.get("failure"):
         session.failure = (str(failure)[:LONGEST_FAILURE], str(given.get("traceback", ""))[-LONGEST_FAILURE:])
+        match given.get("system"):
+            case [int(number), str(path)]:
+                session.of_system = number, path[:LONGEST_FAILURE]
     session.ended.set()
     session.close("its agent has ended it")
     return web.json_response({})

@@ -93,6 +93,8 @@ class Session:
         """The hash of the key of the agent that took the task; empty where it has a process of its own."""
         self.failure = ("", "")
         """The failure that the agent tells at its end, and its traceback; empty where nothing failed."""
+        self.of_system: tuple[int, str] | None = None
+        """The number and the path of the system's error that the failure is."""
         self.ended = asyncio.Event()
         """The agent says that it has done its task."""
         self.answered = 0
