@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -19,12 +20,14 @@ from flotilla.common.v1 import registration_pb2 as reg
 from flotilla_core import rpc
 from flotilla_core.config import BindConfig
 from flotilla_core.errors import Unavailable
-from flotilla_core.protocol import PROTOCOL_VERSION
+from flotilla_core.protocol import PROTOCOL_VERSION, major_of
 from flotilla_core.rpc import Load, Replica, ReplicaPool
 from flotilla_core.rpc import pool as replica_pool
 from flotilla_core.subprocess_group import ProcessGroup
 from flotilla_testing.credentials import ours
 
+FOREIGN = f"{(major_of(PROTOCOL_VERSION) or 0) + 2}.0"
+"""A protocol that is no neighbour of ours."""
 Pool = ReplicaPool[Any]
 Snapshot = dict[str, reg.Registration]
 
@@ -104,7 +107,7 @@ async def test_only_ready_instances_of_the_kind_get_work(pool: Pool) -> None:
             registration("generator-0"),
             registration("generator-1", state=reg.INSTANCE_STATE_STARTING),
             registration("reward-0", kind=reg.SERVICE_KIND_REWARD),
-            registration("generator-2", protocol_version="5.0"),
+            registration("generator-2", protocol_version=FOREIGN),
         )
     )
     assert names(pool) == {"generator-0"}
@@ -347,8 +350,10 @@ async def test_a_long_wait_is_told_while_it_lasts(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_wait_that_finds_nobody_names_who_was_refused_and_both_protocols(pool: Pool) -> None:
-    await pool.update(snapshot(registration("generator-0", protocol_version="5.0")))
-    refused = r"refused: generator-0-a speaks protocol 5\.0, this build speaks 3\.0"
+    await pool.update(snapshot(registration("generator-0", protocol_version=FOREIGN)))
+    refused = re.escape(
+        f"refused: generator-0-a speaks protocol {FOREIGN}, this build speaks {PROTOCOL_VERSION}"
+    )
     with pytest.raises(Unavailable, match=rf"for a generator: {refused}"):
         await pool.wait_for(1, 0.1, "a generator")
     await pool.update({})
