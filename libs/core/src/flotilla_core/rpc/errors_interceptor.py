@@ -116,19 +116,26 @@ class _Reception:
         """Return the messages of a stream whose first one is valid; each of them may come too late for its fence."""
         stream = aiter(request)
         data = await anext(stream, None)
-        first = None if data is None else self._decoded(data)
-        self._admit_fence(fence)
+        first = None if data is None else await self._taken(data, fence, stream)
 
         async def messages() -> AsyncIterator[Any]:
             if first is None:
                 return
             yield first
             async for data in stream:
-                message = self._decoded(data)
-                self._admit_fence(fence)
-                yield message
+                yield await self._taken(data, fence, stream)
 
         return messages()
+
+    async def _taken(self, data: bytes, fence: Fence | None, stream: AsyncIterator[bytes]) -> Any:
+        """Return a message of a stream; a caller whose message is refused may still send others."""
+        try:
+            message = self._decoded(data)
+            self._admit_fence(fence)
+        except FlotillaError:
+            await read_to_its_end(stream)
+            raise
+        return message
 
     def _decoded(self, data: bytes) -> Any:
         try:
