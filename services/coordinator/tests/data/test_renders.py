@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,11 +19,12 @@ class Template:
 
     def __init__(self) -> None:
         self.calls: list[int] = []
-        self.go_on = threading.Event()
+        self.go_on = asyncio.Event()
 
-    def render_chats(self, asked: Sequence[Conversation]) -> list[str]:
+    async def render_chats_beside(self, asked: Sequence[Conversation]) -> list[str]:
         self.calls.append(len(asked))
-        self.go_on.wait(10)
+        async with asyncio.timeout(10):
+            await self.go_on.wait()
         texts = [str(one.messages[0]["content"]) for one in asked]
         if "endless" in texts:
             raise FailedPrecondition("the chat template passes its bounds")

@@ -18,7 +18,7 @@ from flotilla_coordinator.fleet.leases import LeaseFile
 from flotilla_core import rpc
 from flotilla_core.config import FleetJudgeConfig
 from flotilla_core.errors import FailedPrecondition, NotFound, Unavailable
-from flotilla_core.protocol import PROTOCOL_VERSION
+from flotilla_core.protocol import PROTOCOL_VERSION, major_of
 from flotilla_core.roles import POLICY, role_of_process
 from flotilla_core.rpc import Load
 from flotilla_testing.credentials import credential
@@ -31,6 +31,8 @@ KINDS = {
     "reward": reg.SERVICE_KIND_REWARD,
 }
 LOAD = Load(1)
+FOREIGN = f"{(major_of(PROTOCOL_VERSION) or 0) + 2}.0"
+"""A protocol that is no neighbour of ours."""
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ async def register_another_build(fleet: Fleet, *names: str) -> None:
             instance_id=name,
             address="127.0.0.1:1",
             state=reg.INSTANCE_STATE_READY,
-            protocol_version="5.0",
+            protocol_version=FOREIGN,
         )
         for name in names
     }
@@ -240,7 +242,7 @@ async def test_a_generator_of_another_protocol_is_dealt_to_no_run_and_named_to_w
     await register(fleet, "trainer-0", "trainer-1", "generator-0")
     await register_another_build(fleet, "generator-1")
     await fleet.admit("first", ResourceRequest())
-    refused = r"generator-1 speaks protocol 5\.0, this build speaks 3\.0"
+    refused = re.escape(f"generator-1 speaks protocol {FOREIGN}, this build speaks {PROTOCOL_VERSION}")
     with pytest.raises(
         FailedPrecondition, match=rf"no generator for another run: 1 for run first.*{refused}"
     ):
@@ -259,7 +261,7 @@ async def test_a_gang_of_another_protocol_is_leased_to_no_run_and_named_to_who_f
     await register(fleet, "generator-0", "generator-1")
     await register_another_build(fleet, "trainer-0")
     run = await fleet.admit("first", ResourceRequest())
-    refused = r"trainer-0 speaks protocol 5\.0, this build speaks 3\.0"
+    refused = re.escape(f"trainer-0 speaks protocol {FOREIGN}, this build speaks {PROTOCOL_VERSION}")
     with pytest.raises(Unavailable, match=rf"for a trainer: refused: {refused}"):
         await run.gang(POLICY, 0.1)
     with pytest.raises(FailedPrecondition, match=refused):

@@ -212,7 +212,7 @@ async def test_a_beginning_that_the_ledger_refuses_leaves_every_checkpoint(
     async def opened() -> None:
         """Nothing is known of a session."""
 
-    async def load(folder: Path) -> bytes:
+    async def load(folder: Path, **_options: Any) -> bytes:
         return Progress(RUN, shelf.step_of(folder.name), Version(0, 1), None).to_bytes()
 
     run: Any = SimpleNamespace(
