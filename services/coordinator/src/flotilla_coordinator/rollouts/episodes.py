@@ -61,8 +61,8 @@ COMPLETED = "completed"
 MAX_TURNS, NO_ROOM, ERROR = "max_turns", "no_room", "error"
 """Endings of episodes that their environment did not end by itself, as TIMEOUT."""
 BEGINNINGS = 32
-"""Episodes that begin in one turn of the event loop. Hundreds begin with a step, and all others would wait for them; with
-few at once their turns come one by one, and each message costs as much as one of many.
+"""Episodes that begin in one turn of the event loop. Hundreds begin with a step, and all others would wait for them.
+With few at once their turns come one by one, and each message costs as much as one of many.
 """
 MOST_BEGINNINGS = 100
 """The most beginnings of one episode: where its worlds are gone for the sake of others, which have ended by then."""
