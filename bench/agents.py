@@ -20,7 +20,7 @@ from flotilla_testing.episode_load import measure as measured
 
 SECONDS = float(os.environ.get("FLOTILLA_BENCH_SECONDS", "60"))
 LOAD = AgentLoad(seconds=SECONDS)
-CALM = replace(LOAD, turn_s=5.12)
+CALM = replace(LOAD, token_s=5.12 / 64)
 """512 requests in 5.12 seconds: 100 a second."""
 RATE_BAR = 150.0
 P99_BAR_S = 0.1
@@ -65,5 +65,5 @@ def measure() -> list[Row]:
 def _figures(load: AgentLoad) -> EpisodeFigures:
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
         figures = measured(load, Path(folder))
-    print(json.dumps({"generators": load.replicas, "turn_s": load.turn_s} | asdict(figures)), flush=True)
+    print(json.dumps({"generators": load.replicas, "token_s": load.token_s} | asdict(figures)), flush=True)
     return figures

@@ -160,6 +160,7 @@ async def test_a_caller_that_leaves_leaves_nothing_in_the_engine(replica):
     await replica.begun(2)
     await replica.leave()
     await replica.begun(0)
+    assert replica.engine.waiting_samples == 0 and not replica.engine.requests
 
 
 async def test_a_drain_delivers_what_there_is_and_ends_the_call(replica):

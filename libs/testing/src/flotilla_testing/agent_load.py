@@ -22,7 +22,7 @@ import time
 
 import aiohttp
 
-AT_ONCE, FOLDER = int(sys.argv[1]), sys.argv[2]
+AT_ONCE, FOLDER, TOKEN_S = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 
 
 async def play(http, taken, file):
@@ -32,12 +32,13 @@ async def play(http, taken, file):
         asked_at = time.monotonic()
         body = {{"model": "any", "messages": history}}
         async with http.post(url + "/v1/chat/completions", json=body, headers=key) as said:
-            message = (await said.json())["choices"][0]["message"]
-        took.append((time.monotonic(), time.monotonic() - asked_at))
+            answer = await said.json()
+        message, now = answer["choices"][0]["message"], time.monotonic()
+        took.append((now, now - asked_at, (answer["usage"]["completion_tokens"] - 1) * TOKEN_S))
         history += [message, {{"role": "user", "content": f"That is answer {{turn + 1}}; go on with the next one."}}]
     await http.post(url + "/rewards", json={{"length": float(len(message["content"]) % 7)}}, headers=key)
     await http.post(url + "/end", json={{}}, headers=key)
-    file.write("".join(f"{{at:.6f}} {{seconds:.6f}}\\n" for at, seconds in took))
+    file.write("".join(f"{{at:.6f}} {{seconds:.6f}} {{decoded:.6f}}\\n" for at, seconds, decoded in took))
     file.flush()
 
 
@@ -67,7 +68,7 @@ class AgentLoad(EpisodeLoad):
 
     episodes: int = 512
     episodes_per_step: int = 128
-    turn_s: float = 2.0
+    token_s: float = 2 / 64
     agents: int = 2
     """The processes of agents."""
 
@@ -79,7 +80,7 @@ class AgentLoad(EpisodeLoad):
         file = stack.directory / "agent.py"
         file.write_text(AGENT)
         at_once = -(-self.episodes // self.agents)
-        command = f"{sys.executable} {file} {at_once} {stack.directory}"
+        command = f"{sys.executable} {file} {at_once} {stack.directory} {self.token_s}"
         environment = {
             "name": "agent",
             "parameters": {"command": command, "processes": self.agents},

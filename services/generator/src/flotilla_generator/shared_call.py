@@ -92,8 +92,7 @@ class SharedCalls:
                 samples = await self._answer(request)
         except FlotillaError as error:
             failure = status.encode(error)
-        # The boundary of the service: whatever a request raises ends here, as its answer.
-        except Exception as error:
+        except Exception as error:  # the boundary of the service: whatever a request raises is its answer
             logger.exception("a request failed", request_id=request.request_id)
             failure = status.encode(Internal(f"{type(error).__name__}: {error}", where=names.GENERATE))
         else:
